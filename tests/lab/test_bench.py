@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilelab.bench.cases import CASES, DTYPES, Case, Goal, Shape, Variant, find
+from tilelab.bench.cases import CASES, DTYPES, VARIANTS, Case, Goal, find
 from tilelab.bench.results import (
     COMPLETE,
     CaseResult,
@@ -21,6 +21,7 @@ from tilelab.bench.results import (
     Scaling,
 )
 from tilelab.bench.tables import heading, tables
+from tilelab.cases import case as cases
 from tilelab.common.clock import Spread, interleave, once, plan, repeats_for
 from tilelab.common.tables import markdown, plain
 from tilelab.peers.compare import compare
@@ -28,7 +29,8 @@ from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.work import call_of, draw
 from tilewise.errors import InvalidArgument
 
-SMALL = Case("small", "float32", Shape(2, 4, 2, 70, 70, 16), goal=Goal(1.5, 0.8))
+SMALL = Case(cases.Case("small", 2, 4, 2, 70, 70, 16, 16), goal=Goal(1.5, 0.8))
+MIDDLE = cases.Case("middle", 1, 4, 2, 300, 300, 16, 16)
 MACHINE = {
     "chip": "Chip 9",
     "slug": "chip-9",
@@ -91,8 +93,8 @@ def test_every_row_of_the_goals_is_there() -> None:
     ("variant", "pairs"),
     [("full", 4096 * 4096), ("causal", 4096 * 4096 / 2), ("window", 256 * 4096 - 256 * 255 / 2)],
 )
-def test_operations_are_counted_on_visible_pairs(variant: Variant, pairs: float) -> None:
-    case = Case("long", "float32", Shape(2, 3, 3, 4096, 4096, 32), variant)
+def test_operations_are_counted_on_visible_pairs(variant: str, pairs: float) -> None:
+    case = Case(cases.Case("long", 2, 3, 3, 4096, 4096, 32, 32), variant)
     assert case.flops == 4 * 2 * 3 * 32 * pairs
     assert replace(case, backward=True).flops == 2.5 * case.flops
 
@@ -100,10 +102,9 @@ def test_operations_are_counted_on_visible_pairs(variant: Variant, pairs: float)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("variant", ["full", "causal", "window", "bias", "dropout"])
-def test_the_gate_passes_what_is_right(variant: Variant, backward: bool, dtype: str) -> None:
-    shape = Shape(1, 4, 2, 300, 300, 16)
-    case = replace(SMALL, variant=variant, dtype=dtype, backward=backward, shape=shape)
-    work = case.work()
+def test_the_gate_passes_what_is_right(variant: str, backward: bool, dtype: str) -> None:
+    case = replace(MIDDLE, dtype=getattr(torch, dtype), **VARIANTS[variant])
+    work = Case(case, variant, backward).work()
     given = draw(work)
     assert compare(work, given, ours().make(work, given)).complaint == ""
 
@@ -131,9 +132,8 @@ def test_the_gate_stops_what_is_wrong(value: float, says: str) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("variant", ["full", "causal", "window", "bias"])
-def test_both_sides_compute_the_same(variant: Variant, backward: bool) -> None:
-    shape = Shape(1, 4, 2, 300, 300, 16)
-    work = replace(SMALL, variant=variant, shape=shape, backward=backward).work()
+def test_both_sides_compute_the_same(variant: str, backward: bool) -> None:
+    work = Case(replace(MIDDLE, **VARIANTS[variant]), variant, backward).work()
     given = draw(work)
     own, other = (call_of(work, given, way.make(work, given))() for way in (ours(), sdpa()))
     torch.testing.assert_close(own, other)

@@ -7,22 +7,30 @@ with AVX-512 and BF16 and without AMX, on one thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from tilelab.cases import case as cases
 from tilelab.peers.work import Work, causal_pairs, flops, window_pairs
-from tilewise import masks, scores
 
-__all__ = ["CASES", "DTYPES", "SCALING_GOAL", "Case", "Goal", "Shape", "find"]
+__all__ = ["CASES", "DTYPES", "SCALING_GOAL", "VARIANTS", "Case", "Goal", "find"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-WINDOW = 256
-DROPOUT_P = 0.1
 # Two threads against one, as a share of how well the bare multiply-add loop scales.
 SCALING_GOAL = 0.9
+_WINDOW = 256
+# Which pairs attend, and what happens to their scores; the record has the names.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": ("causal",)},
+    "window": {"mask": (f"window_{_WINDOW}",)},
+    "bias": {"score": ("bias_of_pairs",)},
+    "dropout": {"dropout_p": 0.1},
+}
 
-Variant = Literal["full", "causal", "window", "bias", "dropout"]
+
+_Sizes: TypeAlias = tuple[int, int, int, int, int, int]  # B, Hq, Hk, M, N, D
 
 
 class Goal(NamedTuple):
@@ -37,38 +45,33 @@ class Goal(NamedTuple):
     peak: float | None = None
 
 
-class Shape(NamedTuple):
-    """q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim]."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int
-
-
 @dataclass(frozen=True)
 class Case:
     """One row of the bench.
 
     Args:
-        name: the same for every dtype, e.g. ``"forward causal 2k"``.
-        dtype: of q, k and v, e.g. ``"bfloat16"``.
-        shape: of the operands.
-        variant: which pairs attend, and what happens to their scores.
+        attention: what is measured; its name is the same for every dtype.
+        variant: names its mask and score, e.g. ``"causal"``.
         backward: the gradients of q, k and v are measured, and not the forward pass.
         goal: None for a case that is only informative.
         quick: part of ``--quick``.
     """
 
-    name: str
-    dtype: str
-    shape: Shape
-    variant: Variant = "full"
+    attention: cases.Case
+    variant: str = "full"
     backward: bool = False
     goal: Goal | None = None
     quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """The same for every dtype, e.g. ``"forward causal 2k"``."""
+        return self.attention.name
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of q, k and v, e.g. ``"bfloat16"``."""
+        return str(self.attention.dtype).removeprefix("torch.")
 
     @property
     def key(self) -> str:
@@ -76,65 +79,43 @@ class Case:
         return f"{self.name} {self.dtype}"
 
     @property
+    def shape(self) -> dict[str, int]:
+        """For the record."""
+        names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")
+        return {name: getattr(self.attention, name) for name in names}
+
+    @property
     def pairs(self) -> float:
         """Visible (query, key) pairs of one head; causal counts as half, as the field does."""
-        queries, keys = self.shape.queries, self.shape.keys
+        queries, keys = self.attention.queries, self.attention.keys
         if self.variant == "causal":
             return causal_pairs([queries])
         if self.variant == "window":
-            return window_pairs(queries, WINDOW)
+            return window_pairs(queries, _WINDOW)
         return float(queries * keys)
 
     @property
     def flops(self) -> float:
         """Operations: 4 D per visible pair forward (two products), 2.5 times that backward."""
-        pairs, shape = self.shape.batch * self.pairs, self.shape
-        return flops(pairs, shape.heads, shape.head_dim, backward=self.backward)
+        case = self.attention
+        return flops(case.batch * self.pairs, case.heads, case.head_dim, backward=self.backward)
 
     def work(self) -> Work:
         """Return what is measured."""
-        shape = self.shape
-        return Work(
-            "speed",
-            self.name,
-            shape.keys,
-            self.dtype,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.batch,
-            "backward" if self.backward else "forward",
-            queries=shape.queries,
-            **_variant(self),
-        )
+        return Work.of(self.attention, "speed", "backward" if self.backward else "forward")
 
 
-def _variant(case: Case) -> dict[str, Any]:
-    """Return the variant of a case as fields of a Work."""
-    if case.variant == "causal":
-        return {"mask": masks.causal()}
-    if case.variant == "window":
-        return {"mask": masks.window(WINDOW - 1, 0)}
-    if case.variant == "dropout":
-        return {"dropout_p": DROPOUT_P}
-    if case.variant == "bias":
-        size = (case.shape.queries, case.shape.keys)
-        drawn = torch.randn(size, generator=torch.Generator().manual_seed(1))
-        return {"score": scores.bias(drawn.to(getattr(torch, case.dtype)))}
-    return {}
-
-
-def _square(batch: int, heads: int, length: int, head_dim: int, kv_heads: int = 0) -> Shape:
-    return Shape(batch, heads, kv_heads or heads, length, length, head_dim)
+def _square(batch: int, heads: int, length: int, width: int, kv_heads: int = 0) -> _Sizes:
+    return batch, heads, kv_heads or heads, length, length, width
 
 
 class _Row(NamedTuple):
-    """A case in every dtype that has a goal; goals None: informative, float32 and bfloat16."""
+    """A case in every dtype that has a goal."""
 
     name: str
-    shape: Shape
-    goals: tuple[Goal, ...] | None
-    variant: Variant = "full"
+    sizes: _Sizes
+    goals: tuple[Goal, ...]
+    variant: str = "full"
     backward: bool = False
     quick: tuple[str, ...] = ()
 
@@ -192,26 +173,27 @@ _ROWS = (
     _Row("short 64", _square(1, 64, 64, 64), _SHORT),
     _Row("short 33", _square(1, 64, 33, 64), _SHORT),
     *(
-        _Row(f"decode 8 heads, {keys} keys", Shape(1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
+        _Row(f"decode 8 heads, {keys} keys", (1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
         for keys in (64, 256, 512)
     ),
     *(
-        _Row(f"decode 32:4, D128, {keys} keys", Shape(1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
+        _Row(f"decode 32:4, D128, {keys} keys", (1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
         for keys in (64, 256, 512)
     ),
-    _Row("decode 8 heads, 16k keys", Shape(1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
-    _Row("decode 32:4, D128, 16k keys", Shape(1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
-    _Row("decode 4 rows, 32:4, 4k keys", Shape(1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
-    _Row("decode 16 x 32:8, 1k keys", Shape(16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
+    _Row("decode 8 heads, 16k keys", (1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
+    _Row("decode 32:4, D128, 16k keys", (1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
+    _Row("decode 4 rows, 32:4, 4k keys", (1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
+    _Row("decode 16 x 32:8, 1k keys", (16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
 )
 
 
 def _cases(row: _Row) -> list[Case]:
-    goals: tuple[Goal | None, ...] = row.goals or (None, None)
-    return [
-        Case(row.name, dtype, row.shape, row.variant, row.backward, goal, dtype in row.quick)
-        for dtype, goal in zip(DTYPES, goals, strict=False)
-    ]
+    attention = cases.Case(row.name, *row.sizes, row.sizes[-1], **VARIANTS[row.variant])
+    found = []
+    for dtype, goal in zip(DTYPES, row.goals, strict=False):
+        own = attention.of(getattr(torch, dtype))
+        found.append(Case(own, row.variant, row.backward, goal, dtype in row.quick))
+    return found
 
 
 # By dtype, then in the order of the table of goals.

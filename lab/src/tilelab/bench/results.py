@@ -84,7 +84,7 @@ class CaseResult:
             dtype=case.dtype,
             backward=case.backward,
             variant=case.variant,
-            shape=case.shape._asdict(),
+            shape=case.shape,
             flops=case.flops,
             goal=case.goal,
             clock=clock,

@@ -26,7 +26,7 @@ from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
-__all__ = ["Inputs", "Sent", "build", "call", "gradients", "problem_of", "send"]
+__all__ = ["Inputs", "Sent", "build", "call", "gradients", "problem_of", "send", "variant_of"]
 
 
 class Inputs(NamedTuple):
@@ -146,6 +146,43 @@ def _postfix(words: Sequence[str | MaskMaker], draw: Draw) -> Mask | None:
     return stack.pop() if stack else None
 
 
+def _draw(case: Case, draw: int, device: torch.device | str) -> Draw:
+    """Return what draws the numbers of a case: the same ones for the same case and draw."""
+    device = torch.device(device)
+    generator = None
+    if device.type != "meta":
+        seed = zlib.crc32(repr(case.of(torch.float64)).encode()) + draw
+        generator = torch.Generator(device).manual_seed(seed)
+    batch = case.batch if case.sequences is None else len(case.sequences)
+    queries, keys = _lengths(case)
+    sizes = batch, case.heads, max(queries), max(keys), min(keys)
+    return Draw(*sizes, case.dtype, device, generator)
+
+
+def _lengths(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the queries and the keys of each sequence; of a dense case those of an item."""
+    if case.sequences is None:
+        return (case.queries,), (case.keys,)
+    queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
+    return queries, keys
+
+
+def _variant(case: Case, drawn: Draw) -> tuple[Mask | None, Score | None]:
+    mask = _postfix(case.mask, drawn)
+    known = SCORES | SCORE_FUNCTIONS
+    makers = [known[word] if isinstance(word, str) else word for word in case.score]
+    parts = [make(drawn) for make in makers]
+    return mask, as_score(parts) if parts else None
+
+
+def variant_of(case: Case, device: torch.device | str) -> tuple[Mask | None, Score | None]:
+    """Return the mask and the score of a case alone, without gradients."""
+    mask, score = _variant(case, _draw(case, 0, device))
+    if score is not None:
+        score = Score(score.program, tuple(each.detach() for each in score.captured))
+    return mask, score
+
+
 def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inputs:
     """Return the tensors of a case: the same for the same case and draw, close for all dtypes.
 
@@ -154,18 +191,9 @@ def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inpu
         draw: other numbers for every one.
         device: of the tensors; on "meta" they have no values.
     """
-    device = torch.device(device)
-    generator = None
-    if device.type != "meta":
-        seed = zlib.crc32(repr(case.of(torch.float64)).encode()) + draw
-        generator = torch.Generator(device).manual_seed(seed)
+    drawn = _draw(case, draw, device)
     packed = case.sequences is not None
-    queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
-    if not packed:
-        queries, keys = (case.queries,), (case.keys,)
-    sizes = case.batch if case.sequences is None else len(case.sequences), case.heads
-    lengths = max(queries), max(keys), min(keys)
-    drawn = Draw(*sizes, *lengths, case.dtype, device, generator)
+    queries, keys = _lengths(case)
 
     def tensor(heads: int, length: int, width: int, layout: str, gain: float) -> Tensor:
         shape = (length, heads, width) if packed else (case.batch, heads, length, width)
@@ -176,16 +204,12 @@ def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inpu
     q = tensor(case.heads, sum(queries), case.head_dim, q_layout, case.gain)
     k = tensor(case.kv_heads, sum(keys), case.head_dim, case.layout, case.gain)
     v = tensor(case.kv_heads, sum(keys), case.value_dim, case.layout, 1.0)
-    mask = _postfix(case.mask, drawn)
-    known = SCORES | SCORE_FUNCTIONS
-    makers = [known[word] if isinstance(word, str) else word for word in case.score]
-    parts = [make(drawn) for make in makers]
+    mask, score = _variant(case, drawn)
     sinks = None
     if case.sinks:
         dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
         sinks = drawn.normal(case.heads, dtype=dtype).requires_grad_()
-    seed = 0 if generator is None else int(drawn.whole(0, 2**62))
-    score = as_score(parts) if parts else None
+    seed = 0 if drawn.generator is None else int(drawn.whole(0, 2**62))
     cu = None
     if case.sequences is not None:
         ends = [[0, *accumulate(lengths)] for lengths in (queries, keys)]

@@ -144,6 +144,7 @@ def _layout(draw: Draw) -> BlockMask:
 
 
 MASK_FUNCTIONS: dict[str, MaskMaker] = {
+    "window_256": lambda _: masks.window(255, 0),
     "window_1k": lambda _: masks.window(1023, 0),
     "window_share": lambda draw: masks.window(max(1, draw.keys // 6), max(1, draw.keys // 20)),
     "documents_of_40": lambda draw: _many_documents(draw, 40),
@@ -243,6 +244,7 @@ def _few_places(draw: Draw) -> Any:
 
 SCORE_FUNCTIONS: dict[str, ScoreMaker] = {
     "bias_of_heads": _bias(1),
+    "bias_of_pairs": _bias(2, 3),
     "relative": _relative,
     "buckets": _buckets,
     "temperature": _temperature,

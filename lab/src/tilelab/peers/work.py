@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tilelab.cases.case import Case
+from tilelab.cases.inputs import variant_of
 from tilewise import masks
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
@@ -74,6 +76,34 @@ class Work:
     packed: bool = False
     device: str = "cpu"
     backend: str | None = None
+
+    @classmethod
+    def of(cls, case: Case, suite: str, passes: Pass, device: str = "cpu") -> Work:
+        """Return a dense case, whose values are as wide as its keys, as a work.
+
+        Args:
+            case: what is attended.
+            suite: whose the work is.
+            passes: what a call does.
+            device: of the tensors.
+        """
+        mask, score = variant_of(case, device)
+        return cls(
+            suite,
+            case.name,
+            case.keys,
+            str(case.dtype).removeprefix("torch."),
+            case.heads,
+            case.kv_heads,
+            case.head_dim,
+            case.batch,
+            passes,
+            mask,
+            score,
+            queries=case.queries,
+            dropout_p=case.dropout_p,
+            device=device,
+        )
 
     @property
     def rows(self) -> int:

@@ -8,14 +8,14 @@ heads x head_dim, which is the model's own for most of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.timed import time_all
+from tilelab.bench.suites.timed import timed
 from tilelab.peers.methods import exact
 from tilelab.peers.work import Attend, Given, Pass, Work
 from tilewise import masks, scores
@@ -29,16 +29,14 @@ _SHORT = 1024  # every model is measured up to here, before any at its own lengt
 
 def steps(settings: Settings) -> list[Step]:
     """Return every model at a short length, then those whose own length is within the sweep."""
-    methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
-    found = []
-    for name, length in _sizes(settings):
-        for dtype in settings.dtypes:
-            for direction, words in passes:
-                work = _work(name, length, dtype, direction, words, settings)
-                step = partial(time_all, work, methods, wrap=layer)
-                found.append(Step(f"{work.case}, {length}, {dtype}", step))
-    return found
+    works = [
+        _work(name, length, dtype, way, words, settings)
+        for (name, length), dtype, (way, words) in product(
+            _sizes(settings), settings.dtypes, passes
+        )
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex), layer)
 
 
 def _sizes(settings: Settings) -> list[tuple[str, int]]:

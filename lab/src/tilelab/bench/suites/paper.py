@@ -10,7 +10,7 @@ from functools import partial
 
 from tilelab.bench.suites.memory import weigh
 from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.timed import time_all
+from tilelab.bench.suites.timed import timed
 from tilelab.peers.methods import exact, rivals
 from tilelab.peers.work import Pass
 
@@ -46,7 +46,7 @@ def steps(settings: Settings) -> list[Step]:
                     padding=length // _PADDED if padded else 0,
                     dropout_p=dropout_p,
                 )
-                found.append(Step(f"{work.case}, {length}", partial(time_all, work, methods)))
+                found += timed([work], methods)
         case = "memory, forward and backward"
         both = settings.work(SUITE, case, length, settings.dtypes[0], passes="both")
         found.append(Step(f"memory, {length}", partial(weigh, [both], methods)))

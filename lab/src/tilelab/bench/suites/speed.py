@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from tilelab.bench.cases import CASES, Case
 from tilelab.bench.measure import QUICK, measure_cases
 from tilelab.bench.results import CaseResult
 from tilelab.bench.suites.points import Point
 from tilelab.bench.suites.steps import Budget, Settings, Step
-from tilelab.bench.suites.timed import time_all
+from tilelab.bench.suites.timed import timed
 from tilelab.peers.methods import OURS, exact
 from tilelab.peers.work import Pass
 from tilewise import masks
@@ -31,18 +32,13 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def _sweep(settings: Settings, lengths: Sequence[int]) -> list[Step]:
-    methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[Pass, ...] = ("forward", "backward")
-    found = []
-    for length in lengths:
-        for dtype in settings.dtypes:
-            for direction in passes:
-                for kind, mask in (("full", None), ("causal", masks.causal())):
-                    case = f"{direction}, {kind}"
-                    work = settings.work(SUITE, case, length, dtype, passes=direction, mask=mask)
-                    name = f"{work.case}, {length}, {dtype}"
-                    found.append(Step(name, partial(time_all, work, methods)))
-    return found
+    kinds = (("full", None), ("causal", masks.causal()))
+    works = [
+        settings.work(SUITE, f"{way}, {kind}", length, dtype, passes=way, mask=mask)
+        for length, dtype, way, (kind, mask) in product(lengths, settings.dtypes, passes, kinds)
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex))
 
 
 def _with_goals(settings: Settings) -> list[Step]:
@@ -54,7 +50,7 @@ def _with_goals(settings: Settings) -> list[Step]:
         for case in CASES
         if case.dtype in settings.dtypes
         and (case.quick or not settings.quick)
-        and max(case.shape.queries, case.shape.keys) <= longest
+        and max(case.attention.queries, case.attention.keys) <= longest
     ]
 
 

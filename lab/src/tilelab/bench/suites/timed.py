@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tilelab.bench.suites.points import Point, Quantity, Status
-from tilelab.bench.suites.steps import Budget
+from tilelab.bench.suites.steps import Budget, Step
 from tilelab.common.clock import race, seconds_of
 from tilelab.common.memory import too_large
 from tilelab.peers.compare import Measured, compare
@@ -16,10 +17,19 @@ from tilelab.peers.methods import OURS, Method
 from tilelab.peers.work import Attend, Given, Work, call_of, draw
 from tilewise.errors import TilewiseError
 
-__all__ = ["attempted", "key_of", "time_all", "why_skipped"]
+__all__ = ["attempted", "key_of", "time_all", "timed", "why_skipped"]
 
 Wrap = Callable[[Work, Given, Attend], Callable[[], Any]]
 _Found = TypeVar("_Found")
+
+
+def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of) -> list[Step]:
+    """Return a step for each work, which times all methods on it; arguments as of ``time_all``."""
+    found = []
+    for work in works:
+        name = f"{work.case}, {work.length}, {work.dtype}"
+        found.append(Step(name, partial(time_all, work, methods, wrap=wrap)))
+    return found
 
 
 class _Ready(NamedTuple):

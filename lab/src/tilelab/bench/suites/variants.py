@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.timed import time_all
+from tilelab.bench.suites.timed import timed
 from tilelab.peers.methods import exact
 from tilelab.peers.work import Pass, Work
 from tilewise import BlockMask, masks, patterns, scores
@@ -29,16 +28,14 @@ def steps(settings: Settings) -> list[Step]:
     """Return every variant, forward and backward, at one length."""
     longest = _LENGTHS[settings.device]
     length = max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
-    methods = exact(settings.device, with_flex=settings.flex)
     passes: tuple[Pass, ...] = ("forward", "backward")
-    found = []
-    for dtype in settings.dtypes[:1] if settings.quick else settings.dtypes:
-        works = catalogue(length, settings.device, dtype)
-        for direction in passes:
-            for each in works:
-                work = replace(each, case=f"{each.case}, {direction}", passes=direction)
-                found.append(Step(f"{work.case}, {dtype}", partial(time_all, work, methods)))
-    return found
+    works = [
+        replace(each, case=f"{each.case}, {direction}", passes=direction)
+        for dtype in (settings.dtypes[:1] if settings.quick else settings.dtypes)
+        for direction in passes
+        for each in catalogue(length, settings.device, dtype)
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex))
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:

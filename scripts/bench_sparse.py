@@ -18,10 +18,11 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tilelab.common.clock import Call, interleave, once, repeats_for
@@ -156,23 +157,16 @@ def fit(measured: Record, name: str) -> Fit:
     times = [statistics.median(x[name]) for x in found]
     tiles = [x["tiles"] for x in found]
     # Each equation divided by its time: a share of 1 = row_s * a + tile_s * b.
-    a = [rows / t for t in times]
-    b = [count / t for count, t in zip(tiles, times, strict=True)]
-    aa, ab, bb = _dot(a, a), _dot(a, b), _dot(b, b)
-    determinant = aa * bb - ab * ab
-    row_s = (sum(a) * bb - sum(b) * ab) / determinant
-    tile_s = (sum(b) * aa - sum(a) * ab) / determinant
-    worst = max(abs(row_s * x + tile_s * y - 1) for x, y in zip(a, b, strict=True))
+    shares = np.array([[rows / t, count / t] for t, count in zip(times, tiles, strict=True)])
+    found_s, *_ = np.linalg.lstsq(shares, np.ones(len(times)), rcond=None)
+    row_s, tile_s = (float(seconds) for seconds in found_s)
+    worst = float(np.abs(shares @ found_s - 1).max())
     dense = next(x for x in measured["cases"] if x["kind"] == DENSE)
     exponent = statistics.linear_regression(
         [math.log(count) for count in tiles], [math.log(t) for t in times]
     ).slope
     slope = tile_s / (statistics.median(dense[name]) / dense["tiles"])
     return Fit(row_s, tile_s, slope, exponent, worst)
-
-
-def _dot(a: Iterable[float], b: Iterable[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _ratio(dense: list[float], other: list[float]) -> str:

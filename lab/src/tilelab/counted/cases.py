@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-import torch
-
+from tilelab.cases import case as cases
+from tilelab.cases.inputs import build, problem_of
 from tilelab.counted import fills
-from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import plain
 from tilewise.plan.traffic.count import Traffic
@@ -67,11 +66,10 @@ class Case:
     @property
     def problem(self) -> Problem:
         """The problem of the case."""
-        mask = masks.causal().program if self.causal else ()
         sizes = (1, self.heads, self.kv_heads, self.length, self.length, self.width, self.width)
-        return Problem(
-            *sizes, torch.float32, "cpu", "dense", mask, (), self.width**-0.5, 0.0, False
-        )
+        attention = cases.Case(self.name, *sizes, mask=("causal",) * self.causal)
+        problem, _ = problem_of(build(attention, device="meta"), None)
+        return problem._replace(device="cpu")
 
     @property
     def name(self) -> str:

@@ -1,4 +1,8 @@
-"""The problem and the operands that a public call makes of its arguments."""
+"""The problem and the operands that a public call makes of its arguments.
+
+Without the engine's checks, which ``tilewise.inspect.calls.lowered`` makes too: tests give kernels
+scores whose indices lie outside of their tensors.
+"""
 
 from __future__ import annotations
 

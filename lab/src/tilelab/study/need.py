@@ -43,27 +43,16 @@ _GIVEN_BACK_BYTES = 32 << 20  # glibc's largest threshold for memory of its own 
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of a run, in bytes.
+    """The memory of a run, in bytes."""
 
-    Args:
-        state: weights, gradients and optimizer.
-        activations: kept of one micro-batch, without the matrix.
-        matrix: the N x N matrices of attention, kept and at one moment; 0 where none is written.
-        freed: blocks that are free and not given back to the system.
-        moment: what the loss needs for a moment.
-        process: the process itself.
-        data: the task's data that each process keeps in memory of its own.
-        reading: the most while that is read and made ready, before there is a model.
-    """
-
-    state: int
-    activations: int
-    matrix: int
-    freed: int
-    moment: int
-    process: int = _PROCESS_BYTES
-    data: int = 0
-    reading: int = 0
+    state: int  # weights, gradients and optimizer
+    activations: int  # kept of one micro-batch, without the matrix
+    matrix: int  # the N x N matrices of attention, kept and at one moment; 0 where none is written
+    freed: int  # blocks that are free and not given back to the system
+    moment: int  # what the loss needs for a moment
+    process: int = _PROCESS_BYTES  # the process itself
+    data: int = 0  # the task's data that each process keeps in memory of its own
+    reading: int = 0  # the most while that is read and made ready, before there is a model
 
     @property
     def training(self) -> int:

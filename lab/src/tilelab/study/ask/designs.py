@@ -44,16 +44,10 @@ _FRACTIONS = {
 
 
 class Estimate(NamedTuple):
-    """An effect that the design estimates.
+    """An effect that the design estimates."""
 
-    Args:
-        factors: of one the main effect, of more their interaction.
-        aliases: the effects that the estimate cannot be told apart from, with the sign with which
-            each is in it; the fewest factors first.
-    """
-
-    factors: Effect
-    aliases: tuple[tuple[int, Effect], ...]
+    factors: Effect  # one: the main effect; more: their interaction
+    aliases: tuple[tuple[int, Effect], ...]  # what it cannot be told apart from, with signs
 
 
 def arm_name(factors: Iterable[str]) -> str:

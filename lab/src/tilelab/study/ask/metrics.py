@@ -15,19 +15,12 @@ __all__ = ["METRICS", "Metric", "ahead", "rank", "reached", "value_in"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that says how good the weights of a run are.
-
-    Args:
-        name: as configs and records have it.
-        unit: behind a number, in a sentence.
-        higher_is_better: False for a loss.
-        replaces_loss: it is the evaluation's own ``loss``, which is then no loss per token.
-    """
+    """A number that says how good the weights of a run are."""
 
     name: str
-    unit: str
+    unit: str  # behind a number, in a sentence
     higher_is_better: bool = False
-    replaces_loss: bool = False
+    replaces_loss: bool = False  # is the evaluation's own ``loss``
 
 
 METRICS: Mapping[str, Metric] = {

@@ -46,23 +46,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Entry(NamedTuple):
-    """A registered choice.
-
-    Args:
-        kind: what it is a choice of.
-        name: the function's name, with dashes for underscores.
-        function: what it does.
-        options: its options with their types, bounds and standard values.
-        summary: the first line of its docstring.
-        check: raises where options do not fit together.
-    """
+    """A registered choice."""
 
     kind: Kind
-    name: str
+    name: str  # the function's, with dashes
     function: Callable[..., Any]
-    options: type[BaseModel]
-    summary: str
-    check: Callable[..., None]
+    options: type[BaseModel]  # with their types, bounds and standard values
+    summary: str  # the first line of its docstring
+    check: Callable[..., None]  # raises where options do not fit together
 
     @property
     def defaults(self) -> dict[str, Value]:

@@ -18,36 +18,20 @@ Strategy = Literal["ddp", "fsdp"]
 
 
 class Execution(Frozen):
-    """How and where the runs of a study are executed; nothing of it changes a result.
+    """How and where the runs of a study are executed; nothing of it changes a result."""
 
-    Args:
-        folder: of the study.
-        cache: of tokens.
-        threads: of each process.
-        device: where it trains.
-        processes: that train each run together, each with a device of its own.
-        strategy: how they share the model, see ``train/team.py``.
-        core: that a run is pinned to; None for no pinning.
-        checkpoint_every_s: seconds between checkpoints of a run.
-        environment: what the records say of where they ran.
-        module: of the child process; None for the package's own. Tests have others.
-        variables: of the environment, whatever the machine of a run has itself.
-        working: folder that relative paths of a config start from, where a machine has it; None for
-            that of the process that starts a run.
-    """
-
-    folder: Path = Path()
-    cache: Path = Path()
-    threads: int = 1
+    folder: Path = Path()  # of the study
+    cache: Path = Path()  # of tokens
+    threads: int = 1  # of each process
     device: Literal["cpu", "cuda"] = "cpu"
-    processes: int = 1
-    strategy: Strategy = "ddp"
-    core: int | None = None
-    checkpoint_every_s: float = 10.0
-    environment: dict[str, Any] = Field(default_factory=dict)
-    module: str | None = None
-    variables: dict[str, str] = Field(default_factory=dict)
-    working: Path | None = None
+    processes: int = 1  # that train each run together, each with a device of its own
+    strategy: Strategy = "ddp"  # how they share the model, see ``train/team.py``
+    core: int | None = None  # that a run is pinned to; None for no pinning
+    checkpoint_every_s: float = 10.0  # seconds between checkpoints of a run
+    environment: dict[str, Any] = Field(default_factory=dict)  # where they ran, for the records
+    module: str | None = None  # of the child; None: the package's own
+    variables: dict[str, str] = Field(default_factory=dict)  # set in the environment
+    working: Path | None = None  # of relative paths in configs, where a machine has it
 
 
 STANDARD = Execution()
@@ -55,28 +39,17 @@ STANDARD = Execution()
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One training run, from the plan of a study to its record.
-
-    Args:
-        experiment, arm: names.
-        seed: of weights, order of the data and random numbers.
-        config: everything else that decides the result.
-        phase: ``"sweep"`` for a trial, which chooses a value and then counts as cost only.
-        candidate: the swept value of a trial.
-        rung: of a trial of successive halving, 0 for the shortest; None for others.
-        alone: nothing else of the study runs meanwhile.
-        execution: how and where; the standard one until the run is started.
-    """
+    """One training run, from the plan of a study to its record."""
 
     experiment: str
     arm: str
-    seed: int
+    seed: int  # of weights, order of the data and random numbers
     config: RunConfig
-    phase: Literal["final", "sweep"] = "final"
-    candidate: float | None = None
-    rung: int | None = None
-    alone: bool = False
-    execution: Execution = STANDARD
+    phase: Literal["final", "sweep"] = "final"  # a trial chooses, and is cost only
+    candidate: float | None = None  # the swept value of a trial
+    rung: int | None = None  # of a trial of successive halving, 0 for the shortest; None for others
+    alone: bool = False  # nothing else of the study runs meanwhile
+    execution: Execution = STANDARD  # how and where; the standard one until the run is started
 
     @property
     def name(self) -> str:

@@ -34,14 +34,10 @@ Reading = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Pairs:
-    """The finished runs of two sides.
+    """The finished runs of two sides."""
 
-    Args:
-        first, second: records by seed.
-    """
-
-    first: dict[int, RunRecord]
-    second: dict[int, RunRecord]
+    first: dict[int, RunRecord]  # by seed
+    second: dict[int, RunRecord]  # by seed
 
     @property
     def seeds(self) -> list[int]:

@@ -23,21 +23,13 @@ _REQUIRED = (
 
 @dataclass(frozen=True)
 class Found:
-    """Part of a study.
+    """Part of a study."""
 
-    Args:
-        folder: of the study.
-        part: ``""`` for all of it, ``experiment``, ``experiment/arm``, or a run's name.
-        records: of the runs of that part that have begun, by name.
-        damaged: why the record of a run of that part cannot be read, by the run's name.
-        study_records: of all runs of the study that have begun.
-    """
-
-    folder: Path
-    part: str
-    records: dict[str, RunRecord]
-    damaged: dict[str, str]
-    study_records: dict[str, RunRecord]
+    folder: Path  # of the study
+    part: str  # ``""`` for all of it, ``experiment``, ``experiment/arm``, or a run's name
+    records: dict[str, RunRecord]  # of the runs of that part that have begun, by name
+    damaged: dict[str, str]  # why a record of that part cannot be read, by run
+    study_records: dict[str, RunRecord]  # of all runs of the study that have begun
 
     @property
     def name(self) -> str:

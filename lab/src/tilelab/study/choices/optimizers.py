@@ -49,16 +49,10 @@ SHARDED = ("adamw", "lion", "sgd")
 
 
 class Group(NamedTuple):
-    """Parameters that are treated alike.
-
-    Args:
-        name: ``"decay"`` or ``"no-decay"``.
-        parameters: by their names in the model.
-        decays: whether weight decay acts on them.
-    """
+    """Parameters that are treated alike."""
 
     name: str
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]  # by name
     decays: bool
 
     def for_torch(self, lr: float, weight_decay: float, **options: Any) -> dict[str, Any]:

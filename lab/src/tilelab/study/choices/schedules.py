@@ -31,15 +31,10 @@ __all__ = [
 
 
 class Progress(NamedTuple):
-    """The position within a run.
+    """The position within a run."""
 
-    Args:
-        step: t, the step about to be taken, 0 for the first.
-        steps: T, of the whole run.
-    """
-
-    step: int
-    steps: int
+    step: int  # t, the one about to be taken, 0 for the first
+    steps: int  # T, of the whole run
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:

@@ -49,33 +49,20 @@ ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "b
 
 
 class Heads(NamedTuple):
-    """The attention that a variant is made for.
+    """The attention that a variant is made for."""
 
-    Args:
-        number: query heads.
-        device: of its tensors.
-        context: the most positions.
-        causal: False for an encoder's.
-    """
-
-    number: int
+    number: int  # query heads
     device: torch.device
-    context: int
-    causal: bool = True
+    context: int  # the most positions
+    causal: bool = True  # False for an encoder's
 
 
 class Variation(NamedTuple):
-    """A variant as ``mask`` and ``score`` of ``tilewise.nn.Attention``.
-
-    Args:
-        mask: of every call.
-        score: of every call.
-        pattern: the number of positions of a call -> a further mask for it; None for none.
-    """
+    """A variant as ``mask`` and ``score`` of ``tilewise.nn.Attention``."""
 
     mask: masks.Mask
     score: scores.Score | None
-    pattern: Callable[[int], masks.Mask] | None = None
+    pattern: Callable[[int], masks.Mask] | None = None  # positions -> a further mask
 
 
 def build(variant: Variant, heads: Heads) -> Variation:

@@ -20,25 +20,15 @@ _RECENT = 16  # steps whose median is the pace
 
 @dataclass
 class Lane:
-    """One run.
-
-    Args:
-        run: which.
-        status: where it is; a run that was begun and stopped is waiting.
-        step: optimizer steps done.
-        loss: of the last step's batch, nats per token; None where there is none.
-        held_out: the last held-out loss.
-        step_s: wall seconds of recent steps.
-        tokens: that they learnt from.
-    """
+    """One run."""
 
     run: RunSpec
-    status: Status = "waiting"
-    step: int = 0
-    loss: float | None = None
-    held_out: float | None = None
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    status: Status = "waiting"  # a run that was begun and stopped is waiting
+    step: int = 0  # optimizer steps done
+    loss: float | None = None  # of the last step's batch; nats per token
+    held_out: float | None = None  # the last loss
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # recent
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # learnt from in them
 
     @property
     def pace_s(self) -> float | None:

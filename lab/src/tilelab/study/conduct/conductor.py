@@ -45,27 +45,16 @@ _LONG_S = 30 * 60.0
 
 @dataclass(frozen=True)
 class Conductor:
-    """Works through a study.
-
-    Args:
-        study: the config.
-        command: what repeats it, as typed in a shell.
-        out: folder of studies.
-        jobs: runs at once; None for as many as there are cores.
-        on: ``"here"``, or ``"ray"`` for the machines of a Ray cluster.
-        track: names of trackers that are told of the runs.
-        confirm: asked before a long study starts, with its duration in words; False stops it.
-        execution: how every run is executed; the conductor adds the folders and the environment.
-    """
+    """Works through a study."""
 
     study: Study
-    command: str
-    out: Path
-    jobs: int | None = None
-    on: str = "here"
-    track: tuple[str, ...] = ()
-    confirm: Callable[[str], bool] | None = None
-    execution: Execution = STANDARD
+    command: str  # what repeats it, as typed in a shell
+    out: Path  # folder of studies
+    jobs: int | None = None  # runs at once; None for as many as there are cores
+    on: str = "here"  # ``"here"``, or ``"ray"`` for the machines of a Ray cluster
+    track: tuple[str, ...] = ()  # names of trackers
+    confirm: Callable[[str], bool] | None = None  # asked before a long study, with its duration
+    execution: Execution = STANDARD  # without folders and environment
 
     def conduct(self, console: Console) -> int:
         """Run what is not done yet, then write the report of all that is.

@@ -39,15 +39,10 @@ def data_key(config: RunConfig) -> str:
 
 
 class Price(NamedTuple):
-    """Seconds that one sequence takes, forward and backward.
+    """Seconds that one sequence takes, forward and backward."""
 
-    Args:
-        layer: in each layer.
-        rest: in everything else.
-    """
-
-    layer: float
-    rest: float
+    layer: float  # in each layer
+    rest: float  # in everything else
 
 
 def forecast_s(

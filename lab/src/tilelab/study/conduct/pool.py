@@ -100,15 +100,10 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Pool:
-    """Runs runs.
-
-    Args:
-        place: where.
-        jobs: runs at once.
-    """
+    """Runs runs."""
 
     place: Place
-    jobs: int
+    jobs: int  # runs at once
 
     def work(self, agenda: Agenda, watcher: Watcher) -> None:
         """Run everything that is not done yet.

@@ -55,19 +55,13 @@ _FLOAT_CAST_BYTES = 8  # in float32 nothing is cast
 
 
 class Predicted(NamedTuple):
-    """The predicted cost of one run on a chip.
+    """The predicted cost of one run on a chip."""
 
-    Args:
-        products_s, attention_s, rest_s: of an optimizer step: matrix products, attention, memory.
-        run_s: of the whole run.
-        memory_bytes: at its highest.
-    """
-
-    products_s: float
+    products_s: float  # these three of an optimizer step
     attention_s: float
-    rest_s: float
+    rest_s: float  # memory
     run_s: float
-    memory_bytes: int
+    memory_bytes: int  # at its highest
 
     @property
     def step_s(self) -> float:

@@ -38,17 +38,11 @@ _LAST_LINES = 12
 
 
 class Outcome(NamedTuple):
-    """The end of a process.
+    """The end of a process."""
 
-    Args:
-        code: its exit status; negative for the signal that ended it.
-        lines: the last ones of its standard error.
-        size: bytes of the record that it left.
-    """
-
-    code: int
-    lines: list[str]
-    size: int
+    code: int  # its exit status; negative for the signal that ended it
+    lines: list[str]  # the last ones of its standard error
+    size: int  # bytes of the record that it left
 
 
 class Process:
@@ -191,15 +185,10 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Local:
-    """This machine.
-
-    Args:
-        execution: of the runs.
-        cores: to pin runs of one thread to; None for no pinning.
-    """
+    """This machine."""
 
     execution: Execution
-    cores: Cores | None = None
+    cores: Cores | None = None  # to pin runs of one thread to; None for no pinning
 
     def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
         """Start the process of a run; see ``pool.Place``."""

@@ -31,49 +31,31 @@ _CANDIDATE_SHARES = 4  # of the held-out share: files that are looked at for it
 
 
 class Piece(NamedTuple):
-    """A file that was read.
+    """A file that was read."""
 
-    Args:
-        path: relative to where the search began, with ``/``.
-        data: its bytes.
-    """
-
-    path: str
+    path: str  # relative to where the search began, with ``/``
     data: bytes
 
 
 class Prepared(NamedTuple):
-    """The text as the tokenizer gets it.
+    """The text as the tokenizer gets it."""
 
-    Args:
-        train, held_out: UTF-8, or any bytes where only bytes are asked for.
-        train_words, held_out_words: original words of WikiText; None for other text.
-    """
-
-    train: bytes
+    train: bytes  # UTF-8, or any bytes where only bytes are asked for
     held_out: bytes
-    train_words: int | None
+    train_words: int | None  # original words of WikiText; None for other text
     held_out_words: int | None
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as it was found, split in two.
+    """A text as it was found, split in two."""
 
-    Args:
-        name: the source in words.
-        train, held_out: the bytes of the two parts, as they are in the files.
-        files: how many went in.
-        is_wikitext: whether they are words that have to be made into text.
-        sizes: bytes of each document of both parts; None where each part is one, or of WikiText.
-    """
-
-    name: str
-    train: bytes
+    name: str  # the source in words
+    train: bytes  # bytes as they are in the files
     held_out: bytes
-    files: int
-    is_wikitext: bool = False
-    sizes: tuple[Sequence[int], Sequence[int]] | None = None
+    files: int  # how many went in
+    is_wikitext: bool = False  # words that have to be made into text
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None  # of documents; None: one, or WikiText
 
     @property
     def sha256(self) -> str:

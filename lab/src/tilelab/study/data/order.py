@@ -144,19 +144,12 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
 
 
 class Part(NamedTuple):
-    """Some windows of an evaluation.
+    """Some windows of an evaluation."""
 
-    Args:
-        inputs, targets: int64 [W, context].
-        counted: bool [W, context]: the targets that are scored.
-        documents: int64 [W, context], the document of each input; None where a query sees those
-            before its own too.
-    """
-
-    inputs: Tensor
+    inputs: Tensor  # int64 [W, context], as the targets
     targets: Tensor
-    counted: Tensor
-    documents: Tensor | None = None
+    counted: Tensor  # bool [W, context]: the targets that are scored
+    documents: Tensor | None = None  # int64 [W, context], of each input; None: a query sees all
 
     @property
     def model_inputs(self) -> tuple[Tensor, ...]:
@@ -166,22 +159,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the held-out text, and which of their targets count.
-
-    Args:
-        text: the held-out tokens.
-        context: tokens in a window.
-        starts: of each window, int64 [W].
-        first: of each window, the first target that counts, int64 [W]; all after it count too.
-        begins: the first token of each document, where queries see their own alone and the first
-            token of a document does not count; None where documents do not matter.
-    """
+    """Windows of the held-out text, and which of their targets count."""
 
     text: NDArray[Any]
-    context: int
-    starts: NDArray[np.int64]
-    first: NDArray[np.int64]
-    begins: NDArray[np.int64] | None = None
+    context: int  # tokens in a window
+    starts: NDArray[np.int64]  # int64 [W]
+    first: NDArray[np.int64]  # of each window, the first target that counts, int64 [W]
+    begins: NDArray[np.int64] | None = None  # first token of each document, to keep them apart
 
     def __len__(self) -> int:
         return len(self.starts)

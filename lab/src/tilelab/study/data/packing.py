@@ -32,17 +32,11 @@ IGNORED = -100  # a target that is none, as torch's cross-entropy has it
 
 
 class Rows(NamedTuple):
-    """A micro-batch.
+    """A micro-batch."""
 
-    Args:
-        tokens: int64 [B, S].
-        targets: int64 [B, S], ``IGNORED`` where there is none.
-        documents: int64 [B, S], the document of each token; None where a row is one.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None = None
+    tokens: Tensor  # int64 [B, S]
+    targets: Tensor  # int64 [B, S], ``IGNORED`` where there is none
+    documents: Tensor | None = None  # int64 [B, S], of each token; None where a row is one
 
     @property
     def model_inputs(self) -> tuple[Tensor, ...]:

@@ -30,22 +30,13 @@ _GPT2_SIZE = 50257
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way to turn text into tokens, without losing a byte (but for WordPiece).
+    """A way to turn text into tokens, without losing a byte (but for WordPiece)."""
 
-    Args:
-        sha256: of all that decides the tokens; part of a cache's key.
-        dtype: of tokens in a file.
-        token_bytes: int64 [vocabulary]: the bytes that each token stands for; 0 for a token that
-            text never gives, and for all of WordPiece, which loses case, accents and space.
-        encode: UTF-8 to tokens of ``dtype``; raises ``InvalidArgument`` for what it cannot take.
-        decode: tokens to text; bytes that are not UTF-8 become U+FFFD.
-    """
-
-    sha256: str
-    dtype: np.dtype[Any]
-    token_bytes: NDArray[np.int64]
-    encode: Callable[[bytes], NDArray[Any]]
-    decode: Callable[[Sequence[int]], str]
+    sha256: str  # of all that decides the tokens; part of a cache's key
+    dtype: np.dtype[Any]  # of tokens in a file
+    token_bytes: NDArray[np.int64]  # int64 [vocabulary]; 0: of no text, and all of WordPiece
+    encode: Callable[[bytes], NDArray[Any]]  # UTF-8 to ``dtype``; raises InvalidArgument
+    decode: Callable[[Sequence[int]], str]  # tokens to text; bytes that are not UTF-8 become U+FFFD
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -197,23 +188,15 @@ _AT_ONCE = 4096  # texts that are encoded together
 
 @dataclass(frozen=True)
 class WordPiece:
-    """BERT's tokenizer.
+    """BERT's tokenizer."""
 
-    Args:
-        sha256: of all that decides the tokens.
-        vocabulary: token ids.
-        first, border, mask: ids of ``[CLS]``, ``[SEP]`` and ``[MASK]``.
-        ordinary: the ids of words and their pieces, neither special nor unused.
-        encoder: of the package tokenizers.
-    """
-
-    sha256: str
-    vocabulary: int
-    first: int
-    border: int
-    mask: int
-    ordinary: tuple[int, ...]
-    encoder: Any
+    sha256: str  # of all that decides the tokens
+    vocabulary: int  # token ids
+    first: int  # [CLS]
+    border: int  # [SEP]
+    mask: int  # [MASK]
+    ordinary: tuple[int, ...]  # the ids of words and their pieces, neither special nor unused
+    encoder: Any  # of the package tokenizers
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, without special ones."""

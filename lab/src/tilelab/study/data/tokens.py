@@ -48,15 +48,10 @@ _AT_ONCE = 1 << 22  # tokens
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of the two parts of a text.
+    """The documents of the two parts of a text."""
 
-    Args:
-        train: the first token of each document, int64, ascending from 0.
-        held_out: the same of the held-out text.
-    """
-
-    train: NDArray[np.int64]
-    held_out: NDArray[np.int64]
+    train: NDArray[np.int64]  # the first token of each document, int64, ascending from 0
+    held_out: NDArray[np.int64]  # the same of the held-out text
 
 
 def document_begins(
@@ -151,32 +146,19 @@ class CorruptCacheError(TilewiseError):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenized corpus.
+    """A tokenized corpus."""
 
-    Args:
-        name: of the text, in words.
-        source: as the config says it.
-        tokenizer: ``"bytes"`` or ``"gpt2"``.
-        sha256: of the text and its split, before it was tokenized.
-        vocabulary: token ids.
-        train, held_out: uint8 or uint16, mapped from a file, read only.
-        token_bytes: int64 [vocabulary]: bytes of text that each token stands for.
-        train_bytes, held_out_bytes: of the text.
-        train_words, held_out_words: of WikiText, before it was detokenised; None for other text.
-        find_documents: where its documents begin; they are found when ``documents`` is asked for.
-    """
-
-    name: str
-    source: str
-    tokenizer: str
-    sha256: str
-    vocabulary: int
-    train: NDArray[Any]
+    name: str  # of the text, in words
+    source: str  # as the config says it
+    tokenizer: str  # ``"bytes"`` or ``"gpt2"``
+    sha256: str  # of the text and its split, before it was tokenized
+    vocabulary: int  # token ids
+    train: NDArray[Any]  # mapped from a file, read only
     held_out: NDArray[Any]
-    token_bytes: NDArray[np.int64]
-    train_bytes: int
+    token_bytes: NDArray[np.int64]  # int64 [vocabulary]: bytes of text that each token stands for
+    train_bytes: int  # of the text
     held_out_bytes: int
-    train_words: int | None
+    train_words: int | None  # of WikiText, before it was detokenised
     held_out_words: int | None
     find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
 

@@ -54,18 +54,11 @@ _LAST = ((" °", "°"), (" 's", "'s"))
 
 
 class Files(NamedTuple):
-    """The two files of a WikiText.
+    """The two files of a WikiText."""
 
-    Args:
-        name: of the source, with ``(prefix)`` where the training file is a part of the official
-            one.
-        train: the training text.
-        held_out: the official validation text.
-    """
-
-    name: str
+    name: str  # with ``(prefix)`` for a part of the official training file
     train: Path
-    held_out: Path
+    held_out: Path  # the official validation text
 
 
 def detokenise(text: str) -> str:

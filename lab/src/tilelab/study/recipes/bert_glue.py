@@ -41,23 +41,14 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 class Part(NamedTuple):
-    """A data set of the study.
+    """A data set of the study."""
 
-    Args:
-        dataset: of GLUE.
-        metric: that decides.
-        smallest: the smallest effect that matters.
-        train_examples: a fixed sample of so many; 0 for all.
-        steps: of a run.
-        context: the longest sequence; longer ones are cut.
-    """
-
-    dataset: str
-    metric: str
-    smallest: float
-    train_examples: int
-    steps: int
-    context: int
+    dataset: str  # of GLUE
+    metric: str  # that decides
+    smallest: float  # the smallest effect that matters
+    train_examples: int  # a fixed sample of so many; 0 for all
+    steps: int  # of a run
+    context: int  # the longest sequence; longer ones are cut
 
 
 PARTS = (

@@ -41,19 +41,12 @@ LISTOPS_PATTERNS = {
 
 
 class Expressions(NamedTuple):
-    """The expressions of one length of the study.
+    """The expressions of one length of the study."""
 
-    Args:
-        form: of the expressions.
-        longest: tokens of them.
-        batch: of a step.
-        steps: of a run.
-    """
-
-    form: Literal["nyu", "lra"]
-    longest: int
-    batch: int
-    steps: int
+    form: Literal["nyu", "lra"]  # of the expressions
+    longest: int  # tokens of them
+    batch: int  # of a step
+    steps: int  # of a run
 
 
 EXPRESSIONS = (

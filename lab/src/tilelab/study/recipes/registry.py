@@ -43,19 +43,12 @@ _MODULES = (
 
 
 class Recipe(NamedTuple):
-    """A function that returns a study.
+    """A function that returns a study."""
 
-    Args:
-        name: the function's name, with dashes for underscores; of a user's own, with its file.
-        function: takes keywords only.
-        options: what it takes, with standard values.
-        summary: the first line of its docstring.
-    """
-
-    name: str
-    function: Callable[..., Study]
-    options: Mapping[str, Any]
-    summary: str
+    name: str  # the function's, with dashes; of a user's own, with its file
+    function: Callable[..., Study]  # takes keywords only
+    options: Mapping[str, Any]  # what it takes, with standard values
+    summary: str  # the first line of its docstring
 
     def study(self, **options: Any) -> Study:
         """Return the study, with some options given.

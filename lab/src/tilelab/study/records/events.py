@@ -121,151 +121,90 @@ class Event:
 
 @dataclass(frozen=True)
 class Start(Event):
-    """A process took up the run.
-
-    Args:
-        run: its name, ``experiment/arm/seed-0`` (a sweep's trial: ``.../sweep-0.003-seed-1000``).
-        experiment, arm, seed, phase: the same apart; ``phase`` is ``"final"`` or ``"sweep"``.
-        candidate: the swept value of a trial.
-        config: everything of the run but its seed, written out.
-        config_hash: of ``config``.
-        from_step: optimizer steps already done (0 for a new run).
-        time: ISO 8601, UTC.
-        environment: versions, chip, threads, git commit.
-        corpus: name, sha256, tokens and bytes of the training and the held-out text.
-        parameters: trainable numbers, and of them ``embedding`` (looked up, not multiplied).
-        groups: name of each parameter group -> the names of its parameters.
-        flops_per_token: ``full`` (12 L d T) and ``causal`` (6 L d T) conventions.
-        peak_flops_s: the most that the run's threads can do in its precision, as measured (on a CPU
-            per second of CPU time, the mean over the threads).
-        weights_sha256: of the weights before the first step; empty where it was not recorded.
-    """
+    """A process took up the run."""
 
     event = "start"
-    run: str
+    run: str  # its name, ``experiment/arm/seed-0`` (a sweep's trial: ``.../sweep-0.003-seed-1000``)
     experiment: str
     arm: str
     seed: int
     phase: Literal["final", "sweep"]
-    candidate: float | None
-    config: dict[str, Any]
-    config_hash: str
-    from_step: int
-    time: str
-    environment: dict[str, Any]
-    corpus: dict[str, Any]
-    parameters: dict[str, int]
-    groups: dict[str, list[str]]
-    flops_per_token: dict[str, float]
-    peak_flops_s: float
-    weights_sha256: str = ""
+    candidate: float | None  # the swept value of a trial
+    config: dict[str, Any]  # everything of the run but its seed, written out
+    config_hash: str  # of ``config``
+    from_step: int  # optimizer steps already done (0 for a new run)
+    time: str  # ISO 8601, UTC
+    environment: dict[str, Any]  # versions, chip, threads, git commit
+    corpus: dict[str, Any]  # name, sha256, tokens and bytes of the training and the held-out text
+    parameters: dict[str, int]  # total, and ``embedding`` (looked up only)
+    groups: dict[str, list[str]]  # name of each parameter group -> the names of its parameters
+    flops_per_token: dict[str, float]  # ``full`` (12 L d T) and ``causal`` (6 L d T) conventions
+    peak_flops_s: float  # measured in its precision; on a CPU per second of CPU time
+    weights_sha256: str = ""  # before the first step; empty where not recorded
     format: int = FORMAT
 
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One optimizer step is done.
-
-    Args:
-        step: 1 for the first.
-        loss: of the step's batch before the step, without smoothing and z-loss.
-        lr: learning rate used.
-        gradient_norm: before clipping.
-        wall_s, cpu_s: of the step, all its micro-batches; CPU over all threads.
-        warmup: True where the step is left out of throughput (the first ones of a process).
-        tokens: that it learnt from; None in old records: as many as the config says.
-    """
+    """One optimizer step is done."""
 
     event = "step"
-    step: int
-    loss: float | None
+    step: int  # 1 for the first
+    loss: float | None  # of the step's batch before the step, without smoothing and z-loss
     lr: float
-    gradient_norm: float | None
-    wall_s: float
-    cpu_s: float
-    warmup: bool
-    tokens: int | None = None
+    gradient_norm: float | None  # before clipping
+    wall_s: float  # all micro-batches
+    cpu_s: float  # over all threads
+    warmup: bool  # left out of throughput (the first ones of a process)
+    tokens: int | None = None  # learnt from; None in old records: as the config says
 
 
 @dataclass(frozen=True)
 class LayerSoftmax:
-    """Softmax statistics of an attention layer, over some held-out windows.
-
-    Args:
-        layer: its index.
-        entropy: mean over windows, heads and rows, in nats.
-        lowest_head: of the head whose mean entropy is lowest.
-        max_logit: the largest score of all, after the scale and what a variant does to it.
-    """
+    """Softmax statistics of an attention layer, over some held-out windows."""
 
     layer: int
-    entropy: float | None
-    lowest_head: float | None
-    max_logit: float | None
+    entropy: float | None  # mean over windows, heads and rows, in nats
+    lowest_head: float | None  # of the head whose mean entropy is lowest
+    max_logit: float | None  # after the scale and what a variant does
 
 
 @dataclass(frozen=True)
 class Evaluation(Event):
-    """The held-out loss after a step.
-
-    Args:
-        step: optimizer steps done; 0 before the first.
-        tokens: trained on so far.
-        train_wall_s, train_cpu_s: spent in optimizer steps so far, over all resumes.
-        loss: mean nats per token on the held-out windows; of other tasks their own loss.
-        bits_per_byte: the same per byte of the text, base 2; None of other tasks.
-        word_perplexity: exp(total nats / original words), for WikiText; None elsewhere.
-        wall_s: of the evaluation itself.
-        softmaxes: of every attention layer; None where the attention keeps no statistics, or none
-            were asked for.
-        metrics: what else the task's evaluation has, by name (``study/ask/metrics.py``).
-    """
+    """The held-out loss after a step."""
 
     event = "evaluation"
-    step: int
-    tokens: int
-    train_wall_s: float
+    step: int  # optimizer steps done; 0 before the first
+    tokens: int  # trained on so far
+    train_wall_s: float  # in optimizer steps so far, over all resumes
     train_cpu_s: float
-    loss: float | None
-    bits_per_byte: float | None
-    word_perplexity: float | None
-    wall_s: float
-    softmaxes: list[LayerSoftmax] | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    loss: float | None  # mean nats per token on the held-out windows; of other tasks their own loss
+    bits_per_byte: float | None  # the same per byte of the text, base 2; None of other tasks
+    word_perplexity: float | None  # exp(total nats / original words), for WikiText; None elsewhere
+    wall_s: float  # of the evaluation itself
+    softmaxes: list[LayerSoftmax] | None = None  # None: no statistics, or not asked for
+    metrics: dict[str, float | None] = field(default_factory=dict)  # ``ask.metrics.METRICS``
 
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """The parts of memory: sums of storages, and the peak over what was held before the model.
-
-    Args:
-        weights_bytes, gradients_bytes, optimizer_bytes: each storage counted once.
-        activations_bytes: what autograd saves of one micro-batch, weights not counted.
-        peak_bytes: most that the process held during training, less what it held before the model
-            (the allocator's peak on a GPU).
-    """
+    """The parts of memory: sums of storages, and the peak over what was held before the model."""
 
     event = "memory"
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    activations_bytes: int
-    peak_bytes: int
+    activations_bytes: int  # what autograd saves of one micro-batch, weights not counted
+    peak_bytes: int  # on a GPU the allocator's
 
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """The attention kernel that a layer ran in training, and how often.
-
-    Args:
-        layer: its index.
-        kernel: e.g. ``"tilewise cpu"``, ``"sdpa flash"``, ``"sdpa math"``, ``"plain"``.
-        calls: forward passes since the run began.
-    """
+    """The attention kernel that a layer ran in training, and how often."""
 
     layer: int
-    kernel: str
-    calls: int
+    kernel: str  # e.g. ``"tilewise cpu"``, ``"sdpa flash"``, ``"sdpa math"``, ``"plain"``.
+    calls: int  # forward passes since the run began
 
 
 @dataclass(frozen=True)
@@ -286,36 +225,23 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True)
 class Sample(Event):
-    """The text that the model of the last step writes.
-
-    Args:
-        prompt: the beginning of the held-out text, which it was given.
-        text: how it went on. What is no text, or is not seen, is U+FFFD in both.
-    """
+    """The text that the model of the last step writes."""
 
     event = "sample"
-    prompt: str
+    prompt: str  # the beginning of the held-out text
     text: str
 
 
 @dataclass(frozen=True)
 class End(Event):
-    """The run is over.
-
-    Args:
-        status: ``"done"``, or ``"diverged"`` (a loss or gradient was not finite).
-        step: the last step that was taken.
-        reason: in words; empty for ``"done"``.
-        weights_sha256: of all weights in the order of their names.
-        state_sha256: of weights and optimizer state.
-    """
+    """The run is over."""
 
     event = "end"
     status: Literal["done", "diverged"]
-    step: int
-    reason: str
-    weights_sha256: str
-    state_sha256: str
+    step: int  # the last step that was taken
+    reason: str  # in words; empty for ``"done"``
+    weights_sha256: str  # of all weights in the order of their names
+    state_sha256: str  # of weights and optimizer state
 
 
 _TYPES: dict[str, type[Event]] = {

@@ -52,19 +52,12 @@ STUDY, LOCK = "study.json", ".lock"
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """The contents of ``study.json``.
-
-    Args:
-        study: the config.
-        command: what repeats the study, as typed in a shell.
-        environment: where it began: versions, chip, cores, threads, git commit.
-        began: ISO 8601, UTC.
-    """
+    """The contents of ``study.json``."""
 
     study: Study
-    command: str
-    environment: dict[str, Any]
-    began: str
+    command: str  # what repeats the study, as typed in a shell
+    environment: dict[str, Any]  # where it began: versions, chip, cores, threads, git commit
+    began: str  # ISO 8601, UTC
 
 
 def studies_folder() -> Path:
@@ -156,15 +149,10 @@ def _hash(study: dict[str, Any]) -> str:
 
 
 class Records(NamedTuple):
-    """The records of a study, by the run's name in alphabetical order.
+    """The records of a study, by the run's name in alphabetical order."""
 
-    Args:
-        whole: of all runs that have begun.
-        damaged: why a record cannot be read.
-    """
-
-    whole: dict[str, RunRecord]
-    damaged: dict[str, str]
+    whole: dict[str, RunRecord]  # of all runs that have begun
+    damaged: dict[str, str]  # why a record cannot be read
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:

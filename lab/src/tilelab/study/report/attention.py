@@ -21,24 +21,15 @@ __all__ = ["ArmLayers", "attention_charts", "attention_table", "layers_of"]
 
 
 class ArmLayers(NamedTuple):
-    """The attention layers of an arm along its runs, means over the seeds.
-
-    Args:
-        arm, place: name, and place in its experiment: the colour.
-        x: tokens trained on, at each evaluation.
-        entropy: of each layer, mean over its heads, nats.
-        lowest_head: of each layer, that of its lowest head.
-        logits: the largest of each layer.
-        broken: whether a run of the arm diverged.
-    """
+    """The attention layers of an arm along its runs, means over the seeds."""
 
     arm: str
-    place: int
-    x: tuple[float, ...]
-    entropy: tuple[tuple[float, ...], ...]
-    lowest_head: tuple[tuple[float, ...], ...]
-    logits: tuple[tuple[float, ...], ...]
-    broken: bool
+    place: int  # in its experiment: the colour
+    x: tuple[float, ...]  # tokens trained on, at each evaluation
+    entropy: tuple[tuple[float, ...], ...]  # of each layer, mean over its heads, nats
+    lowest_head: tuple[tuple[float, ...], ...]  # of each layer, that of its lowest head
+    logits: tuple[tuple[float, ...], ...]  # the largest of each layer
+    broken: bool  # whether a run of the arm diverged
 
 
 def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLayers | None:

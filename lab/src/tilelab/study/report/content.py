@@ -37,23 +37,14 @@ __all__ = ["Evidence", "Lines", "charts_of", "gather", "lines_of", "page_of"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """A study, what its runs have written, and what that says.
-
-    Args:
-        stored: what was asked, the command, and where it ran.
-        records: of every run that has begun and whose record can be read, by the run's name.
-        verdict: of the judge.
-        folder: of the study.
-        experiments: the config's, each with the stages that follow from it; as in the verdict.
-        damaged: why the record of a run cannot be read, by the run's name.
-    """
+    """A study, what its runs have written, and what that says."""
 
     stored: StoredStudy
-    records: Mapping[str, RunRecord]
+    records: Mapping[str, RunRecord]  # that can be read, by the run's name
     verdict: StudyVerdict
     folder: Path
-    experiments: tuple[config.Experiment, ...]
-    damaged: Mapping[str, str]
+    experiments: tuple[config.Experiment, ...]  # with the stages that follow, as in the verdict
+    damaged: Mapping[str, str]  # why the record of a run cannot be read, by the run's name
 
     def finals(self, experiment: config.Experiment, arm: str) -> dict[int, RunRecord]:
         """Return the runs of an arm that count, by seed; those that have not begun are left out."""
@@ -73,21 +64,13 @@ def gather(folder: Path) -> Evidence:
 
 
 class Lines(NamedTuple):
-    """The contents of the line figures.
+    """The contents of the line figures."""
 
-    Args:
-        tokens: held-out metric by tokens, the baseline first.
-        time: the same by time; arms whose speed is withheld are not in it.
-        gaps: every arm less the baseline, by tokens.
-        withheld: those arms.
-        layers: the attention layers of the arms that have statistics of them.
-    """
-
-    tokens: tuple[Series, ...]
-    time: tuple[Series, ...]
-    gaps: tuple[Series, ...]
-    withheld: tuple[str, ...]
-    layers: tuple[ArmLayers, ...]
+    tokens: tuple[Series, ...]  # held-out metric by tokens, the baseline first
+    time: tuple[Series, ...]  # the same by time; arms whose speed is withheld are not in it
+    gaps: tuple[Series, ...]  # every arm less the baseline, by tokens
+    withheld: tuple[str, ...]  # those arms
+    layers: tuple[ArmLayers, ...]  # the attention layers of the arms that have statistics of them
 
 
 def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:

@@ -217,19 +217,12 @@ def _amount(number: float, what: str) -> str:
 
 @dataclass(frozen=True)
 class Survival:
-    """A curve that begins at 1 and goes down where runs reach the target.
+    """A curve that begins at 1 and goes down where runs reach the target."""
 
-    Args:
-        at: where it goes down, in ascending order.
-        share: S after each of these.
-        intervals: of the share, pointwise; None where it is 0 and has none.
-        censored: where runs ended without having reached it.
-    """
-
-    at: tuple[float, ...]
-    share: tuple[float, ...]
-    intervals: tuple[Interval | None, ...]
-    censored: tuple[float, ...]
+    at: tuple[float, ...]  # where it goes down, in ascending order
+    share: tuple[float, ...]  # S after each of these
+    intervals: tuple[Interval | None, ...]  # pointwise; None where the share is 0
+    censored: tuple[float, ...]  # where runs ended without having reached it
 
     @property
     def median(self) -> float | None:
@@ -383,20 +376,13 @@ _LONGEST_POINT = 22
 
 
 class Point(NamedTuple):
-    """An arm.
-
-    Args:
-        arm, place: name, and place in the experiment.
-        cost: CPU seconds of a run that counts, the mean.
-        metric: the mean, as measured.
-        rank: the same so that lower is better.
-    """
+    """An arm."""
 
     arm: str
-    place: int
-    cost: float
-    metric: float
-    rank: float
+    place: int  # in the experiment
+    cost: float  # CPU seconds of a run that counts, the mean
+    metric: float  # the mean, as measured
+    rank: float  # the same so that lower is better
 
 
 def front(points: Sequence[Point]) -> list[Point]:

@@ -44,24 +44,16 @@ Records = Mapping[int, RunRecord]  # seed -> record
 
 
 class Series(NamedTuple):
-    """The mean over seeds, and how far the seeds reach.
-
-    Args:
-        arm: whose.
-        place: in its experiment, 0 for the baseline; it decides the colour.
-        x, mean, low, high: equally many numbers; low and high are the outermost seeds.
-        seeds: how many went into every point.
-        broken: whether a run of the arm ended because a number was not finite.
-    """
+    """The mean over seeds, and how far the seeds reach."""
 
     arm: str
-    place: int
+    place: int  # in its experiment, 0 for the baseline: the colour
     x: tuple[float, ...]
     mean: tuple[float, ...]
-    low: tuple[float, ...]
+    low: tuple[float, ...]  # of the outermost seeds
     high: tuple[float, ...]
-    seeds: int
-    broken: bool
+    seeds: int  # how many went into every point
+    broken: bool  # a run of the arm diverged
 
 
 def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
@@ -170,19 +162,13 @@ _TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
 
 
 class LineEnd(NamedTuple):
-    """The end of a line, for its label.
-
-    Args:
-        arm, place: name, and place in the experiment: the colour.
-        x, y: of the last point.
-        broken: whether the line ends because a run diverged.
-    """
+    """The end of a line, for its label."""
 
     arm: str
-    place: int
-    x: float
+    place: int  # in the experiment: the colour
+    x: float  # of the last point
     y: float
-    broken: bool = False
+    broken: bool = False  # it ends because a run diverged
 
 
 def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:

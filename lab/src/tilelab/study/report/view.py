@@ -25,70 +25,42 @@ __all__ += ["VerdictRow"]
 
 
 class Cell(NamedTuple):
-    """One cell of a table.
-
-    Args:
-        text: what it says.
-        note: smaller, below it.
-        tone: ``"best"``, ``"soft"``, ``"bad"``, ``"changed"`` or nothing.
-    """
+    """One cell of a table."""
 
     text: str
-    note: str = ""
-    tone: str = ""
+    note: str = ""  # smaller, below it
+    tone: str = ""  # ``"best"``, ``"soft"``, ``"bad"``, ``"changed"`` or nothing
 
 
 NONE = Cell("\N{EN DASH}", tone="soft")
 
 
 class Table(NamedTuple):
-    """A table in words.
-
-    Args:
-        title: what it shows.
-        head: the columns' names, the first that of the rows.
-        rows: as many cells as columns.
-        notes: sentences below it.
-        key: what it is about, in a word.
-        text: whether its cells are words, to be read from the left.
-    """
+    """A table in words."""
 
     title: str
-    head: tuple[str, ...]
+    head: tuple[str, ...]  # the columns' names, the first that of the rows
     rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()
-    key: str = ""
-    text: bool = False
+    notes: tuple[str, ...] = ()  # sentences below it
+    key: str = ""  # what it is about, in a word
+    text: bool = False  # whether its cells are words, to be read from the left
 
 
 class Chart(NamedTuple):
-    """A figure.
-
-    Args:
-        title: what it shows.
-        svg: the drawing, ready for the page.
-        caption: how to read it.
-        legend: names and the CSS variables of their colours; empty where the lines are labelled.
-    """
+    """A figure."""
 
     title: str
-    svg: Markup
-    caption: str
-    legend: tuple[tuple[str, str], ...] = ()
+    svg: Markup  # ready for the page
+    caption: str  # how to read it
+    legend: tuple[tuple[str, str], ...] = ()  # names and CSS variables; none: labelled lines
 
 
 class Writing(NamedTuple):
-    """A text that models wrote.
+    """A text that models wrote."""
 
-    Args:
-        arms: that wrote it, in words.
-        prompt: what they were given.
-        text: how they went on.
-    """
-
-    arms: str
-    prompt: str
-    text: str
+    arms: str  # that wrote it, in words
+    prompt: str  # what they were given
+    text: str  # how they went on
 
 
 class Fact(NamedTuple):
@@ -99,97 +71,57 @@ class Fact(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """The definition of a word.
-
-    Args:
-        name: the word.
-        value: a sentence or two.
-        anchor: of the section of ``docs/metrics.md`` that has all of it.
-    """
+    """The definition of a word."""
 
     name: str
     value: str
-    anchor: str
+    anchor: str  # of the section of ``docs/metrics.md`` that has all of it
 
 
 class Mark(NamedTuple):
-    """A verdict as people see it: never by colour alone.
-
-    Args:
-        label: the word.
-        symbol: one character.
-        css: the class that gives the colour.
-    """
+    """A verdict as people see it: never by colour alone."""
 
     label: str
-    symbol: str
-    css: str
+    symbol: str  # one character
+    css: str  # the class that gives the colour
 
 
 class Band(NamedTuple):
-    """The place of a drawn effect, in percent of the width.
+    """The place of a drawn effect, in percent of the width."""
 
-    Args:
-        point: the mean difference.
-        low, high: the interval, cut off at the frame; None without one.
-        cut_low, cut_high: whether it goes on beyond.
-        seeds: the difference of every seed.
-    """
-
-    point: float
-    low: float | None
+    point: float  # the mean difference
+    low: float | None  # of the interval, cut off at the frame
     high: float | None
-    cut_low: bool
+    cut_low: bool  # whether it goes on beyond
     cut_high: bool
-    seeds: tuple[float, ...]
+    seeds: tuple[float, ...]  # the difference of every seed
 
 
 class Forest(NamedTuple):
-    """The common scale of the effects of an experiment.
+    """The common scale of the effects of an experiment."""
 
-    Args:
-        zero: where no difference is, in percent of the width.
-        matters_low, matters_high: the differences between them are too small to matter.
-        ticks: place in percent, and label.
-    """
-
-    zero: float
-    matters_low: float
+    zero: float  # where no difference is, in percent of the width
+    matters_low: float  # between these, differences are too small to matter
     matters_high: float
-    ticks: tuple[tuple[float, str], ...]
+    ticks: tuple[tuple[float, str], ...]  # place in percent, and label
 
 
 class VerdictRow(NamedTuple):
-    """An arm in the verdict table.
-
-    Args:
-        arm, place: name, and place in the experiment: the colour.
-        change: what it changes, in words.
-        mark: the verdict.
-        effect, interval: the mean paired difference and its interval.
-        band: the same as a drawing; None without an effect.
-        p: Holm-adjusted.
-        seeds: how many pairs, and what is missing.
-        speed, memory: against the baseline.
-        cost: of all its runs.
-        reason: the decision as a sentence.
-        flags: warnings about kernels, as sentences; ``alarm`` where one was not expected.
-        notes: further sentences.
-    """
+    """An arm in the verdict table."""
 
     arm: str
-    place: int
-    change: str
+    place: int  # in the experiment: the colour
+    change: str  # what it changes, in words
     mark: Mark
-    effect: str
+    effect: str  # the mean paired difference
     interval: str
-    band: Band | None
-    p: Cell
-    seeds: str
-    speed: Cell
+    band: Band | None  # None without an effect
+    p: Cell  # Holm-adjusted
+    seeds: str  # how many pairs, and what is missing
+    speed: Cell  # against the baseline, as memory
     memory: Cell
-    cost: Cell
+    cost: Cell  # of all its runs
     reason: str
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # warnings about kernels, as sentences
     alarm: bool
     notes: tuple[str, ...]

@@ -57,17 +57,11 @@ _A_BYTE = {"bytes": (4.0, 11.0), "wordpiece": (1.5, 13.0), "listops": (1.0, 4.0)
 
 
 class Output(NamedTuple):
-    """The outputs of a model on a held-out part.
+    """The outputs of a model on a held-out part."""
 
-    Args:
-        logits: float64 [n, classes]; [n] of a number.
-        labels: int64 [n], or float64 [n].
-        lengths: tokens of each example before any was cut off, int64 [n]; None if nobody asks.
-    """
-
-    logits: NDArray[np.float64]
-    labels: NDArray[Any]
-    lengths: NDArray[np.int64] | None = None
+    logits: NDArray[np.float64]  # float64 [n, classes]; [n] of a number
+    labels: NDArray[Any]  # int64 [n], or float64 [n]
+    lengths: NDArray[np.int64] | None = None  # before any was cut off; None if nobody asks
 
     @property
     def predicted(self) -> NDArray[np.int64]:

@@ -18,15 +18,10 @@ __all__ = ["Examples", "Ragged", "Split", "joined"]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of tokens of different lengths in one array.
+    """Sequences of tokens of different lengths in one array."""
 
-    Args:
-        tokens: int32, all of them, one sequence after the other.
-        borders: int64 [n + 1]: sequence i is tokens[borders[i] : borders[i + 1]].
-    """
-
-    tokens: NDArray[np.int32]
-    borders: NDArray[np.int64]
+    tokens: NDArray[np.int32]  # int32, all of them, one sequence after the other
+    borders: NDArray[np.int64]  # int64 [n + 1]: sequence i is tokens[borders[i] : borders[i + 1]]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
@@ -56,17 +51,11 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Split:
-    """Some examples.
+    """Some examples."""
 
-    Args:
-        first: the sequence of each.
-        second: the other one of a pair; None for single sequences.
-        labels: int64 classes from 0 on, or float64 numbers.
-    """
-
-    first: Ragged
-    second: Ragged | None
-    labels: NDArray[Any]
+    first: Ragged  # the sequence of each
+    second: Ragged | None  # the other one of a pair; None for single sequences
+    labels: NDArray[Any]  # int64 classes from 0 on, or float64 numbers
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,27 +75,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Examples:
-    """A data set that is ready; a ``Prepared`` of ``tasks/task.py``.
+    """A data set that is ready; a ``Prepared`` of ``tasks/task.py``."""
 
-    Args:
-        name: in words.
-        source: as the config says it.
-        vocabulary: token ids.
-        start: token before a sequence; None for none.
-        border: token behind each part; None for none.
-        train: what is learnt from.
-        held_out: the parts that are evaluated, by name, the main one first.
-        tokenizer: what made the tokens, for the record.
-    """
-
-    name: str
-    source: str
-    vocabulary: int
-    start: int | None
-    border: int | None
+    name: str  # in words
+    source: str  # as the config says it
+    vocabulary: int  # token ids
+    start: int | None  # token before a sequence; None for none
+    border: int | None  # token behind each part; None for none
     train: Split
-    held_out: Mapping[str, Split]
-    tokenizer: str
+    held_out: Mapping[str, Split]  # the parts that are evaluated, by name, the main one first
+    tokenizer: str  # what made the tokens, for the record
 
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), *self.held_out.items()):

@@ -132,19 +132,12 @@ _ENTAILMENT = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Rows:
-    """Examples as text.
-
-    Args:
-        first: sentences.
-        second: the others of pairs; None for single sentences.
-        labels: classes by number, or scores.
-        left_out: lines of the file that are no examples; see ``Dataset.broken_lines``.
-    """
+    """Examples as text."""
 
     first: list[str]
-    second: list[str] | None
-    labels: list[float]
-    left_out: int = 0
+    second: list[str] | None  # None for single sentences
+    labels: list[float]  # classes by number, or scores
+    left_out: int = 0  # lines of the file that are no examples; see ``Dataset.broken_lines``
 
     def take(self, indices: Sequence[int]) -> Rows:
         """Some of them, in that order."""
@@ -158,35 +151,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One of the nine.
+    """One of the nine."""
 
-    Args:
-        name: of ``task.dataset``, and of the Hub's configuration.
-        folder: of its files.
-        first, second: columns of the sentences; ``second`` is empty for single ones.
-        label: column of the label.
-        labels: what files call the classes 0, 1, ...; empty for a score.
-        metrics: GLUE's, the one of its leaderboard first.
-        header: the columns of a file that does not name them.
-        hub_first, hub_second: columns on the Hub, where they have other names; the label is
-            ``label`` there, a number.
-        held_out: part -> (file, split of the Hub).
-        broken_lines: GLUE's own files have some, with more or fewer columns than the header: they
-            are left out and counted. Elsewhere a line that lacks a column is refused.
-    """
-
-    name: str
+    name: str  # also of the Hub's configuration
     folder: str
-    first: str
-    second: str
-    label: str
-    labels: tuple[str, ...]
-    metrics: tuple[str, ...]
-    header: tuple[str, ...] = ()
-    hub_first: str = ""
+    first: str  # columns of the sentences
+    second: str  # empty for single ones
+    label: str  # a column too
+    labels: tuple[str, ...]  # what files call the classes 0, 1, ...; empty for a score
+    metrics: tuple[str, ...]  # GLUE's, the one of its leaderboard first
+    header: tuple[str, ...] = ()  # the columns of a file that does not name them
+    hub_first: str = ""  # where columns have other names on the Hub
     hub_second: str = ""
-    held_out: Mapping[str, tuple[str, str]] | None = None
-    broken_lines: bool = False
+    held_out: Mapping[str, tuple[str, str]] | None = None  # part -> (file, split of the Hub)
+    broken_lines: bool = False  # lines of other columns than the header are left out
 
     @property
     def parts(self) -> dict[str, tuple[str, str]]:

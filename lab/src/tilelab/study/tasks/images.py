@@ -52,19 +52,12 @@ _MODES = ("L", "RGB")  # of Pillow: gray, colour
 
 
 class Named(NamedTuple):
-    """A data set that has a name.
+    """A data set that has a name."""
 
-    Args:
-        train: its file in the folder ``TILEWISE_DATA``.
-        held_out: the file of its own held-out part; empty where it has none.
-        side: pixels of an image's side.
-        origin: what its file is made from, in words.
-    """
-
-    train: str
-    held_out: str
-    side: int
-    origin: str
+    train: str  # file in the folder ``TILEWISE_DATA``
+    held_out: str  # file; empty where it has no such part
+    side: int  # pixels
+    origin: str  # what its file is made from, in words
 
 
 _CIFAR = (
@@ -84,15 +77,10 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Pictures:
-    """Some labelled images.
+    """Some labelled images."""
 
-    Args:
-        pixels: uint8 [n, C, S, S].
-        labels: int64 [n].
-    """
-
-    pixels: NDArray[np.uint8]
-    labels: NDArray[np.int64]
+    pixels: NDArray[np.uint8]  # uint8 [n, C, S, S]
+    labels: NDArray[np.int64]  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -104,18 +92,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Images:
-    """A data set of images that is ready; a ``Prepared`` of ``tasks/task.py``.
+    """A data set of images that is ready; a ``Prepared`` of ``tasks/task.py``."""
 
-    Args:
-        name: in words.
-        source: as the config says it.
-        classes: that labels count.
-        train: what is learnt from.
-        held_out: what is evaluated.
-    """
-
-    name: str
-    source: str
+    name: str  # in words
+    source: str  # as the config says it
     classes: int
     train: Pictures
     held_out: Pictures

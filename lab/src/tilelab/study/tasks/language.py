@@ -195,17 +195,11 @@ def printable(text: str) -> str:
 
 
 class Score(NamedTuple):
-    """The loss of a model on the targets that count.
+    """The loss of a model on the targets that count."""
 
-    Args:
-        nats: sum of their cross-entropies.
-        tokens: how many they are.
-        bytes: of the text that they stand for.
-    """
-
-    nats: float
+    nats: float  # sum of cross-entropies
     tokens: int
-    bytes: int
+    bytes: int  # of the text that they stand for
 
     @property
     def loss(self) -> float:

@@ -40,21 +40,13 @@ _HELD_OUT_PARTS = 10  # one part in so many of NYU's expressions where they have
 
 
 class _Form(NamedTuple):
-    """The files of a form.
+    """The files of a form."""
 
-    Args:
-        train: its file.
-        held_out: its files, which are taken together.
-        header: the first line says what columns are.
-        label: which column; the expression is in the other one.
-        site: where they come from.
-    """
-
-    train: str
-    held_out: tuple[str, ...]
-    header: bool
-    label: int
-    site: str
+    train: str  # file
+    held_out: tuple[str, ...]  # files, taken together
+    header: bool  # the first line says what columns are
+    label: int  # which column; the expression is in the other one
+    site: str  # where they come from
 
 
 _FORMS = {

@@ -46,17 +46,11 @@ _ROWS = 8
 
 
 class Masked(NamedTuple):
-    """Windows with hidden tokens.
+    """Windows with hidden tokens."""
 
-    Args:
-        tokens: int64 [B, S], as the model sees them.
-        wanted: int64 [P], the chosen places, counted through all windows.
-        targets: int64 [P], what was there.
-    """
-
-    tokens: NDArray[np.int64]
-    wanted: NDArray[np.int64]
-    targets: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # int64 [B, S], as the model sees them
+    wanted: NDArray[np.int64]  # int64 [P], the chosen places, counted through all windows
+    targets: NDArray[np.int64]  # int64 [P], what was there
 
 
 def mask(

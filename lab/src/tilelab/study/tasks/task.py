@@ -66,31 +66,19 @@ class Prepared(Protocol):
 
 
 class DataBytes(NamedTuple):
-    """Memory that data takes in each process of a run.
+    """Memory that data takes in each process of a run."""
 
-    Args:
-        kept: while the run trains.
-        most: while it is read and made ready.
-    """
-
-    kept: int = 0
-    most: int = 0
+    kept: int = 0  # while the run trains
+    most: int = 0  # while it is read and made ready
 
 
 class Batch(NamedTuple):
-    """A micro-batch.
+    """A micro-batch."""
 
-    Args:
-        inputs: what the model is called with; each has ``.to(device)``.
-        targets: what ``losses`` compares its output with.
-        counted: targets that the loss is a mean over: the share of a micro-batch in its step.
-        tokens: that are learnt from, padding not counted.
-    """
-
-    inputs: tuple[Any, ...]
-    targets: Tensor
-    counted: int
-    tokens: int
+    inputs: tuple[Any, ...]  # what the model is called with; each has ``.to(device)``
+    targets: Tensor  # what ``losses`` compares its output with
+    counted: int  # targets of the mean: the share of a micro-batch in its step
+    tokens: int  # that are learnt from, padding not counted
 
     def to(self, device: torch.device) -> Batch:
         """Return the same on a device."""
@@ -106,17 +94,10 @@ class Batches(Protocol):
 
 
 class Held(NamedTuple):
-    """The results of a held-out evaluation; see ``records.Evaluation``.
+    """The results of a held-out evaluation; see ``records.Evaluation``."""
 
-    Args:
-        loss: the mean of what is minimised, without smoothing and the like; decides divergence.
-        bits_per_byte, word_perplexity: of language models; None elsewhere.
-        metrics: the task's others, by name.
-        softmaxes: of the attention layers, of a task that looks at them.
-    """
-
-    loss: float
-    bits_per_byte: float | None = None
+    loss: float  # of what is minimised, without smoothing and the like
+    bits_per_byte: float | None = None  # these two of language models
     word_perplexity: float | None = None
     metrics: dict[str, float | None] = {}  # noqa: RUF012  never changed
     softmaxes: list[LayerSoftmax] | None = None

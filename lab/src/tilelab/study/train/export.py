@@ -36,16 +36,10 @@ _Weights = Mapping[str, Tensor]
 
 
 class Exported(NamedTuple):
-    """The exported files.
+    """The exported files."""
 
-    Args:
-        family: of ``config.Model``.
-        kind: the type that ``config.json`` says, ``tilewise-...`` for what Hugging Face has not.
-        step: of the run.
-    """
-
-    family: str
-    kind: str
+    family: str  # of ``config.Model``
+    kind: str  # of ``config.json``; ``tilewise-...`` for what Hugging Face lacks
     step: int
 
 

@@ -96,20 +96,13 @@ _CHECKPOINT_SHARE = 20.0
 
 @dataclass
 class Totals:
-    """Counts over all processes of a run; in the checkpoint, but not in its hash.
+    """Counts over all processes of a run; in the checkpoint, but not in its hash."""
 
-    Args:
-        train_wall_s, train_cpu_s: spent in optimizer steps.
-        tokens: learnt from.
-        peak_bytes: most memory while training.
-        kernels: the guard's counts.
-    """
-
-    train_wall_s: float = 0.0
+    train_wall_s: float = 0.0  # in optimizer steps
     train_cpu_s: float = 0.0
-    tokens: int = 0
-    peak_bytes: int = 0
-    kernels: list[list[Any]] = field(default_factory=list)
+    tokens: int = 0  # learnt from
+    peak_bytes: int = 0  # most memory while training
+    kernels: list[list[Any]] = field(default_factory=list)  # the guard's counts
 
 
 class _Silent:

@@ -63,22 +63,13 @@ class CheckpointError(TilewiseError):
 
 @dataclass
 class State:
-    """A run between two steps.
+    """A run between two steps."""
 
-    Args:
-        identity: what the run is, e.g. its config's hash, its seed and its corpus; only a run with
-            the same one goes on from here.
-        step: optimizer steps done.
-        tensors: all tensors by name, on the CPU.
-        values: what is no tensor and decides the rest of the run, in JSON's types (``pack``).
-        totals: what is only counted: seconds, tokens, kernels. They are no part of the hash.
-    """
-
-    identity: dict[str, str]
-    step: int
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
-    totals: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, str]  # only a run with the same one goes on from here
+    step: int  # optimizer steps done
+    tensors: dict[str, Tensor]  # all tensors by name, on the CPU
+    values: dict[str, Any]  # what else decides the rest, in JSON's types (``pack``)
+    totals: dict[str, Any] = field(default_factory=dict)  # only counted, not hashed
 
     @property
     def sha256(self) -> str:

@@ -45,16 +45,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Team:
-    """The view that one process has of the others.
+    """The view that one process has of the others."""
 
-    Args:
-        rank: its number; 0 leads.
-        size: how many there are.
-        strategy: how they share the model.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # its number; 0 leads
+    size: int = 1  # how many there are
     strategy: Strategy = "ddp"
 
     @property

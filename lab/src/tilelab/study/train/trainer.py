@@ -41,24 +41,15 @@ class Diverged(Exception):  # noqa: N818  reads as what happened; it never leave
 
 
 class Taken(NamedTuple):
-    """An optimizer step that was taken.
+    """An optimizer step that was taken."""
 
-    Args:
-        step: 1 for the first.
-        loss: of its batch before it, without smoothing and z-loss.
-        lr: learning rate.
-        gradient_norm: before clipping; not finite where fp16 overflowed and the step was skipped.
-        wall_s, cpu_s: what it took.
-        tokens: that it learnt from.
-    """
-
-    step: int
-    loss: float
+    step: int  # 1 for the first
+    loss: float  # of its batch before it, without smoothing and z-loss
     lr: float
-    gradient_norm: float
+    gradient_norm: float  # before clipping; not finite: fp16 overflowed, step skipped
     wall_s: float
     cpu_s: float
-    tokens: int
+    tokens: int  # learnt from
 
 
 def weights_of(state: State) -> dict[str, Tensor]:

@@ -48,21 +48,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rules:
-    """The decision rules of an experiment.
-
-    Args:
-        metric: its name.
-        smallest: the smallest effect that matters.
-        confidence: of intervals.
-        power: of further seeds.
-        family: comparisons that share the error of the experiment.
-    """
+    """The decision rules of an experiment."""
 
     metric: str
-    smallest: float
-    confidence: float
-    power: float
-    family: int
+    smallest: float  # effect that matters
+    confidence: float  # of intervals
+    power: float  # of further seeds
+    family: int  # comparisons that share the error of the experiment
 
     @classmethod
     def of(cls, experiment: Experiment, family: int) -> Rules:
@@ -88,19 +80,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison to decide.
-
-    Args:
-        kind: of the arm.
-        seeds: every seed of the experiment.
-        baseline_diverged: seeds with which the baseline diverged.
-        lost: the arm has no runs, because every value of its sweep diverged.
-    """
+    """A comparison to decide."""
 
     kind: Literal["training", "systems"]
-    seeds: Sequence[SeedResult]
-    baseline_diverged: Sequence[int] = ()
-    lost: bool = False
+    seeds: Sequence[SeedResult]  # every seed of the experiment
+    baseline_diverged: Sequence[int] = ()  # seeds with which the baseline diverged
+    lost: bool = False  # no runs, because every value of its sweep diverged
 
     @property
     def differences(self) -> list[float]:
@@ -126,16 +111,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Examined:
-    """The tests of a comparison; None for what cannot be tested.
-
-    Args:
-        paired: interval and test of the differences.
-        p_holm: of a difference, adjusted.
-        p_equivalence, p_equivalence_holm: of equivalence, as it is and adjusted.
-    """
+    """The tests of a comparison; None for what cannot be tested."""
 
     paired: Paired
-    p_holm: float | None
+    p_holm: float | None  # of a difference
     p_equivalence: float | None
     p_equivalence_holm: float | None
 

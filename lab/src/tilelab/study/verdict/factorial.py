@@ -43,17 +43,11 @@ Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
 
 class _Contrast(NamedTuple):
-    """The contrast of an effect.
+    """The contrast of an effect."""
 
-    Args:
-        factors: 1 for the effect of one factor, more for an interaction.
-        values: of every seed that all its arms and the baseline have finished.
-        broken: a run that it needs diverged.
-    """
-
-    factors: int
-    values: Sequence[float]
-    broken: bool
+    factors: int  # 1: of one factor; more: an interaction
+    values: Sequence[float]  # of every seed that all its arms and the baseline have finished
+    broken: bool  # a run that it needs diverged
 
 
 class _Tested(NamedTuple):

@@ -104,17 +104,11 @@ def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of an arm.
+    """The runs of an arm."""
 
-    Args:
-        finals: seed -> record, an empty one where there is none.
-        trials: of its sweep.
-        lost: every value of the sweep diverged, so that there are no finals.
-    """
-
-    finals: Mapping[int, RunRecord]
-    trials: Sequence[RunRecord]
-    lost: bool
+    finals: Mapping[int, RunRecord]  # seed -> record, an empty one where there is none
+    trials: Sequence[RunRecord]  # of its sweep
+    lost: bool  # every value of the sweep diverged: there are no finals
 
     @cached_property
     def values(self) -> dict[int, Values]:

@@ -115,27 +115,17 @@ class _Reading:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run, and how an arm shows it over its seeds.
+    """A number of a run, and how an arm shows it over its seeds."""
 
-    Args:
-        name: in ``verdict.json``.
-        formula, unit: as ``docs/metrics.md`` has them.
-        of: reads it from a run; None where the run does not have it.
-        table, column: where the report shows it; empty for nowhere.
-        show: the form of the number; None for the digits of the experiment's metric.
-        is_time: a time or a speed, which is withheld where the arm's speed is.
-        to: its column shows a range, from it to this other measure.
-    """
-
-    name: str
-    formula: str
+    name: str  # in ``verdict.json``
+    formula: str  # this and the unit as in ``docs/metrics.md``
     unit: str
-    of: Callable[[_Reading], float | None]
-    table: Literal["quality", "stability", "speed", "attention", ""] = ""
+    of: Callable[[_Reading], float | None]  # None: the run does not have it
+    table: Literal["quality", "stability", "speed", "attention", ""] = ""  # of the report
     column: str = ""
-    show: Callable[[float], str] | None = None
-    is_time: bool = False
-    to: str = ""
+    show: Callable[[float], str] | None = None  # None: the digits of the experiment's metric
+    is_time: bool = False  # a time or a speed, which is withheld where the arm's speed is
+    to: str = ""  # its column shows a range, from it to this other measure
 
 
 MEASURES: Mapping[str, Measure] = {

@@ -56,11 +56,7 @@ Status = Literal["done", "diverged", "incomplete"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A two-sided confidence interval.
-
-    Args:
-        low, high: its ends, both included.
-    """
+    """A two-sided confidence interval."""
 
     low: float
     high: float
@@ -68,32 +64,20 @@ class Interval:
 
 @dataclass(frozen=True)
 class Summary:
-    """One measure over the seeds.
+    """One measure over the seeds."""
 
-    Args:
-        mean: over the seeds.
-        values: of each seed that has it, in the order of the experiment's seeds.
-        spread: the sample standard deviation; None for a single seed.
-    """
-
-    mean: float
-    values: tuple[float, ...]
-    spread: float | None
+    mean: float  # over the seeds
+    values: tuple[float, ...]  # of each seed that has it, in the order of the experiment's seeds
+    spread: float | None  # the sample standard deviation; None for a single seed
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """An arm over its baseline, paired by seed.
+    """An arm over its baseline, paired by seed."""
 
-    Args:
-        value: geometric mean of the ratios of the seeds; above 1 the arm has more.
-        interval: t interval on the logarithms, at the experiment's confidence; None for one seed.
-        n: paired seeds.
-    """
-
-    value: float
-    interval: Interval | None
-    n: int
+    value: float  # geometric mean of the ratios of the seeds; above 1 the arm has more
+    interval: Interval | None  # t, on the logarithms; None for one seed
+    n: int  # paired seeds
 
 
 @dataclass(frozen=True)
@@ -109,36 +93,22 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """An attention kernel that ran in an arm.
+    """An attention kernel that ran in an arm."""
 
-    Args:
-        kernel: its name, as the run recorded it.
-        layers: indices of the layers that ran it, in any seed.
-        calls: forward passes, over these layers and all seeds.
-    """
-
-    kernel: str
-    layers: tuple[int, ...]
-    calls: int
+    kernel: str  # its name, as the run recorded it
+    layers: tuple[int, ...]  # indices of the layers that ran it, in any seed
+    calls: int  # forward passes, over these layers and all seeds
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an arm, all its runs together: whole, diverged and partial ones.
+    """The cost of an arm, all its runs together: whole, diverged and partial ones."""
 
-    Args:
-        runs: that were begun, trials included.
-        tokens: trained on.
-        wall_s, cpu_s: in optimizer steps (evaluations left out); CPU over all threads. None where
-            speed is withheld: time for the same tokens is speed.
-        sweep_runs, sweep_tokens, sweep_wall_s, sweep_cpu_s: the part that trials of a sweep took.
-    """
-
-    runs: int
-    tokens: int
-    wall_s: float | None
-    cpu_s: float | None
-    sweep_runs: int = 0
+    runs: int  # that were begun, trials included
+    tokens: int  # trained on
+    wall_s: float | None  # in optimizer steps; None: withheld
+    cpu_s: float | None  # over all threads
+    sweep_runs: int = 0  # these four: the part of trials
     sweep_tokens: int = 0
     sweep_wall_s: float | None = 0.0
     sweep_cpu_s: float | None = 0.0
@@ -146,31 +116,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """The cost of reaching the target, at the first evaluation that was there, or better.
+    """The cost of reaching the target, at the first evaluation that was there, or better."""
 
-    Args:
-        target: in the experiment's metric.
-        tokens, wall_s, cpu_s: of each seed that is over, in their order; None for a miss, which is
-            censored: it counts as longer than any that reached it. ``wall_s`` and ``cpu_s`` are
-            empty where speed is withheld.
-        censored: tokens at which each miss ended: its budget, of one that diverged too.
-        reached: seeds that reached it.
-        median_tokens, median_wall_s, median_cpu_s: over the seeds; None where half or more missed
-            (or nothing is known, or speed is withheld).
-        tokens_ratio, wall_ratio: against the baseline; None unless every seed of both reached it.
-    """
-
-    target: float
-    tokens: tuple[float | None, ...]
-    wall_s: tuple[float | None, ...]
+    target: float  # in the experiment's metric
+    tokens: tuple[float | None, ...]  # of each seed that is over; None for a miss
+    wall_s: tuple[float | None, ...]  # empty where speed is withheld, as the CPU time
     cpu_s: tuple[float | None, ...]
-    reached: int
-    median_tokens: float | None
+    reached: int  # seeds that reached it
+    median_tokens: float | None  # None where half or more missed
     median_wall_s: float | None
     median_cpu_s: float | None
-    tokens_ratio: Ratio | None = None
+    tokens_ratio: Ratio | None = None  # None unless every seed of both reached it
     wall_ratio: Ratio | None = None
-    censored: tuple[float, ...] = ()
+    censored: tuple[float, ...] = ()  # tokens at which each miss ended: its budget
 
 
 @dataclass(frozen=True)
@@ -179,26 +137,16 @@ class ArmMeasures:
 
     Quality is of the seeds that are done; all else of every seed that has come so far, diverged and
     partial ones too. Indexing gives the summary of a measure.
-
-    Args:
-        summaries: of every measure by its name (``measures.MEASURES``); None for what is not known.
-        metrics: what evaluations of other tasks have, by name (``ask.metrics.METRICS``).
-        memory: the split and the peak.
-        speed_ratio: of ``tokens_per_s`` against the baseline; None for the baseline itself.
-        cpu_ratio: of ``tokens_per_cpu_s``.
-        memory_ratio: of ``memory.peak_bytes``.
-        activations_ratio: of ``memory.activations_bytes``.
-        kernels: the attention kernels that ran, most calls first.
     """
 
-    summaries: dict[str, Summary | None]
-    metrics: dict[str, Summary] = field(default_factory=dict)
+    summaries: dict[str, Summary | None]  # by ``measures.MEASURES``; None: not known
+    metrics: dict[str, Summary] = field(default_factory=dict)  # by ``METRICS``
     memory: MemorySplit | None = None
-    speed_ratio: Ratio | None = None
-    cpu_ratio: Ratio | None = None
-    memory_ratio: Ratio | None = None
+    speed_ratio: Ratio | None = None  # of ``tokens_per_s``; None for the baseline
+    cpu_ratio: Ratio | None = None  # of ``tokens_per_cpu_s``
+    memory_ratio: Ratio | None = None  # of the peak
     activations_ratio: Ratio | None = None
-    kernels: tuple[KernelUse, ...] = ()
+    kernels: tuple[KernelUse, ...] = ()  # most calls first
 
     def __getitem__(self, measure: str) -> Summary | None:
         return self.summaries[measure]
@@ -206,110 +154,63 @@ class ArmMeasures:
 
 @dataclass(frozen=True)
 class KernelFlag:
-    """A difference of attention kernels that a reader has to know of.
+    """A difference of attention kernels that a reader has to know of."""
 
-    Args:
-        arm: kernels of the arm in ``layers``, e.g. ``"sdpa math"``; ``" and "`` between several.
-        baseline: those of the baseline in the same layers.
-        layers: indices.
-        expected: True where the arm changes the attention by its own words (a systems arm, or a
-            change below ``attention``); False where it is a side effect.
-        words: the whole flag as a sentence.
-    """
-
-    arm: str
-    baseline: str
+    arm: str  # e.g. ``"sdpa math"``; ``" and "`` between several
+    baseline: str  # in the same layers
     layers: tuple[int, ...]
-    expected: bool
-    words: str
+    expected: bool  # the arm changes the attention by its own words
+    words: str  # as a sentence
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One seed of an arm.
-
-    Args:
-        seed: the seed.
-        status: of the arm's run.
-        metric: of the arm after the last step; None unless done.
-        baseline: the same of the baseline with this seed.
-        difference: ``metric - baseline``; None unless both are done.
-        identical: both runs ended with the same weights, bit for bit.
-    """
+    """One seed of an arm."""
 
     seed: int
-    status: Status
-    metric: float | None
-    baseline: float | None
-    difference: float | None
-    identical: bool
+    status: Status  # of the arm's run
+    metric: float | None  # of the arm after the last step; None unless done
+    baseline: float | None  # the same of the baseline with this seed
+    difference: float | None  # ``metric - baseline``; None unless both are done
+    identical: bool  # both runs ended with the same weights, bit for bit
 
 
 @dataclass(frozen=True)
 class Look:
-    """A look of a sequential comparison.
+    """A look of a sequential comparison."""
 
-    Args:
-        number: 1 for the first look.
-        of: looks that there may be.
-        level: of its tests, over all arms; the interval is at 1 less this.
-    """
-
-    number: int
-    of: int
-    level: float
+    number: int  # 1 for the first look
+    of: int  # looks that there may be
+    level: float  # of its tests, over all arms; the interval is at 1 less this
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on an arm's runs against the baseline's.
-
-    Args:
-        arm, kind: name, and ``"training"`` or ``"systems"``.
-        label: the decision.
-        reason: the decision as one sentence with its numbers.
-        n: paired seeds that finished in both.
-        effect: mean paired difference; None without a pair.
-        interval: of the effect, at the experiment's confidence, not adjusted for other arms; None
-            for fewer than two pairs.
-        p_value, p_holm: of the two-sided paired t test, as it is and adjusted over the arms.
-        p_equivalence, p_equivalence_holm: of the two one-sided tests against the smallest effect.
-        more_seeds: further seeds that an undecided arm needs; None for other labels.
-        per_seed: every seed of the experiment; of a sequential one those that the arm needed.
-        diverged: seeds that diverged.
-        identical: every paired seed ended with the same weights, bit for bit.
-        kernel_flags: where attention kernels differ from the baseline's.
-        speed_withheld: why no speed is reported; empty where it is. Then every measure of time in
-            ``measures`` and ``target`` is None.
-        measures, cost, target: see there; target is None where the experiment has none.
-        notes: what else a reader has to know, as sentences.
-        agrees: of a systems arm in float32, whether its losses differ by rounding only; else None.
-        look: of a sequential experiment, where it was decided or where it is; else None.
-    """
+    """The verdict on an arm's runs against the baseline's."""
 
     arm: str
     kind: Literal["training", "systems"]
     label: Label
-    reason: str
-    n: int
-    effect: float | None
-    interval: Interval | None
-    p_value: float | None
-    p_holm: float | None
-    p_equivalence: float | None
+    reason: str  # the decision as one sentence with its numbers
+    n: int  # paired seeds that finished in both
+    effect: float | None  # mean paired difference; None without a pair
+    interval: Interval | None  # not adjusted for other arms; None for fewer than two pairs
+    p_value: float | None  # of the two-sided paired t test
+    p_holm: float | None  # the same, adjusted over the arms
+    p_equivalence: float | None  # of the two one-sided tests against the smallest effect
     p_equivalence_holm: float | None
-    more_seeds: int | None
-    per_seed: tuple[SeedResult, ...]
-    diverged: tuple[int, ...]
-    identical: bool
+    more_seeds: int | None  # further seeds that an undecided arm needs; None for other labels
+    per_seed: tuple[SeedResult, ...]  # of a sequential experiment those that it needed
+    diverged: tuple[int, ...]  # seeds
+    identical: bool  # every paired seed ended with the same weights, bit for bit
     kernel_flags: tuple[KernelFlag, ...]
-    speed_withheld: str
+    speed_withheld: str  # why; empty where speed is shown
     measures: ArmMeasures
     cost: Cost
     target: TargetResult | None
-    notes: tuple[str, ...] = ()
-    agrees: bool | None = None
-    look: Look | None = None
+    notes: tuple[str, ...] = ()  # what else a reader has to know, as sentences
+    agrees: bool | None = None  # a systems arm in float32: its losses differ by rounding only
+    look: Look | None = None  # of a sequential experiment: where it is
 
     @property
     def name(self) -> str:
@@ -325,21 +226,13 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The baseline of the arms; fields as of ``ArmVerdict``.
-
-    Args:
-        name: what the report calls it.
-        status: ``"done"`` where every seed is; ``"diverged"`` where any diverged.
-        n: finished seeds.
-        diverged, incomplete: seeds.
-        measures, cost, target: of its runs.
-    """
+    """The baseline of the arms; fields as of ``ArmVerdict``."""
 
     name: str
-    status: Status
-    n: int
-    diverged: tuple[int, ...]
-    incomplete: tuple[int, ...]
+    status: Status  # ``"done"`` where every seed is; ``"diverged"`` where any diverged
+    n: int  # finished seeds
+    diverged: tuple[int, ...]  # seeds
+    incomplete: tuple[int, ...]  # seeds
     measures: ArmMeasures
     cost: Cost
     target: TargetResult | None
@@ -350,123 +243,70 @@ class Interaction:
     """An interaction: the effect of all choices together minus what smaller sets explain.
 
     For two: (both - baseline) - (first - baseline) - (second - baseline).
-
-    Args:
-        arms: the single choices, e.g. ``("lion", "wsd")``.
-        together: the arm that has them all, e.g. ``"lion+wsd"``.
-        label: the decision, made like an arm's.
-        n, effect, interval, p_value, p_holm: like an arm's; Holm over the interactions.
-        reason: the decision as a sentence.
     """
 
-    arms: tuple[str, ...]
-    together: str
+    arms: tuple[str, ...]  # e.g. ``("lion", "wsd")``
+    together: str  # e.g. ``"lion+wsd"``
     label: InteractionLabel
-    n: int
+    n: int  # this and what follows like an arm's
     effect: float | None
     interval: Interval | None
     p_value: float | None
-    p_holm: float | None
+    p_holm: float | None  # over the interactions
     reason: str
 
 
 @dataclass(frozen=True)
 class FactorEffect:
-    """An effect of a factorial design, averaged over the levels of all other factors.
+    """An effect of a factorial design, averaged over the levels of all other factors."""
 
-    Args:
-        factors: of one its main effect, of more their interaction.
-        aliases: the effects that a fraction cannot tell apart from it, with their sign, e.g.
-            ``"+c x d"``; empty for a full factorial.
-        label: the decision, made like an arm's; of several factors like an interaction's.
-        n, effect, interval, p_value, p_holm, p_equivalence_holm: like an arm's; Holm over the main
-            effects, or over the interactions.
-        reason: the decision as a sentence.
-    """
-
-    factors: tuple[str, ...]
-    aliases: tuple[str, ...]
+    factors: tuple[str, ...]  # of one its main effect, of more their interaction
+    aliases: tuple[str, ...]  # of a fraction, with their sign, e.g. ``"+c x d"``
     label: InteractionLabel
-    n: int
+    n: int  # this and what follows like an arm's
     effect: float | None
     interval: Interval | None
     p_value: float | None
-    p_holm: float | None
+    p_holm: float | None  # over the main effects, or over the interactions
     p_equivalence_holm: float | None
     reason: str
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A value that a sweep tried.
-
-    Args:
-        value: the swept value.
-        status: ``"diverged"`` where any seed did.
-        metric: mean final metric over the sweep's seeds; None unless done.
-    """
+    """A value that a sweep tried."""
 
     value: float
-    status: Status
-    metric: float | None
+    status: Status  # ``"diverged"`` where any seed did
+    metric: float | None  # mean final metric over the sweep's seeds; None unless done
 
 
 @dataclass(frozen=True)
 class RungResult:
-    """The trials of one length of successive halving.
+    """The trials of one length of successive halving."""
 
-    Args:
-        steps: of every trial.
-        candidates: in ascending order.
-    """
-
-    steps: int
-    candidates: tuple[Candidate, ...]
+    steps: int  # of every trial
+    candidates: tuple[Candidate, ...]  # in ascending order
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of one arm.
-
-    Args:
-        arm, path: whose, and what was swept.
-        candidates: in ascending order; of successive halving with their longest trial.
-        chosen: the best mean final metric, the smaller value on a tie; None while trials are
-            missing or where all diverged. Of successive halving the best of the longest rung that
-            has one which never diverged.
-        survived: smallest and largest value that did not diverge; None where none is known to.
-        at_edge: the chosen value is the smallest or largest tried, so a better one may lie outside.
-        words: all of it as a sentence.
-        rungs: of successive halving, the shortest first; empty without.
-        budget_tokens: tokens that all trials of the arm may take.
-    """
+    """The trials of one arm."""
 
     arm: str
     path: str
-    candidates: tuple[Candidate, ...]
-    chosen: float | None
-    survived: Interval | None
-    at_edge: bool
-    words: str
-    rungs: tuple[RungResult, ...] = ()
-    budget_tokens: int = 0
+    candidates: tuple[Candidate, ...]  # in ascending order, each with its longest trial
+    chosen: float | None  # None while trials are missing, or all diverged
+    survived: Interval | None  # smallest and largest that did not diverge
+    at_edge: bool  # a better value may lie outside
+    words: str  # as a sentence
+    rungs: tuple[RungResult, ...] = ()  # of successive halving, the shortest first; empty without
+    budget_tokens: int = 0  # that all trials may take
 
 
 @dataclass(frozen=True)
 class ExperimentVerdict:
-    """One question decided, as far as its runs have come.
-
-    Args:
-        experiment, question: name and words.
-        metric, smallest_effect, confidence: how it was decided.
-        baseline, arms: in the config's order.
-        interactions: of arms named ``a+b`` whose parts are arms too; where the experiment has a
-            design, its ``effects`` are in their place.
-        sweeps: of every arm, the baseline first; empty without a sweep.
-        notes: what concerns the whole experiment, as sentences.
-        effects: of a design's factors; empty without a design.
-        follows: what was decided for the next stage, as a sentence; empty where there is none.
-    """
+    """One question decided, as far as its runs have come."""
 
     experiment: str
     question: str
@@ -474,12 +314,12 @@ class ExperimentVerdict:
     smallest_effect: float
     confidence: float
     baseline: Baseline
-    arms: tuple[ArmVerdict, ...]
-    interactions: tuple[Interaction, ...]
-    sweeps: tuple[SweepResult, ...]
-    notes: tuple[str, ...] = ()
-    effects: tuple[FactorEffect, ...] = ()
-    follows: str = ""
+    arms: tuple[ArmVerdict, ...]  # in the config's order
+    interactions: tuple[Interaction, ...]  # empty with a design, which has ``effects``
+    sweeps: tuple[SweepResult, ...]  # of every arm, the baseline first; empty without a sweep
+    notes: tuple[str, ...] = ()  # as sentences
+    effects: tuple[FactorEffect, ...] = ()  # of a design's factors; empty without a design
+    follows: str = ""  # what was decided for the next stage
 
     @property
     def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:
@@ -489,18 +329,12 @@ class ExperimentVerdict:
 
 @dataclass(frozen=True)
 class StudyVerdict:
-    """A study judged from its records.
-
-    Args:
-        study, question: name and words.
-        complete: whether every planned run is over.
-        experiments: in the config's order.
-    """
+    """A study judged from its records."""
 
     study: str
     question: str
-    complete: bool
-    experiments: tuple[ExperimentVerdict, ...]
+    complete: bool  # every planned run is over
+    experiments: tuple[ExperimentVerdict, ...]  # in the config's order
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it in JSON's types; what is not finite becomes null."""

@@ -33,21 +33,13 @@ SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody run
 
 @dataclass(frozen=True)
 class Paired:
-    """The paired t test of some differences.
+    """The paired t test of some differences."""
 
-    Args:
-        n: differences.
-        mean: of them; None for none.
-        spread: their sample standard deviation; None for fewer than two.
-        interval: of the mean; None for fewer than two.
-        p_value: two-sided, of a mean of zero; None for fewer than two.
-    """
-
-    n: int
-    mean: float | None
-    spread: float | None
-    interval: Interval | None
-    p_value: float | None
+    n: int  # differences
+    mean: float | None  # None for none
+    spread: float | None  # sample standard deviation
+    interval: Interval | None  # these three None for fewer than two
+    p_value: float | None  # two-sided, of a mean of zero
 
 
 def paired(differences: Sequence[float], confidence: float) -> Paired:

@@ -34,15 +34,10 @@ Records = Mapping[str, RunRecord]
 
 @dataclass(frozen=True)
 class Rung:
-    """The trials of an arm that have the same length.
+    """The trials of an arm that have the same length."""
 
-    Args:
-        number: 0 for the first.
-        runs: candidate -> its runs, one a seed.
-    """
-
-    number: int
-    runs: Mapping[float, tuple[RunSpec, ...]]
+    number: int  # 0 for the first
+    runs: Mapping[float, tuple[RunSpec, ...]]  # candidate -> its runs, one a seed
 
     @property
     def steps(self) -> int:

@@ -42,13 +42,7 @@ _WIDTH = 160  # of tables where there is no terminal that has one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; ``run`` if none is named.
-
-    Args:
-        argv: the arguments; None takes them from the command line.
-
-    Returns:
-        the exit status (see the module).
+    """Run a subcommand, ``run`` if none is named; return the exit status (see the module).
 
     Raises:
         TilewiseError: what a user can put right, but for wrong usage.

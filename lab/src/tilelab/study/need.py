@@ -96,12 +96,7 @@ def parameters(config: RunConfig) -> int:
 
 
 def need(config: RunConfig, device: str = "cpu") -> Need:
-    """Return the estimate of the memory of its device for one run, by its config alone.
-
-    Args:
-        config: of the run.
-        device: ``"cpu"`` or ``"cuda"``, where it runs: see ``writes_matrix``.
-    """
+    """Return the estimate of the memory of its device for one run, by its config alone."""
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
@@ -140,10 +135,6 @@ def host_need(config: RunConfig, device: str = "cpu") -> Need:
     """Return the host memory that a process of a run needs.
 
     With a GPU that is its data, and the state, which goes through it with every checkpoint.
-
-    Args:
-        config: of the run.
-        device: ``"cpu"`` or ``"cuda"``, where it runs.
     """
     found = need(config, device)
     if device == "cuda":
@@ -193,10 +184,6 @@ def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
 
     On a CPU torch's fused kernel knows no dropout, and a mask that is given as a matrix costs as
     much. On a GPU it has both, and keeps no matrix of any head.
-
-    Args:
-        config: of a run.
-        device: ``"cpu"`` or ``"cuda"``, where it runs.
     """
     attention = config.attention
     if attention.implementation != "sdpa" or device == "cuda":

@@ -38,10 +38,6 @@ def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> lis
 
     Stand-ins replace what is not known before other runs have ended: a sweep is taken to choose its
     first candidates, rung by rung.
-
-    Args:
-        study: the config.
-        records: of runs so far, by name.
     """
     return [
         run
@@ -125,12 +121,7 @@ def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:
 
 
 class Agenda:
-    """The finished runs, and those that may start next.
-
-    Args:
-        study: the config.
-        records: of runs so far, by name.
-    """
+    """The finished runs, and those that may start next."""
 
     def __init__(self, study: Study, records: Mapping[str, RunRecord]) -> None:
         self.study = study
@@ -172,12 +163,9 @@ class Agenda:
         return [run for run in self._known if not _is_done(run, self.records)]
 
     def check(self) -> None:
-        """Make sure that what is there belongs to the study that is to go on.
+        """Refuse a record of another config: it does not belong to the study that is to go on.
 
         A study that is only looked at need not: another version of tilewise may have run it.
-
-        Raises:
-            TilewiseError: a record is of another config.
         """
         for run in self._known:
             record = self.records.get(run.name)

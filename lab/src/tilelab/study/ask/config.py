@@ -432,11 +432,7 @@ class Experiment(Frozen):
         return any(arm.kind == "systems" for arm in self.arms)
 
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
-        """Return the config of an arm (without what a sweep chooses), or with changes to it.
-
-        Args:
-            arm: its name, or that of the baseline.
-            changes: dotted path -> new value, on top of the arm's own.
+        """Return the config of an arm (without what a sweep chooses), with changes by dotted path.
 
         Raises:
             KeyError: no arm of that name.
@@ -497,11 +493,7 @@ class Study(Frozen):
 
 
 def _check_rules(experiment: Experiment) -> None:
-    """Check the sweep, the design, the stages and the looks of an experiment.
-
-    Raises:
-        InvalidArgument: what does not fit.
-    """
+    """Check the sweep, the design, the stages and the looks of an experiment."""
     if experiment.sweep is not None:
         _check_sweep(experiment, experiment.sweep)
     if experiment.design is not None:

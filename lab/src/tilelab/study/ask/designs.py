@@ -130,11 +130,7 @@ def fraction(factors: Sequence[str], runs: int, order: int = 2) -> Design:
 
 
 def check(design: Design, arms: Sequence[str]) -> None:
-    """Make sure that the design holds together and that the arms are its runs.
-
-    Raises:
-        InvalidArgument: what does not fit.
-    """
+    """Make sure that the design holds together and that the arms are its runs."""
     factors, generators = design.factors, design.generators
     if len(set(factors)) < len(factors) or any("+" in each for each in factors):
         raise InvalidArgument("design.factors", str(factors), "each once, and without +")
@@ -159,10 +155,6 @@ def changes_of(design: Design, arms: Mapping[str, Mapping[str, Any]]) -> dict[st
 
     A factor's changes are those that all arms with it share: in a design of resolution 3 or more
     no other factor is on in all of them.
-
-    Args:
-        design: that ``check`` has passed.
-        arms: what each changes, path -> value.
 
     Raises:
         InvalidArgument: an arm changes something else than its factors together do, or two factors

@@ -57,12 +57,7 @@ def apply(study: Study, overrides: Sequence[str]) -> Study:
 
 
 def notes(study: Study, overrides: Sequence[str]) -> list[str]:
-    """Return notes on what the overrides do not reach: arms with a value of their own, and sweeps.
-
-    Args:
-        study: with the overrides laid over it.
-        overrides: as given to ``apply``.
-    """
+    """Return what the overrides do not reach, in words: arms with an own value, and sweeps."""
     found = []
     for each in overrides:
         override = _parse(study, each)

@@ -76,10 +76,8 @@ def provide(kind: Kind, module: str) -> None:
 def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[F], F]:
     """Decorator that makes a function a choice of that kind, under its own name.
 
-    Args:
-        kind: what it is a choice of.
-        check: called with all options by keyword when a config is made; raises InvalidArgument
-            where they do not fit together.
+    ``check`` is called with all options by keyword when a config is made. It raises InvalidArgument
+    where they do not fit together.
     """
 
     def add(function: F) -> F:

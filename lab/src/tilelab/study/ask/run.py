@@ -76,12 +76,7 @@ class RunSpec:
         return self.folder(self.execution.folder) / RECORD
 
     def executed(self, execution: Execution, **changes: Any) -> RunSpec:
-        """Return the same run, executed in another way.
-
-        Args:
-            execution: how and where.
-            changes: to fields of that.
-        """
+        """Return the same run, executed in another way; ``changes`` are to fields of that."""
         return replace(self, execution=execution.model_copy(update=changes))
 
     def as_json(self) -> dict[str, Any]:
@@ -119,15 +114,7 @@ def trials(experiment: Experiment) -> list[RunSpec]:
 
 
 def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:
-    """Return one trial of an experiment's sweep.
-
-    Args:
-        experiment: which has a sweep.
-        arm: that is tuned.
-        value: the candidate.
-        rung: 0 without halving.
-        seed: one of the sweep's.
-    """
+    """Return one trial of an experiment's sweep; without halving, ``rung`` is 0."""
     sweep = experiment.sweep
     assert sweep is not None
     changes = {sweep.path: value}

@@ -41,12 +41,7 @@ class Frozen(BaseModel):
 
 
 def added(default: Any, **bounds: Any) -> Any:
-    """Return a field that configs of earlier versions lack; see the top of this file.
-
-    Args:
-        default: what earlier versions did.
-        bounds: others of pydantic's ``Field``.
-    """
+    """Return a field that configs of earlier versions lack: they did what ``default`` says."""
     return Field(default, json_schema_extra=dict(_ADDED), **bounds)
 
 

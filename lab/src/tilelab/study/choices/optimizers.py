@@ -56,13 +56,7 @@ class Group(NamedTuple):
     decays: bool
 
     def for_torch(self, lr: float, weight_decay: float, **options: Any) -> dict[str, Any]:
-        """Return the group as ``torch.optim`` takes it.
-
-        Args:
-            lr: learning rate.
-            weight_decay: of a group that decays; the others get 0.
-            options: any further ones of the optimizer.
-        """
+        """Return the group as ``torch.optim`` takes it; only a group that decays gets the decay."""
         decay = weight_decay if self.decays else 0.0
         return {
             "params": list(self.parameters.values()),
@@ -79,9 +73,6 @@ def parameter_groups(model: nn.Module) -> list[Group]:
     ``no-decay``: biases, norms, and embeddings, whose rows are looked up (a head that is tied to
     an embedding is that embedding). A parameter without gradient is in none, and so is a group
     without parameters.
-
-    Args:
-        model: its parameters are not changed.
     """
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     decayed: dict[str, nn.Parameter] = {}
@@ -102,12 +93,7 @@ class Built(NamedTuple):
 
 
 def build(optimizer: Optimizer, model: nn.Module) -> Built:
-    """Return the optimizer of a model, in training mode, at the full learning rate.
-
-    Args:
-        optimizer: which, with its options.
-        model: whose parameters it changes.
-    """
+    """Return the optimizer of a model, in training mode, at the full learning rate."""
     groups = parameter_groups(model)
     made = find("optimizer", optimizer.name).function(groups, **optimizer.options)
     assert isinstance(made, torch.optim.Optimizer)
@@ -271,10 +257,6 @@ class Lion(torch.optim.Optimizer):
 
     p <- p (1 - eta lambda) - eta sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
 
-    Args:
-        groups: torch's parameter groups, each with its ``lr`` and ``weight_decay``.
-        betas: b1 and b2.
-
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
 
@@ -299,11 +281,6 @@ class Sgd(torch.optim.Optimizer):
     """Momentum, with decay that does not pass through it.
 
     m <- mu m + g;  p <- p (1 - eta lambda) - eta m, or with Nesterov - eta (g + mu m).
-
-    Args:
-        groups: torch's parameter groups, each with its ``lr`` and ``weight_decay``.
-        momentum: mu.
-        nesterov: look ahead.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
     """
@@ -330,10 +307,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Both rules work on this optimizer's own groups and state, so that there is one list of groups
     and one ``state_dict``.
-
-    Args:
-        muon: made for its parameters, two-dimensional ones.
-        adamw: made for all others; None where there are none.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:

@@ -38,12 +38,7 @@ class Progress(NamedTuple):
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return the share of the optimizer's ``lr`` at a step, in [0, 1].
-
-    Args:
-        schedule: which, with its options.
-        step: about to be taken, 0 for the first, below ``steps``.
-        steps: of the whole run.
+    """Return the share of the optimizer's ``lr`` at a step (0 for the first), in [0, 1].
 
     Raises:
         InvalidArgument: a step that is not in the run.

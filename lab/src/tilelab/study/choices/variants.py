@@ -66,12 +66,7 @@ class Variation(NamedTuple):
 
 
 def build(variant: Variant, heads: Heads) -> Variation:
-    """Return the mask and the score of a variant.
-
-    Args:
-        variant: which, with its options.
-        heads: what they are for.
-    """
+    """Return the mask and the score of a variant."""
     made = find("variant", variant.name).function(heads, **variant.options)
     assert isinstance(made, Variation)
     return made

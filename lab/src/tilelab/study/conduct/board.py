@@ -43,14 +43,7 @@ class Lane:
 
 
 class Board:
-    """Keeps the state of all runs.
-
-    Args:
-        runs: all runs of the study, in order.
-        records: what there is already.
-        forecast_s: seconds that each run was expected to take, by its name.
-        jobs: runs at once.
-    """
+    """Keeps the state of all runs; ``forecast_s`` has seconds that each was expected to take."""
 
     def __init__(
         self,
@@ -73,11 +66,9 @@ class Board:
             self._give_up_after(lane.run)
 
     def expect(self, runs: Sequence[RunSpec]) -> None:
-        """Replace the expected runs by those that are known now.
+        """Replace the expected runs by those that are known now, those that are over too.
 
-        Args:
-            runs: all runs, those that are over too. One that is new is forecast like the others,
-                by its steps.
+        One that is new is forecast like the others, by its steps.
         """
         self._runs = runs
         named = {run.name: run for run in runs}
@@ -197,9 +188,7 @@ def _share_left(lane: Lane) -> float:
 def makespan(durations: Sequence[tuple[float, bool]], jobs: int) -> float:
     """Return seconds until the last run ends: each starts, in order, when there is room.
 
-    Args:
-        durations: (seconds, whether it runs alone) of each.
-        jobs: runs at once.
+    A duration is (seconds, whether it runs alone).
     """
     free_at = [0.0] * max(1, jobs)
     for seconds, alone in durations:

@@ -32,10 +32,6 @@ __all__ = [
 def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) -> None:
     """Load each checkpoint once, as its runs will: on the CPU, one at a time, and forget it.
 
-    Args:
-        runs: of the study.
-        corpora: their data, ready, by ``data_key``.
-
     Raises:
         InvalidArgument: a checkpoint is not there, or is not of the model that the config says.
         Unsupported: it computes something else.
@@ -67,12 +63,7 @@ def _checkpoint_key(config: RunConfig) -> str:
 
 
 def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -> None:
-    """Compare an experiment's target with the held-out loss of the first weights.
-
-    Args:
-        study: the config.
-        experiment: the name of the run's.
-        evaluation: an event of that type; those after the first step say nothing here.
+    """Compare an experiment's target with an evaluation of the first weights; ignore later ones.
 
     Raises:
         InvalidArgument: the target is not better than the first weights are.
@@ -123,18 +114,10 @@ def room_for(
     processes: int = 1,
     kind: str = "memory",
 ) -> int:
-    """Return how many of the runs may run at once.
+    """Return how many runs may run at once, at least 1 and at most ``jobs``.
 
-    Args:
-        runs: what is to be run.
-        jobs: how many at most.
-        available: bytes; None where nobody knows, and then nothing is refused.
-        needed: what one process of a run takes of them.
-        processes: of each run that share them.
-        kind: what they are called.
-
-    Returns:
-        at most ``jobs``, at least 1.
+    ``needed`` is what one process of a run takes of the ``available`` bytes. Nothing is refused
+    where nobody knows these (None).
 
     Raises:
         NotEnoughMemoryError: a single one needs more than there is.

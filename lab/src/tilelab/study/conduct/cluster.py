@@ -69,12 +69,7 @@ def connected() -> Iterator[Any]:
 
 
 class Cluster:
-    """The machines of a Ray cluster.
-
-    Args:
-        ray: the module, connected.
-        execution: of the runs; its folder is at the same path on every machine.
-    """
+    """The machines of a Ray cluster; the study's folder is at the same path on all of them."""
 
     def __init__(self, ray: Any, execution: Execution) -> None:
         self._ray, self._execution = ray, execution
@@ -82,10 +77,6 @@ class Cluster:
 
     def jobs(self, wished: int | None, runs: Sequence[RunSpec]) -> int:
         """Runs at once: as many as there is room for, and at most as many as were wished.
-
-        Args:
-            wished: None for as many as there is room for.
-            runs: what is to be run.
 
         Raises:
             InvalidArgument: no machine has what a single run needs.

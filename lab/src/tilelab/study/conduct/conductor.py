@@ -94,11 +94,7 @@ class Conductor:
         return code
 
     def check_chip(self) -> None:
-        """Refuse to start a study of a GPU's size on a processor: it would take months.
-
-        Raises:
-            InvalidArgument: the study is for a GPU, and would run elsewhere.
-        """
+        """Refuse to start a study of a GPU's size on a processor: it would take months."""
         study, device = self.study, self.execution.device
         if not study.chip:
             return
@@ -293,8 +289,7 @@ class _Watchers:
 def _report(folder: Path, console: Console) -> bool:
     """Write the index and the report, and say the verdicts.
 
-    Returns:
-        whether a systems arm changed what is learnt.
+    Return whether a systems arm changed what is learnt.
     """
     evidence = report.gather(folder)
     for name in evidence.damaged:

@@ -50,10 +50,7 @@ def forecast_s(
 ) -> dict[str, float]:
     """Return seconds that each run takes, by its name; the calibration takes a second or so.
 
-    Args:
-        runs: of the study.
-        corpora: their data, ready, by ``data_key``.
-        device: where they train.
+    ``corpora`` is the data of the runs by ``data_key``.
     """
     prices: dict[str, Price] = {}
     found = {}
@@ -67,13 +64,7 @@ def forecast_s(
 
 
 def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
-    """Return seconds of a whole run.
-
-    Args:
-        config: of the run.
-        found: what its sequences cost.
-        data: of it.
-    """
+    """Return seconds of a whole run whose sequences cost what was ``found``."""
     sequence = found.rest + config.model.layers * found.layer
     training, evaluation = config.training, config.evaluation
     step = training.batch * training.accumulation * sequence

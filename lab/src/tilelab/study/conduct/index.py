@@ -48,11 +48,7 @@ create table kernels (
 
 
 def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
-    """Write the index of a study.
-
-    Args:
-        folder: of the study.
-        records: by the run's name.
+    """Write the index of a study, from its records by the run's name.
 
     Raises:
         DiskFullError: there is no room.

@@ -87,11 +87,7 @@ class Place(Protocol):
     """A place where runs run."""
 
     def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
-        """Start a run.
-
-        Args:
-            run: which.
-            running: what it shares the place with.
+        """Start a run beside those that are running here.
 
         Raises:
             DiskFullError: there is no room for what it writes.
@@ -178,11 +174,7 @@ class _Losses:
             self._counts.pop(run.name, None)
 
     def lost(self, run: RunSpec, why: str) -> None:
-        """Count a loss.
-
-        Raises:
-            RunError: one too many.
-        """
+        """Count a loss; a RunError where it is one too many."""
         times = self._counts[run.name] = self._counts.get(run.name, 0) + 1
         if times >= _MOST_LOSSES:
             raise RunError(

@@ -85,10 +85,6 @@ def gpu_named(name: str) -> Chip:
 def predict(config: RunConfig, chip: Chip) -> Predicted:
     """Return the prediction for one run; see the top of this file.
 
-    Args:
-        config: of the run.
-        chip: a GPU's row.
-
     Raises:
         InvalidArgument: the row lacks a figure.
         Unsupported: an attention whose traffic depends on numbers, such as a table of blocks.
@@ -192,15 +188,7 @@ def _rows(study: Study, chip: Chip) -> list[_Row]:
 
 
 def dry_run(study: Study, chip: Chip) -> RenderableType:
-    """Return the table of what a study would take.
-
-    Args:
-        study: the config.
-        chip: a GPU's row.
-
-    Raises:
-        InvalidArgument, Unsupported: as ``predict``.
-    """
+    """Return the table of what a study would take; errors as of ``predict``."""
     rows = _rows(study, chip)
     return Group(_table(study, rows, chip), Text(_summary(rows, chip)))
 

@@ -51,9 +51,6 @@ class Process:
     It ends when its standard input closes, so that it outlives nobody who started it: every way of
     stopping is the same.
 
-    Args:
-        run: what it does, and how.
-
     Raises:
         DiskFullError: there is no room.
     """
@@ -147,11 +144,7 @@ def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
 
 
 class Follower:
-    """The events that were appended since the last look; for showing, not for deciding.
-
-    Args:
-        path: of the record; it need not be there yet.
-    """
+    """The events appended to a record since the last look; for showing, not for deciding."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -230,10 +223,9 @@ def lock_folder() -> Path:
 class Cores:
     """The cores of this machine that a study pins its runs to, until ``close``.
 
-    Args:
-        processors: the number of one of each core, in order of choice; empty for no pinning.
-        folder: of the locks; made if need be. It must be this user's alone. Where it is not, or
-            cannot be written, ``trouble`` says so and other studies are not seen.
+    ``processors`` has the number of one of each core, in order of choice; empty for no pinning. The
+    folder of the locks is made if need be. Where it is not this user's alone, or cannot be written,
+    ``trouble`` says so and other studies are not seen.
     """
 
     def __init__(self, processors: Sequence[int], folder: Path) -> None:
@@ -253,9 +245,6 @@ class Cores:
         """Choose the core of the next run: one without a run, else the one with the fewest.
 
         None where cores are left that are other studies': the system finds a place for the run.
-
-        Args:
-            used: where this study's runs are.
         """
         for each in sorted(self._processors, key=lambda core: core not in self._own):
             if each not in used and self._take(each):

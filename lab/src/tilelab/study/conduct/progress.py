@@ -66,12 +66,7 @@ class _Progress:
 
 
 class LineProgress(_Progress):
-    """Writes a line when a run ends, and one now and then in between.
-
-    Args:
-        board: what to show; it is kept up to date here.
-        console: where to.
-    """
+    """Writes a line when a run ends, and one now and then in between."""
 
     def __init__(self, board: Board, console: Console) -> None:
         super().__init__(board)
@@ -96,13 +91,7 @@ class LineProgress(_Progress):
 
 
 class LiveProgress(_Progress):
-    """Keeps a table of arms by seeds on the terminal.
-
-    Args:
-        study: whose experiments give the table its order.
-        board: what to show; it is kept up to date here.
-        live: the part of the screen.
-    """
+    """Keeps a table of arms by seeds on the terminal."""
 
     def __init__(self, study: Study, board: Board, live: Live) -> None:
         super().__init__(board)
@@ -244,15 +233,7 @@ def _experiment(experiment: Experiment) -> str:
 def start(
     todo: Sequence[RunSpec], runs: int, jobs: int, threads: int, expected_s: float | None
 ) -> str:
-    """Return a sentence on how much there is to do, and how long it will take.
-
-    Args:
-        todo: what is to be done.
-        runs: of the whole study.
-        jobs: runs at once.
-        threads: of each run.
-        expected_s: the forecast; None where there is none.
-    """
+    """Return a sentence on how much there is to do, and how long it will take."""
     what = f"{len(todo)} of {runs} runs" if len(todo) < runs else count(runs, "run")
     alone = sum(run.alone for run in todo)
     how = f"{jobs} at once" if jobs > 1 and alone < len(todo) else "one at a time"

@@ -128,9 +128,7 @@ def data_folder() -> Path | None:
 def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Piece]:
     """Return the ``*.py`` of the Python that runs this, sorted by path, whole files up to a size.
 
-    Args:
-        size_cap_bytes: the first file that goes over it ends the list.
-        folder: where to look instead, for tests.
+    Tests name another ``folder`` to look in.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     found = [

@@ -44,13 +44,6 @@ class Batches:
     This module defines the draws itself, because a library may change its generators: see
     ``_mixed``.
 
-    Args:
-        tokens: of the text; windows come from its training part.
-        context: tokens in a window.
-        batch: windows in a micro-batch.
-        accumulation: micro-batches in an optimizer step.
-        seed: of the order.
-
     Raises:
         InvalidArgument: a text that is shorter than one window and its last target.
     """
@@ -68,14 +61,7 @@ class Batches:
         self._order = lru_cache(maxsize=2)(self._draw_order)  # a step may reach into the next epoch
 
     def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the micro-batches of an optimizer step.
-
-        Args:
-            step: 0 for the first.
-
-        Returns:
-            ``accumulation`` pairs of inputs and targets, int64 [batch, context] each.
-        """
+        """Return inputs and targets of each micro-batch of a step, int64 [batch, context] each."""
         starts = self.starts(step)
         return [
             _pairs(self._text, starts[at : at + self.batch], self.context)
@@ -99,13 +85,7 @@ class Batches:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the numbers below ``count`` in the order of an epoch.
-
-    Args:
-        count: of examples.
-        seed: of the order.
-        epoch: every one has an order of its own.
-    """
+    """Return the numbers below ``count`` in the order of an epoch."""
     return np.argsort(drawn(seed, epoch, count), kind="stable")
 
 
@@ -132,13 +112,7 @@ def _mixed_int(value: int) -> int:
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
-    """Return the seed of what is drawn in a micro-batch, such as dropout: whoever computes it.
-
-    Args:
-        seed: of the run.
-        step: 0 for the first.
-        index: of the micro-batch in its step.
-    """
+    """Return the seed of what is drawn in a micro-batch, such as dropout: whoever computes it."""
     of_run = int(_mixed(np.array([seed & _MASK], np.uint64), _mixed_int(step))[0])
     return int(_mixed(np.array([index], np.uint64), of_run)[0] >> np.uint64(1))
 
@@ -195,11 +169,7 @@ def evaluation_windows(
 ) -> Windows:
     """Windows spread evenly over the held-out text, none overlapping, all targets counted.
 
-    Args:
-        text: the held-out tokens.
-        context: tokens in a window.
-        windows: how many; fewer where the text is too short for them.
-        begins: as for ``Windows``.
+    There are fewer where the text is too short for so many.
 
     Raises:
         InvalidArgument: a text that is shorter than one window and its last target.
@@ -218,12 +188,6 @@ def strided(
 
     Window k starts at ``k * stride``. The first counts all its targets, the others their last
     ``stride``: each token is predicted from at least ``context - stride`` before it.
-
-    Args:
-        text: the held-out tokens.
-        context: tokens in a window.
-        stride: from 1 to ``context``.
-        begins: as for ``Windows``.
 
     Raises:
         InvalidArgument: such a stride, or fewer than two tokens.

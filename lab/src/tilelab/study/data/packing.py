@@ -57,16 +57,7 @@ class Source(Protocol):
 
 
 class RunRows:
-    """The rows of a run, of the length that a warm-up of lengths has come to.
-
-    Args:
-        config: of the run.
-        tokens: of its text.
-        seed: of the order.
-
-    Raises:
-        InvalidArgument: too little text.
-    """
+    """The rows of a run, of the length that a warm-up of lengths has come to."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, seed: int) -> None:
         kinds: dict[str, Callable[..., Source]]
@@ -89,10 +80,6 @@ def attended(config: RunConfig, tokens: Tokens) -> float:
     """Return the mean size, over a run, of the row (or document's piece in it) that a token is in.
 
     For packed documents, windows are taken to begin at multiples of their length.
-
-    Args:
-        config: of the run.
-        tokens: of its text.
     """
     packing, lengths = config.data.packing, config.lengths
 
@@ -106,33 +93,14 @@ def attended(config: RunConfig, tokens: Tokens) -> float:
 
 
 def shortened(rows: Rows, length: int) -> Rows:
-    """Return the same tokens in rows of another length: each row is cut into equal pieces.
-
-    Args:
-        rows: [B, S].
-        length: a divisor of S.
-
-    Returns:
-        [B * S / length, length].
-    """
+    """Return [B, S] rows as [B S / length, length]: each is cut into equal pieces."""
     tokens, targets = (each.reshape(-1, length) for each in (rows.tokens, rows.targets))
     documents = None if rows.documents is None else rows.documents.reshape(-1, length)
     return Rows(tokens, targets, documents)
 
 
 class Stream:
-    """Windows of the training text, see the top of this file.
-
-    Args:
-        tokens: of the text.
-        context: tokens in a row.
-        batch: rows in a micro-batch.
-        accumulation: micro-batches in an optimizer step.
-        seed: of the order.
-
-    Raises:
-        InvalidArgument: too little text.
-    """
+    """Windows of the training text, see the top of this file."""
 
     def __init__(
         self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
@@ -166,10 +134,7 @@ class Packed(Stream):
 def apart(rows: Rows, starts: list[int], begins: NDArray[np.int64]) -> Rows:
     """Windows of a text with their documents, and without the targets beyond these.
 
-    Args:
-        rows: windows.
-        starts: the first token of each.
-        begins: the first token of each document of the text.
+    ``starts`` has the first token of each window, ``begins`` that of each document.
     """
     numbers, followed = zip(
         *(segments(begins, start, rows.tokens.shape[1]) for start in starts), strict=True

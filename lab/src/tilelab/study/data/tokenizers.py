@@ -214,9 +214,8 @@ class WordPiece:
 def wordpiece(folder: Path | None) -> WordPiece:
     """Return the tokenizer whose vocabulary lies in a folder of data sets.
 
-    Args:
-        folder: with ``bert-base-uncased/vocab.txt``, ``vocab/bert-base-uncased/vocab.txt`` or
-            ``vocab.txt``, packed (``.gz``) or not; None where the user named none.
+    It is ``bert-base-uncased/vocab.txt``, ``vocab/bert-base-uncased/vocab.txt`` or ``vocab.txt``,
+    packed (``.gz``) or not.
 
     Raises:
         InvalidArgument: it is not there; the message says how to get it.

@@ -57,15 +57,10 @@ class Documents:
 def document_begins(
     sizes: Sequence[int], tokens: NDArray[Any], token_bytes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the first token of each document.
+    """Return the first token of each document, from the documents' bytes in order.
 
     A token that reaches over a border belongs to the document that it begins in; a document in
     which no token begins is none.
-
-    Args:
-        sizes: bytes of each document, in order; their sum is the text's.
-        tokens: of the text.
-        token_bytes: bytes of text that each token of the vocabulary stands for.
     """
     borders = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))[:-1]])
     found = np.zeros(len(borders), np.int64)
@@ -85,13 +80,7 @@ def segments(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the documents of tokens in a row, and whether the next token is of the same one.
 
-    Args:
-        starts: the first token of each document.
-        first: the first of the tokens.
-        length: how many tokens, without the one that follows the last.
-
-    Returns:
-        int64 [length], the number of each token's document; bool [length].
+    ``starts`` has the first token of each document. The results are int64 and bool [length].
     """
     numbers = np.searchsorted(starts, np.arange(first, first + length + 1), side="right") - 1
     return numbers[:-1], numbers[:-1] == numbers[1:]
@@ -100,12 +89,8 @@ def segments(
 def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_starts: bool) -> float:
     """Return the mean length, over all tokens, of the document piece that a token is in.
 
-    Args:
-        starts: the first token of each document.
-        size: tokens of the text.
-        window: the longest piece.
-        cut_at_starts: documents are cut into pieces from their own beginning; else all of the text
-            is cut into windows, and these at the borders of documents.
+    With ``cut_at_starts`` documents are cut into pieces of a window from their own beginning. Else
+    all of the text is cut into windows, and these at the borders of documents.
     """
     cuts = [starts, np.array([size], np.int64)]
     if cut_at_starts:
@@ -123,11 +108,7 @@ def documents_as_json(documents: Documents) -> str:
 
 
 def read_documents(path: Path, train_tokens: int, held_out_tokens: int) -> Documents:
-    """Return the borders in a file.
-
-    Raises:
-        ValueError, KeyError, OSError: they are not borders of a text of that many tokens.
-    """
+    """Return the borders in a file; a ValueError, KeyError or OSError where they do not fit."""
     said = json.loads(path.read_text(encoding="utf-8"))
     parts = [np.asarray(said[name], np.int64) for name in ("train", "held_out")]
     for part, size in zip(parts, (train_tokens, held_out_tokens), strict=True):
@@ -164,11 +145,7 @@ class Tokens:
 
     @cached_property
     def documents(self) -> Documents:
-        """The beginnings of its documents; where none are known, each part is one document.
-
-        Raises:
-            CorruptCacheError: the file of borders is not what was written.
-        """
+        """The beginnings of its documents; where none are known, each part is one document."""
         if self.find_documents is None:
             return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         return self.find_documents()
@@ -212,10 +189,6 @@ def prepare(data: Data, cache: Path) -> Tokens:
     """Return the tokens of a text, from the cache or made now.
 
     Several processes may ask at once: one makes them, the others wait for it.
-
-    Args:
-        data: the text and the tokenizer.
-        cache: the folder of caches; made where it is missing.
 
     Raises:
         InvalidArgument: no such text or vocabulary (the message says how to get it), or a cache

@@ -69,9 +69,6 @@ def detokenise(text: str) -> str:
     those after it. The letter N stays an N. So the rules add, replace and lose only spaces and the
     marks of joints. The text without spaces is the same before and after, with marks read as what
     they mark. The result does not tell whether a joint had a space.
-
-    Args:
-        text: one or more lines as they are in the files: a space, words, a space, a newline.
     """
     return "\n".join(_detokenise_line(line) for line in text.split("\n"))
 
@@ -99,9 +96,6 @@ def articles(text: str) -> list[str]:
 
     A title is a line ``= words =`` between blank ones (or at the start); headings inside an article
     have more marks.
-
-    Args:
-        text: as it is in the files.
     """
     lines = text.split("\n")
     blank = [not line.strip() for line in ("", *lines, "")]
@@ -124,10 +118,6 @@ def find(name: str, folder: Path | None) -> Files:
     ``wiki.valid.tokens`` in ``NAME/`` or ``NAME-v1/``, and ``wikitext103.train.tokens.txt`` and the
     like beside them or in ``wikitext/``. A file ``...train-prefix...`` is taken where the whole is
     not.
-
-    Args:
-        name: one of ``NAMES``.
-        folder: of data sets; None where the user named none.
 
     Raises:
         InvalidArgument: a file is missing; the message says how to get it.

@@ -86,14 +86,7 @@ def glue_experiment(
     seeds: tuple[int, ...],
     arms: Mapping[str, Mapping[str, Any]] = ARMS,
 ) -> Experiment:
-    """AdamW against the arms on one data set.
-
-    Args:
-        part: the data set.
-        source: ``data.source``.
-        seeds: of every arm.
-        arms: name -> what it changes.
-    """
+    """AdamW against the arms (name -> what it changes) on one data set."""
     return Experiment(
         name=part.dataset,
         question=f"On {part.dataset}: Lion, other schedules, no dropout, no weight decay?",

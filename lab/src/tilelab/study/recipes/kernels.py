@@ -74,12 +74,7 @@ def kernels_experiment(
 ) -> Experiment:
     """Plain attention against the two fused ones, as arms that must not change what is learnt.
 
-    Args:
-        context: tokens that attend to one another.
-        steps: of every run; the first ones do not count for speed.
-        seeds: of every arm.
-        text: ``data.source`` of every run.
-        control: whether there is an arm that changes nothing but rounding.
+    With ``control`` one more arm changes nothing but rounding.
     """
     arms = {"sdpa": _attention("sdpa"), "tilewise": _attention("tilewise")}
     return Experiment(
@@ -180,16 +175,8 @@ def at_length(
 ) -> Experiment:
     """Accuracy and cost of one length: plain, tilewise, and tilewise with sparse patterns.
 
-    Where plain attention does not fit into ``plain_gb``, tilewise is the baseline.
-
-    Args:
-        name: of the experiment.
-        config: with attention of every token to every other.
-        task: and its length, in words.
-        patterns: name of an arm -> its ``attention.variant``.
-        plain_gb: the memory that plain attention may hold, in 10^9 bytes.
-        seeds: paired.
-        smallest_effect: of accuracy.
+    Where plain attention does not fit into ``plain_gb`` (10^9 bytes), tilewise is the baseline.
+    ``task`` says task and length in words; ``patterns`` has the ``attention.variant`` of each arm.
     """
     wanted = plain_attention_bytes(config) / 1e9
     fits = wanted <= plain_gb

@@ -89,14 +89,7 @@ def listops(*, plain_gb: float = 4.0, seeds: int = 3) -> Study:
 def listops_experiment(
     length: Expressions, config: RunConfig, plain_gb: float, seeds: tuple[int, ...]
 ) -> Experiment:
-    """Plain attention while it fits, tilewise and the patterns on expressions of a length.
-
-    Args:
-        length: of the expressions.
-        config: what ``listops_config`` says of it, or the same with another model.
-        plain_gb: as of ``at_length``.
-        seeds: of every arm.
-    """
+    """Plain attention while it fits, tilewise and the patterns on expressions of a length."""
     return at_length(
         f"{length.form}-{length.longest}",
         config,
@@ -109,11 +102,7 @@ def listops_experiment(
 
 
 def listops_config(length: Expressions) -> RunConfig:
-    """Return a run with the small model on expressions of a length.
-
-    Args:
-        length: of the expressions.
-    """
+    """Return a run with the small model on expressions of a length."""
     return RunConfig(
         model=Model(family="bert", layers=2, heads=4, width=64, context=length.longest + 1),
         data=Data(source="listops", tokenizer="listops"),
@@ -179,13 +168,7 @@ def long_documents(
 
 
 def passages_experiment(config: RunConfig, plain_gb: float, seeds: tuple[int, ...]) -> Experiment:
-    """Plain attention while it fits, tilewise and the patterns on passages of a length.
-
-    Args:
-        config: what ``passages_config`` says of it, or the same with another model.
-        plain_gb: as of ``at_length``.
-        seeds: of every arm.
-    """
+    """Plain attention while it fits, tilewise and the patterns on passages of a length."""
     length = config.model.context
     return at_length(
         f"passages-{length}",
@@ -207,16 +190,7 @@ def passages_config(
     label: str = "era",
     split: str = "addresses",
 ) -> RunConfig:
-    """Return a run with the small model on passages of a length.
-
-    Args:
-        length: in tokens.
-        steps: of the run.
-        tokens: that a step learns from.
-        source: as of ``long_documents``.
-        label: as of it.
-        split: as of it.
-    """
+    """Return a run with the small model on passages of a length; ``tokens`` are those of a step."""
     return RunConfig(
         model=Model(family="bert", layers=2, heads=4, width=64, context=length),
         data=Data(source=source, tokenizer="wordpiece"),

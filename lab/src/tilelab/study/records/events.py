@@ -56,12 +56,7 @@ class _DamagedLine(ValueError):  # noqa: N818  reads as what is wrong
 
 
 def _sealed(line: str, before: bytes) -> bytes:
-    """Return a line of JSON, newline included, with its checksum.
-
-    Args:
-        line: an object with at least one field, newline included.
-        before: the line before it in the file; empty for the first.
-    """
+    """Return a line of JSON, newline included, with a checksum of it and the line before."""
     body = line.rstrip("\n").encode()
     return body[:-1] + b',"check":"%08x"}\n' % zlib.crc32(body, zlib.crc32(before))
 
@@ -343,11 +338,7 @@ class RunRecord:
 
 
 class Writer:
-    """Appends events to a record; mends a torn last line first.
-
-    Args:
-        path: of the file; its folder exists.
-    """
+    """Appends events to a record; mends a torn last line first."""
 
     def __init__(self, path: Path) -> None:
         self._before = _mended(path)

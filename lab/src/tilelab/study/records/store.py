@@ -94,11 +94,7 @@ def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
 
 
 def forget_empty(folder: Path) -> bool:
-    """Remove the folder of a study of which no run has begun; nothing else is ever removed.
-
-    Returns:
-        whether it was one.
-    """
+    """Remove the folder of a study of which no run has begun; return whether it was one."""
     if any((folder / "runs").rglob(RECORD)):
         return False
     for path in (folder / STUDY, *folder.rglob(LOCK)):  # runs have locks too

@@ -22,13 +22,7 @@ __all__ = ["Evidence", "gather", "write"]
 
 
 def write(evidence: Evidence) -> tuple[Path, Path]:
-    """Write ``report.html``, ``report.md`` and ``verdict.json`` into a study's folder.
-
-    Args:
-        evidence: what ``gather`` reads from the folder of a study, finished or not.
-
-    Returns:
-        the paths of the page and of its Markdown twin.
+    """Write the page, its Markdown twin and ``verdict.json``; return the paths of the first two.
 
     Raises:
         DiskFullError: there is no room; older reports are still there.

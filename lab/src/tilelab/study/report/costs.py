@@ -236,11 +236,8 @@ def kaplan_meier(
     """Return the Kaplan-Meier estimate of the share of runs that have not reached the target.
 
     The interval is Greenwood's variance on the scale of log(-log S), which stays within 0 and 1.
-
-    Args:
-        reached: where each run that reached the target did.
-        censored: where each other run ended; it was at risk up to and at that place.
-        confidence: of the pointwise intervals.
+    The interval is Greenwood's variance on the scale of log(-log S), which stays within 0 and 1. A
+    censored run was at risk up to and at the place where it ended.
     """
     from scipy.stats import CensoredData, ecdf  # slow to import, and few studies have a target
 

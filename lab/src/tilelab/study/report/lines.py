@@ -85,12 +85,7 @@ def _number(evaluation: Evaluation, metric: str) -> float:
 def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) -> Series:
     """Return the held-out metric of an arm along its runs, those that have come furthest.
 
-    Args:
-        arm: its name.
-        place: in its experiment.
-        records: of the arm, by seed.
-        metric: what is shown.
-        along: ``"tokens"`` trained on, or ``"time"``: seconds in optimizer steps, mean over seeds.
+    Time is the mean over seeds of the seconds in optimizer steps.
     """
     found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
     x, rows = [], []
@@ -174,11 +169,7 @@ class LineEnd(NamedTuple):
 def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:
     """Draw the held-out metric of every arm, with the outermost seeds as a band.
 
-    Args:
-        series: one per arm, the baseline first; those of fewer than two points are left out.
-        along: what the horizontal axis counts.
-        metric: its name; one that rises is cut off below, a loss above.
-        name: of the figure, unique in the page.
+    Arms of fewer than two points are left out. A metric that rises is cut off below, a loss above.
     """
     unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
     drawn = [each for each in series if len(each.x) > 1]
@@ -209,15 +200,7 @@ def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str
 def difference_chart(
     series: Sequence[Series], smallest: float, metric: str, baseline: str, name: str
 ) -> Chart | None:
-    """Draw every arm less the baseline, seed by seed, along the run.
-
-    Args:
-        series: of ``series.difference``.
-        smallest: differences between ``-smallest`` and ``+smallest`` do not matter.
-        metric: its name.
-        baseline: its name.
-        name: of the figure, unique in the page.
-    """
+    """Draw every arm less the baseline, seed by seed, along the run; ±smallest does not matter."""
     unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
     drawn = [each for each in series if len(each.x) > 1]
     if not drawn:
@@ -259,13 +242,7 @@ def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes
 
 
 def beside_labels(letters: Sequence[int], above: str, margin: float = 22) -> tuple[Figure, Axes]:
-    """Return an empty figure, with room on the right for the names of its lines.
-
-    Args:
-        letters: of each name.
-        above: what the vertical axis counts.
-        margin: beside the names, in units of the drawing.
-    """
+    """Return an empty figure, with room on the right for names of so many letters."""
     inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (len(letters) - 1))
     figure = canvas(WIDTH, inside + _BOTTOM + _TOP)
     right = margin + LETTER * min(max(letters), LONGEST_LABEL)
@@ -332,9 +309,7 @@ def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
 def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
     """Names beside the frame, level with the ends of the lines, moved apart where they would touch.
 
-    Args:
-        axes: with the limits that they will keep, and a margin on the right.
-        ends: of the lines.
+    The axes have the limits that they will keep, and a margin on the right.
     """
     to_axes = _vertical(axes)
     low, high = axes.get_ylim()

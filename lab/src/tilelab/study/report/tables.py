@@ -330,13 +330,7 @@ def plain_table(
 ) -> Table | None:
     """Return a step of the arms beside what plain attention would need for it.
 
-    Args:
-        planned: the experiment.
-        verdict: of it.
-        memory_bytes: of the machine; None where it is not known.
-
-    Returns:
-        None unless the arms compare kernels and none of them is plain.
+    None unless the arms compare kernels and none of them is plain.
     """
     path = "attention.implementation"
     if not any(path in arm.changes for arm in planned.arms):

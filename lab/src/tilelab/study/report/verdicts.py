@@ -189,12 +189,7 @@ def _in_words(arm: ArmVerdict, digits: int) -> tuple[str, str]:
 
 
 def differences(values: Sequence[float], digits: int) -> list[str]:
-    """Differences that belong together, all written alike.
-
-    Args:
-        values: of an arm.
-        digits: decimals; where all would be zero, the values are written as powers of ten.
-    """
+    """An arm's differences, all written alike: as powers of ten where all would round to zero."""
     tiny = max(map(abs, values), default=0.0) < 0.5 * 10.0**-digits
     return [words.power(each) if tiny else words.signed(each, digits) for each in values]
 

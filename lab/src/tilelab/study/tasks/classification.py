@@ -71,13 +71,7 @@ class Output(NamedTuple):
 
 
 class ExampleBatches:
-    """The training batches of a run: sample s is example ``s % n`` of epoch ``s // n``.
-
-    Args:
-        examples: to learn from.
-        config: of the run.
-        seed: of the order.
-    """
+    """The training batches of a run: sample s is example ``s % n`` of epoch ``s // n``."""
 
     def __init__(self, examples: Examples, config: RunConfig, seed: int) -> None:
         self._examples, self._context = examples, config.model.context

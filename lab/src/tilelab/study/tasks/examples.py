@@ -145,13 +145,6 @@ def joined(
     An input that is too long loses tokens at its ends, one at a time from the part that is longer
     then. With equal parts the second loses one, as in BERT's fine-tuning.
 
-    Args:
-        first: tokens.
-        second: tokens of the other part; None for a single sequence.
-        context: the most tokens of the whole, special ones too.
-        start: the first token of the whole; None for none.
-        border: the token behind each part; None for none.
-
     Raises:
         InvalidArgument: a context that has no room for a token of each part.
     """

@@ -23,14 +23,7 @@ _PACKAGE = "package:"
 
 
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
-    """Return the GPT-2 of a run: its weights depend on its shape and the seed alone.
-
-    Args:
-        config: of the run.
-        vocabulary: of its tokens.
-        seed: of the weights.
-        device: where it shall be.
-    """
+    """Return the GPT-2 of a run: its weights depend on its shape and the seed alone."""
     heads = variants.Heads(config.model.heads, device, config.model.context)
     variation = variants.build(config.attention.variant, heads)
     model = GPT2(
@@ -70,12 +63,7 @@ def bert_of(
 ) -> bert.BERT:
     """Return the BERT of a run: from its checkpoint, or drawn from its shape and the seed alone.
 
-    Args:
-        config: of the run; its numbers have to be those of the checkpoint, if there is one.
-        vocabulary: of its tokens.
-        head: what it ends in; drawn from the seed where the checkpoint has none.
-        seed: of the weights that are drawn.
-        device: where it shall be.
+    A head that the checkpoint lacks is drawn too.
 
     Raises:
         InvalidArgument: the checkpoint is not there, or has other numbers.
@@ -129,11 +117,7 @@ def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Return the folder of ``model.checkpoint``.
-
-    Raises:
-        InvalidArgument: a package that is not installed.
-    """
+    """Return the folder of ``model.checkpoint``; refuse a package that is not installed."""
     if not name.startswith(_PACKAGE):
         return Path(name).expanduser()
     package, _, inside = name.removeprefix(_PACKAGE).partition("/")
@@ -169,12 +153,7 @@ def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
 def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device) -> vit.ViT:
     """Return the ViT of a run: from its checkpoint, or drawn from its shape and the seed alone.
 
-    Args:
-        config: of the run.
-        shape: of the model, whose numbers have to be those of the checkpoint, if there is one; a
-            head of other classes is drawn from the seed.
-        seed: of the weights that are drawn.
-        device: where it shall be.
+    A head of other classes is drawn too.
 
     Raises:
         InvalidArgument: the checkpoint is not there, or has other numbers.
@@ -206,12 +185,7 @@ _STREAM = 0x6E756467
 
 @torch.no_grad()
 def nudge(model: nn.Module, seed: int) -> None:
-    """Move every weight by one unit in the last place, up or down by the flip of a coin.
-
-    Args:
-        model: on the CPU; its weights are changed.
-        seed: of the coin.
-    """
+    """Move every weight by one unit in the last place, up or down by the flip of a coin."""
     generator = torch.Generator().manual_seed(seed ^ _STREAM)
     for weight in model.parameters():
         up = torch.rand(weight.shape, generator=generator) < 0.5

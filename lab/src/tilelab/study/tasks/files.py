@@ -18,12 +18,7 @@ _SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, s
 
 
 def folder_of(source: str, name: str, inside: str) -> Path:
-    """Return the folder of ``data.source``.
-
-    Args:
-        source: ``name``, for the one in the folder ``TILEWISE_DATA``, or a path.
-        name: of the data set.
-        inside: where it is in that folder.
+    """Return the folder of ``data.source``: a path, or ``inside`` the data folder for the ``name``.
 
     Raises:
         InvalidArgument: its name, where no ``TILEWISE_DATA`` says where it is.
@@ -97,13 +92,9 @@ HUB = "hub:"  # of a ``data.source``
 
 
 def table(source: str, configuration: str | None, split: str | None, files: str) -> Any:
-    """A split of a data set, by a name of the Hub or the path of a folder that is laid out so.
+    """A split of a data set (None: all), by a name of the Hub or the path of a folder laid out so.
 
-    Args:
-        source: ``data.source``, with ``hub:``.
-        configuration: of the data set; None for its only one.
-        split: of it; None for all of them, by name.
-        files: what ``data.source`` may be instead, in words.
+    ``files`` says in words what ``data.source`` may be instead.
 
     Raises:
         InvalidArgument: it is not there.

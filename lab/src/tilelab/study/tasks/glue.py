@@ -33,7 +33,7 @@ _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the da
 
 
 class GlueTask(Classification):
-    """One of the tasks of GLUE.
+    """One of the tasks of GLUE, on all of its training examples or a fixed sample of so many.
 
     ``data.source`` is one of:
 
@@ -41,11 +41,6 @@ class GlueTask(Classification):
     * the path of a folder that has GLUE's own (``CoLA/train.tsv`` and so on);
     * ``"hub:NAME"`` for a data set by its name on the Hub, e.g. ``"hub:nyu-mll/glue"`` (needs the
       package datasets).
-
-    Args:
-        dataset: which.
-        train_examples: learn from a fixed sample of so many; 0 for all.
-        pooling: as of ``Classification``.
     """
 
     tokenizers = ("wordpiece",)
@@ -242,10 +237,6 @@ DATASETS: Mapping[str, Dataset] = {
 
 def read(dataset: Dataset, source: str) -> dict[str, Rows]:
     """Return the parts of a data set: ``"train"``, and those that are held out.
-
-    Args:
-        dataset: which.
-        source: as ``data.source`` says it.
 
     Raises:
         InvalidArgument: it is not there, or not in GLUE's format.

@@ -141,13 +141,9 @@ class Images:
 
 
 def read(data: Data, train_examples: int) -> Images:
-    """Return the images of a run, split in two.
+    """Return the images of a run, split in two; ``train_examples`` above 0 takes a fixed sample.
 
-    Args:
-        data: ``source`` is a name of ``NAMED``, the path of a file, of a folder with ``train.npz``
-            and ``test.npz``, or ``hub:NAME``. ``held_out`` is the share of the images that is held
-            out where the data has no such part of its own.
-        train_examples: learn from a fixed sample of so many; 0 for all.
+    ``data.held_out`` is the share that is held out where the data has no such part of its own.
 
     Raises:
         InvalidArgument: it is not there, or not such data.
@@ -182,12 +178,7 @@ def read(data: Data, train_examples: int) -> Images:
 
 
 def data_bytes(data: Data, train_examples: int) -> DataBytes:
-    """Estimate the bytes that ``read`` will take, from file headers; 0 for unreadable files.
-
-    Args:
-        data: as of ``read``.
-        train_examples: as of ``read``.
-    """
+    """Estimate the bytes that ``read`` will take, from file headers; 0 for unreadable files."""
     if data.source.startswith(HUB):
         return DataBytes()
     try:
@@ -392,11 +383,6 @@ class ImageClassification(Classification):
 
     Where the data has no held-out part (Pathfinder), ``data.held_out`` is the share of a fixed one.
     ``model.context`` is the number of an image's tokens.
-
-    Args:
-        patch: pixels of a patch's side.
-        pooling: what the head sees: ``"first"``, a class token, or ``"mean"`` of all patches.
-        train_examples: learn from a fixed sample of so many; 0 for all.
     """
 
     families = ("vit",)

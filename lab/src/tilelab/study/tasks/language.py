@@ -149,20 +149,10 @@ _UNSEEN = ("Cc", "Cf", "Co", "Cn")  # controls, marks of direction, and what is 
 def sample(
     model: GPT2, prompt: Sequence[int], count: int, seed: int, autocast: torch.dtype | None = None
 ) -> list[int]:
-    """Return tokens that the model puts after a prompt, drawn from its own distribution.
+    """Return ``count`` tokens that the model puts after a prompt, drawn from its distribution.
 
     Its mode and torch's random state are left as they were. Models that agree write the same: the
     same numbers are drawn whatever the model is.
-
-    Args:
-        model: it sees its last ``context`` tokens.
-        prompt: one token or more.
-        count: of tokens.
-        seed: of what is drawn.
-        autocast: the dtype of matrix multiplications; None for that of the weights.
-
-    Returns:
-        ``count`` tokens, without the prompt.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -220,12 +210,6 @@ def evaluate(
 
     The same windows go through the model in the same groups whatever is compared, and
     cross-entropies are taken in float32 and added in float64.
-
-    Args:
-        model: tokens [B, S] -> logits [B, S, V].
-        windows: what is scored.
-        tokens: the text that the windows are of, for the bytes of each token.
-        autocast: the dtype of matrix multiplications; None for that of the weights.
     """
     device = next(model.parameters()).device
     byte_count = torch.from_numpy(tokens.token_bytes)
@@ -257,10 +241,6 @@ def word_perplexity(score: Score, tokens: Tokens) -> float | None:
     first token and its ``words`` before it was detokenised. For the full strided pass, where
     ``score.bytes == bytes``, that is ``exp(nats / (words - 1))``: neither the first token nor the
     first word is predicted. For a sample of windows it is the same, estimated from that sample.
-
-    Args:
-        score: of windows of the held-out text.
-        tokens: that text.
 
     Source: the adjusted perplexity of Megatron-LM (Shoeybi et al. 2019).
     """

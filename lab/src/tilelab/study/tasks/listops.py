@@ -74,11 +74,8 @@ class ListOps(Classification):
     ``nyu`` in it), or the path of a folder that has the files of the form itself. Validation and
     test set of the Arena are held out together. Where NYU's training file is not there, a tenth of
     its test file is held out, by a hash of the expression: the same ones whatever ``longest`` is.
-
-    Args:
-        form: ``"lra"`` or ``"nyu"``.
-        longest: leave out expressions of more tokens (the start token not counted); 0 for none.
-        pooling: as of ``Classification``.
+    Expressions of more than ``longest`` tokens, the start token not counted, are left out; 0 for
+    none.
     """
 
     tokenizers = ("listops",)
@@ -193,11 +190,7 @@ class _Row(NamedTuple):
 
 
 def tokens_of(expression: str) -> list[int]:
-    """Return the tokens of an expression, parentheses left out.
-
-    Raises:
-        KeyError: a word that is no token.
-    """
+    """Return the tokens of an expression, parentheses left out; a KeyError has an unknown word."""
     return [_NUMBERS[word] for word in expression.split() if word not in _SILENT]
 
 

@@ -56,15 +56,7 @@ class Masked(NamedTuple):
 def mask(
     tokens: NDArray[np.int64], pieces: WordPiece, probability: float, seed: int, index: int
 ) -> Masked:
-    """Choose and hide tokens.
-
-    Args:
-        tokens: windows, int64 [B, S].
-        pieces: the vocabulary.
-        probability: of each token to be chosen.
-        seed: of what is drawn.
-        index: of the micro-batch.
-    """
+    """Choose and hide tokens of windows, int64 [B, S]."""
     count = tokens.size
     random = order.drawn(seed ^ _STREAM, index, 3 * count).reshape(3, count)
     shares = (random[:2] >> np.uint64(11)) * 2.0**-53
@@ -151,11 +143,7 @@ class _Examination(Examination):
 
 
 class MaskedLanguageModelling(AbstractTask):
-    """The hidden tokens of a text, with a BERT; see the top of this file and ``AbstractTask``.
-
-    Args:
-        probability: of each token to be chosen.
-    """
+    """The hidden tokens of a text, with a BERT; see the top of this file and ``AbstractTask``."""
 
     families = ("bert",)
     tokenizers = ("wordpiece",)

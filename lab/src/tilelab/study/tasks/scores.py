@@ -25,11 +25,6 @@ def by_length(predicted: Classes, true: Classes, lengths: NDArray[np.int64]) -> 
 
     Among equal lengths the first examples count as shorter, so quarters are as large as can be. A
     remainder of the division by four makes the first quarters larger.
-
-    Args:
-        predicted: int64 [n], n at least 4.
-        true: likewise.
-        lengths: what sorts the examples, likewise.
     """
     quarters = np.array_split(np.argsort(lengths, kind="stable"), len(QUARTERS))
     return {

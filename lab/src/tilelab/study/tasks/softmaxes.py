@@ -27,11 +27,7 @@ _ROWS = 8  # windows of a forward pass
 
 
 class Softmaxes:
-    """Collects what the layers of a model say in forward passes.
-
-    Args:
-        layers: its attention, in order.
-    """
+    """Collects what the layers of a model say in forward passes."""
 
     def __init__(self, layers: int) -> None:
         self._entropies: list[list[torch.Tensor]] = [[] for _ in range(layers)]

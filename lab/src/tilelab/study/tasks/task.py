@@ -211,11 +211,8 @@ class AbstractTask(ABC):
     def prepare(self, config: RunConfig, cache: Path) -> Any:
         """Return the data, a ``Prepared``.
 
-        It depends on ``config.task`` and ``config.data`` alone, so that runs share it.
-
-        Args:
-            config: of the run.
-            cache: a folder for what takes long to make; it may be used or not.
+        It depends on ``config.task`` and ``config.data`` alone, so that runs share it. ``cache`` is
+        a folder for what takes long to make; it may be used or not.
 
         Raises:
             InvalidArgument: it is not there; the message says how to get it.

@@ -61,11 +61,9 @@ def _bytes_of(texts: list[str]) -> list[list[int]]:
 class LabelledTexts(Classification):
     """The label of a text; subclasses read the texts.
 
-    Args:
-        passage: cut texts into passages of at most so many tokens, special ones too, each an
-            example with its text's label; a last one that is shorter than half of that is left out
-            (but not where it is the only one). 0 to take texts whole.
-        pooling: as of ``Classification``.
+    ``passage`` cuts texts into passages of at most so many tokens, special ones too; 0 takes them
+    whole. Each is an example with its text's label. A last one that is shorter than half of that is
+    left out, but not where it is the only one.
     """
 
     tokenizers = ("bytes", "wordpiece")
@@ -85,14 +83,7 @@ class LabelledTexts(Classification):
 
     @abstractmethod
     def read(self, source: str) -> dict[str, Texts]:
-        """Return the texts: ``"train"``, and the part that is held out.
-
-        Args:
-            source: ``data.source``.
-
-        Raises:
-            InvalidArgument: they are not there, or something else.
-        """
+        """Return the texts of ``data.source``: ``"train"``, and the part that is held out."""
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
         """Return the texts as tokens."""
@@ -142,11 +133,6 @@ class TextClassification(LabelledTexts):
       ``"hub:stanfordnlp/imdb"``.
 
     The test part is held out.
-
-    Args:
-        classes: of labels.
-        passage: as of ``LabelledTexts``.
-        pooling: as of ``Classification``.
     """
 
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
@@ -228,12 +214,6 @@ class Documents(LabelledTexts):
     * the path of a file of that format with any name.
 
     Each line is an object with ``year``, ``president``, ``party`` and ``text``.
-
-    Args:
-        label: ``"era"`` or ``"party"``.
-        split: ``"addresses"`` or ``"presidents"``.
-        passage: as of ``LabelledTexts``.
-        pooling: as of ``Classification``.
     """
 
     sources = "sotu, or the path of sotu.jsonl or of its folder"

@@ -23,8 +23,7 @@ _STATUS = {"done": "FINISHED", "diverged": "FAILED"}
 class Mlflow(AbstractTracker):
     """An experiment of MLflow a study, and a run in it a run.
 
-    Args:
-        folder: of the file store, where ``MLFLOW_TRACKING_URI`` names no other.
+    The folder is that of a file store, where ``MLFLOW_TRACKING_URI`` names no other.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -16,11 +16,7 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard(AbstractTracker):
-    """Event files below a folder, in one folder a run.
-
-    Args:
-        folder: of all runs.
-    """
+    """Event files below a folder, in one folder a run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

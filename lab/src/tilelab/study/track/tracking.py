@@ -30,12 +30,10 @@ TRACKERS = {
 
 
 def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
-    """Return the trackers of these names, each once.
+    """Return the trackers of these names, each once and with a folder of its own.
 
-    Args:
-        names: of ``TRACKERS``, or ``file.py:function`` with a function that takes a folder and
-            returns a tracker; the file is the user's own and is run.
-        folder: of the study; each tracker has a folder in it, which it need not use.
+    A name is one of ``TRACKERS``, or ``file.py:function`` with a function that takes a folder and
+    returns a tracker; the file is the user's own and is run.
 
     Raises:
         InvalidArgument: no such tracker, or its package is not installed.
@@ -83,13 +81,7 @@ _BY_TOKENS = "by_tokens/"
 
 
 class Tracking:
-    """The trackers of a study; a ``pool.Watcher``.
-
-    Args:
-        folder: of the study.
-        trackers: by their names.
-        say: is told what goes wrong.
-    """
+    """The trackers of a study; a ``pool.Watcher``. ``say`` is told what goes wrong."""
 
     def __init__(
         self, folder: Path, trackers: Mapping[str, AbstractTracker], say: Callable[[str], None]
@@ -100,11 +92,7 @@ class Tracking:
         self.failed = False
 
     def catch_up(self, runs: Mapping[str, RunRecord]) -> None:
-        """Bring the trackers up to runs that are over already.
-
-        Args:
-            runs: records by the names of runs; those that are not over come when they start.
-        """
+        """Bring the trackers up to runs that are over already; the others come when they start."""
         for name, record in runs.items():
             if self._trackers and record.end is not None:
                 self._begin(name, record)

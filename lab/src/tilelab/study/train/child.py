@@ -155,11 +155,7 @@ def _held(folder: Path, team: Team) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else works in this folder while the block lasts; the system ends the lock.
-
-    Raises:
-        TilewiseError: another process does.
-    """
+    """Nobody else works in this folder while the block lasts; the system ends the lock."""
     with (folder / _LOCK).open("a") as file:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

@@ -62,11 +62,6 @@ def per_token(
     * ``full``: c = 12, every query with every key, the custom of PaLM and most others.
     * ``causal``: c = 6, the half that a causal mask leaves.
 
-    Args:
-        config: of the run.
-        parameters: ``total`` (N) and ``embedding`` (E).
-        attended: T; None for the whole context.
-
     Source: Chowdhery et al., PaLM (2022), appendix B.
     """
     model = config.model
@@ -81,10 +76,6 @@ def peak_flops_s(dtype: torch.dtype, device: torch.device) -> float:
     On a CPU with the compiled core this is the rate of its bare loop of multiply-adds, which
     nothing exceeds. The matrix product of torch, much slower than that on some processors, counts
     where it is faster and where there is no such loop.
-
-    Args:
-        dtype: of matrix products.
-        device: where they run.
     """
     product = gemm_peak_flops_s(dtype, device)
     if device.type != "cpu" or absence() is not None:
@@ -185,10 +176,6 @@ def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[T
 
     Each storage counts once, however many views of it are kept. Weights do not count, but their
     copies that autocast makes in a narrower type do.
-
-    Args:
-        run: a forward pass.
-        weights: whose storages are left out.
     """
     storages: dict[int, int] = {}
     own = {local(weight).untyped_storage().data_ptr() for weight in weights}
@@ -208,9 +195,6 @@ class PeakMeter:
 
     Make it before the model. Leave out what evaluations and checkpoints take on top: call ``pause``
     before them and ``resume`` after. With ``torch.compile`` the compiler's own memory counts too.
-
-    Args:
-        device: where the model will be; the process's memory for a CPU, else the allocator's.
     """
 
     def __init__(self, device: torch.device) -> None:

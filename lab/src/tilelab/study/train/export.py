@@ -46,11 +46,6 @@ class Exported(NamedTuple):
 def export(record: RunRecord, checkpoint: Path, folder: Path) -> Exported:
     """Write ``config.json`` and ``model.safetensors`` of the model that a run has trained.
 
-    Args:
-        record: of the run.
-        checkpoint: its file.
-        folder: made where it is missing.
-
     Raises:
         InvalidArgument: the run is not over or has diverged, or the folder is not empty or cannot
             be written.

@@ -30,11 +30,6 @@ _MOST_NODES = 200  # a layer has some twenty; the walk must end even in a graph 
 def kernel_of(output: Tensor, source: Tensor, implementation: str) -> str:
     """Return the attention kernel between a layer's input and its output.
 
-    Args:
-        output: what the layer returned, with its graph.
-        source: what went in; the search stops there.
-        implementation: what the layer was asked to use.
-
     Returns:
         ``"tilewise <backend>"``, ``"sdpa flash (cpu)"``, ``"sdpa flash"``, ``"sdpa efficient"``,
         ``"sdpa cudnn"``, ``"sdpa math"``, ``"plain"``, or ``"<implementation>: unknown"`` where the
@@ -69,15 +64,11 @@ def _nodes(output: Tensor, source: Tensor) -> Iterator[Any]:
 
 
 class Guard:
-    """Counts the kernels of a model's attention layers over a run.
+    """Counts the kernels of a model's attention layers: its modules with an ``implementation``.
 
     Forward hooks watch eager models, in every training forward pass. A hook would break the graph
     of a compiled model, so the guard probes that one instead. A forward pass of the model that was
     not compiled names the kernels, and the names say so.
-
-    Args:
-        model: its modules with an attribute ``implementation``, in order, are the attention layers.
-        hooks: False for a model that is going to be compiled.
     """
 
     def __init__(self, model: nn.Module, hooks: bool = True) -> None:
@@ -110,12 +101,7 @@ class Guard:
             self._counts[place] += 1
 
     def probe(self, model: nn.Module, *inputs: Any) -> None:
-        """Name the kernels of a compiled model by one forward pass of its eager original.
-
-        Args:
-            model: the original, in training mode; random state is left as it was.
-            inputs: of a micro-batch.
-        """
+        """Name the kernels of a compiled model by a training forward pass of its original."""
         found: list[tuple[int, str]] = []
         handles = [
             layer.register_forward_hook(

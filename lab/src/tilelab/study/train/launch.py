@@ -26,11 +26,7 @@ _MONITOR_S = 0.1
 
 
 def main(module: str) -> int:
-    """Do the job on standard input; the exit status.
-
-    Args:
-        module: of each process, ``tilelab.study.train.child``; tests have others.
-    """
+    """Do the job on standard input in processes of a module; return the exit status."""
     line = sys.stdin.readline()
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ[JOB] = line  # standard input is for all of them to see that it closes

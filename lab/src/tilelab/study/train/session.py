@@ -43,26 +43,14 @@ _T = TypeVar("_T")
 
 
 class Examiner:
-    """Evaluates the weights of a trainer, and leaves no trace in its state.
-
-    Args:
-        trainer: whose weights, in whose precision.
-        data: whose held-out part.
-
-    Raises:
-        InvalidArgument: there is too little of it.
-    """
+    """Evaluates the weights of a trainer, and leaves no trace in its state."""
 
     def __init__(self, trainer: Trainer, data: Prepared) -> None:
         self._trainer = trainer
         self._examination = trainer.task.examination(trainer.config, data)
 
     def held_out(self, whole: bool) -> Held:
-        """Return the loss and the metrics now.
-
-        Args:
-            whole: after the last step, where a task may look at more.
-        """
+        """Return the loss and the metrics now; ``whole`` after the last step."""
         model = self._trainer.model
         return self._examined(lambda: self._examination.held_out(model, whole, self._autocast))
 
@@ -121,14 +109,7 @@ class _Silent:
 class Session:
     """Works on a run until it is over.
 
-    Args:
-        trainer: of the run, new.
-        data: what its task prepared.
-        folder: of the run; it exists, and no other process works in it.
-        meter: made before the trainer.
-        peak_flops_s: the most that its threads can do in the run's precision.
-        checkpoint_every_s: seconds between checkpoints, 0 for one after every step.
-        environment: where it runs, for the record.
+    No other process works in its folder, which exists. The meter was made before the trainer.
     """
 
     def __init__(

@@ -96,11 +96,6 @@ def state_sha256(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> st
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return a nested value, such as a ``state_dict``, as JSON; its tensors go to ``tensors``.
 
-    Args:
-        value: made of dicts, lists, tuples, tensors, numbers, strings, booleans and None.
-        name: what the tensors' names begin with.
-        tensors: gets the tensors, as they are.
-
     Raises:
         TypeError: something of another type is in it.
     """
@@ -135,10 +130,6 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def write(state: State, path: Path) -> None:
     """Put a state on disk in place of the one that is there.
-
-    Args:
-        state: what to write.
-        path: of the checkpoint; its folder exists.
 
     Raises:
         DiskFullError: there is no room; the old checkpoint is still there.
@@ -209,11 +200,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, identity: Mapping[str, str]) -> State | None:
-    """Return the state in a file; None where there is none.
-
-    Args:
-        path: of the checkpoint.
-        identity: of the run that wants to go on.
+    """Return the state in a file, for the run of that identity; None where there is none.
 
     Raises:
         CheckpointError: it is of another run, or its bits are not those that were written.

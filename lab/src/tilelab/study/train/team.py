@@ -63,8 +63,7 @@ class Team:
     def spread(self, model: nn.Module) -> None:
         """Leave this process its part of the weights, where the strategy cuts them.
 
-        Args:
-            model: whole, on its device; every module list in it is a list of layers.
+        Every module list of the model is a list of layers.
         """
         if self.size == 1 or self.strategy == "ddp":
             return
@@ -86,12 +85,7 @@ class Team:
         return DistributedDataParallel(model)
 
     def adding_up(self, forward: nn.Module | Any, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one forward and backward pass.
-
-        Args:
-            forward: of ``wrapped``.
-            last: whether it is this process's last one of the step: only then do gradients travel.
-        """
+        """Return the context of one pass; gradients travel with this process's last of the step."""
         if last or not isinstance(forward, DistributedDataParallel):
             return nullcontext()
         context: AbstractContextManager[None] = forward.no_sync()
@@ -143,13 +137,7 @@ ALONE = Team()
 
 @contextmanager
 def joined(processes: int, strategy: Strategy, device: torch.device) -> Iterator[Team]:
-    """The team of this process, as its environment names it (``RANK``, ``WORLD_SIZE``, ...).
-
-    Args:
-        processes: how many were asked for; with 1 nothing is set up.
-        strategy: how they share the model.
-        device: of this one.
-    """
+    """The team of this process, as its environment names it (``RANK``, ``WORLD_SIZE``, ...)."""
     if processes == 1:
         yield ALONE
         return
@@ -224,12 +212,7 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor cut as another one of its shape is; itself where that is whole.
-
-    Args:
-        tensor: the same in all processes.
-        like: e.g. the weight that it is the momentum of.
-    """
+    """Return a whole tensor cut as another one of its shape is; itself where that is whole."""
     if not _is_cut(like) or _is_cut(tensor) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor

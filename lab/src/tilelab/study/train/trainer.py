@@ -74,12 +74,8 @@ class Trainer:
     """Trains the model of one run, alone or with the other processes of a team.
 
     Dropout draws from torch's global generator, which the trainer seeds: one of them at a time.
-
-    Args:
-        run: what to train.
-        data: what its task prepared.
-        device: ``"cpu"``, or a GPU that its attention runs on.
-        team: the processes of the run; all of them call the same methods in the same order.
+    Dropout draws from torch's global generator, which the trainer seeds: one of them at a time. All
+    processes of the team call the same methods in the same order.
     """
 
     def __init__(

@@ -43,13 +43,7 @@ Finals = Mapping[str, Mapping[int, RunRecord]]  # arm -> seed -> record
 def experiment_notes(
     experiment: Experiment, finals: Finals, measures: Iterable[ArmMeasures]
 ) -> tuple[str, ...]:
-    """Return notes that concern all arms of an experiment, each a sentence.
-
-    Args:
-        experiment: its config.
-        finals: the runs that count, the baseline's first.
-        measures: of every arm, the baseline too.
-    """
+    """Return notes that concern all arms of an experiment, each a sentence."""
     records = [each for runs in finals.values() for each in runs.values() if each.starts]
     notes = [
         *_texts(experiment, finals),
@@ -70,10 +64,6 @@ def pairing_note(
     Where the shape of the model and the tokenizer are the baseline's, the first weights have to be
     the same to the bit. Where the text, the evaluation and the precision are too, the loss before
     the first step has to be the same.
-
-    Args:
-        arm: seed -> record.
-        baseline: the same of the baseline.
     """
     pairs = [
         (seed, record, baseline[seed])
@@ -122,10 +112,6 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
     The same windows go through every seed. So a difference between two texts looks like an effect
     that is the same with every seed: no test can tell them apart.
-
-    Args:
-        experiment: its config.
-        arm: one of its arms.
     """
     mine, theirs = experiment.config_of(arm.name), experiment.baseline
     text = {"source", "size_cap_bytes", "held_out"}
@@ -155,11 +141,6 @@ def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, .
     Where another arm changes only the last bit of its initial weights, the note has its difference
     too: it shows how far rounding alone drives a run. There is a note in float32 only: narrower
     types round so much that it would say nothing.
-
-    Args:
-        experiment: its config.
-        arm: one of its arms.
-        finals: the runs that count.
     """
     if arm.kind != "systems" or experiment.baseline.training.precision != "float32":
         return ()
@@ -189,15 +170,8 @@ def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
 
     Its training losses of the first steps have to be within ``MOST_DRIFT`` of the baseline's. Where
     there is a control, which only rounds otherwise, the final loss has to be as close to the
-    baseline's as the control's, or within one spacing of float32.
-
-    Args:
-        experiment: its config.
-        arm: one of its arms.
-        finals: the runs that count.
-
-    Returns:
-        None where it does not apply: to other arms, other precisions, and before all runs are over.
+    baseline's as the control's, or within one spacing of float32. None where it does not apply: to
+    other arms, other precisions, and before all runs are over.
     """
     applies = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
     if not applies or _only_nudged(experiment, arm):
@@ -341,16 +315,9 @@ def kernel_uses(records: Iterable[RunRecord]) -> tuple[KernelUse, ...]:
 def kernel_flags(
     experiment: Experiment, arm: str, ran: Sequence[KernelUse], baseline: Sequence[KernelUse]
 ) -> tuple[KernelFlag, ...]:
-    """Return flags where layers of an arm ran other kernels than those of the baseline.
+    """Return a flag for each pair of kernels that differ from the baseline's, in order of layers.
 
-    Args:
-        experiment: of the arm; it says which attention the arm wants.
-        arm: its name.
-        ran: what ran in the arm.
-        baseline: what ran in the baseline. Nothing is flagged while either is empty.
-
-    Returns:
-        One flag for each pair of kernels that differ, in the order of the layers.
+    Nothing is flagged while one of the two ran nothing.
     """
     if not ran or not baseline:
         return ()

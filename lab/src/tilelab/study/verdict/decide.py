@@ -134,13 +134,9 @@ def examine(
     """Make all tests of one family.
 
     Where a seed diverged, the effect of the others says nothing about the arm: it has none. An
-    incomplete comparison is not tested, but counts in the family.
-
-    Args:
-        comparisons: what is tested.
-        rules: how.
-        others: comparisons that are not among these and count in the family too: for the tests of a
-            difference, and for those of equivalence.
+    incomplete comparison is not tested, but counts in the family. ``others`` counts comparisons
+    that are not among these and are in the family too: for the tests of a difference, and for those
+    of equivalence.
     """
     effects = [_paired(each, rules) for each in comparisons]
     same = [
@@ -262,13 +258,8 @@ def look_by_look(
 ) -> list[Judged]:
     """Return the decisions about all arms of a sequential experiment, as far as its runs have come.
 
-    Args:
-        experiment: how it decides.
-        rule: its looks.
-        compared: every arm with all of the experiment's seeds, run or not.
-
-    Returns:
-        in the same order; each comparison cut to the seeds that its look asks for.
+    Each comparison comes with all of the experiment's seeds, run or not, and is cut to those that
+    its look asks for.
     """
     rules = Rules.of(experiment, max(len(compared), 1))
     levels = rule.levels(rules.alpha)

@@ -64,13 +64,7 @@ class _Tested(NamedTuple):
 def interactions(
     experiment: Experiment, per_seed: Seeds, baseline_diverged: bool = False
 ) -> tuple[Interaction, ...]:
-    """Return every interaction that the experiment's arms can tell, with Holm over them.
-
-    Args:
-        experiment: its arms and how it decides.
-        per_seed: arm -> its seeds.
-        baseline_diverged: whether any run of the baseline did.
-    """
+    """Return every interaction that the experiment's arms can tell, with Holm over them."""
     joined = list(_joined([arm.name for arm in experiment.arms]))
     contrasts = []
     for together, signs in joined:
@@ -100,13 +94,7 @@ def interactions(
 def factor_effects(
     experiment: Experiment, per_seed: Seeds, baseline_diverged: bool
 ) -> tuple[FactorEffect, ...]:
-    """Return every effect that the experiment's design estimates; none where it has no design.
-
-    Args:
-        experiment: its design, and how it decides.
-        per_seed: arm -> its seeds.
-        baseline_diverged: whether any run of the baseline did.
-    """
+    """Return every effect that the experiment's design estimates; none where it has no design."""
     design = experiment.design
     if design is None:
         return ()
@@ -140,13 +128,7 @@ def factor_effects(
 
 
 def predicted(design: Design, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
-    """Return the metric of a combination of factors less that of the baseline, by some effects.
-
-    Args:
-        design: of them.
-        effects: those to be taken for true; all others are taken to be zero.
-        on: the factors that are on.
-    """
+    """Return the metric of a combination of factors less that of the baseline, by these effects."""
 
     def at(active: Sequence[str]) -> float:
         total = 0.0

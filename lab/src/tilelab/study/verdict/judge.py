@@ -61,24 +61,14 @@ _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 
 
 def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
-    """Return the verdicts of a study, as far as its runs have come.
-
-    Args:
-        study: what was planned.
-        records: of the runs so far, by ``RunSpec.name``; other names are ignored.
-    """
+    """Return the verdicts of a study, by the records so far (by ``RunSpec.name``)."""
     return unfolded(study, records)[1]
 
 
 def unfolded(
     study: Study, records: Mapping[str, RunRecord]
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
-    """Return the experiments of a study with the stages that follow from them, and their verdicts.
-
-    Args:
-        study: what was planned.
-        records: of the runs so far, by ``RunSpec.name``.
-    """
+    """Return the experiments of a study with the stages that follow, and their verdicts."""
     stages = [stage for each in study.experiments for stage in stages_of(each, records)]
     verdicts = tuple(each.verdict for each in stages)
     whole = all(map(over, verdicts))
@@ -87,12 +77,7 @@ def unfolded(
 
 
 def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
-    """Return an experiment, and those that follow from it by its rules, as far as the records tell.
-
-    Args:
-        experiment: of the config.
-        records: of the runs so far, by ``RunSpec.name``.
-    """
+    """Return an experiment, and those that follow by its rules, as far as the records tell."""
     found = [Stage(experiment, _experiment(experiment, records))]
     while True:
         last, following_it = found[-1], following(found)

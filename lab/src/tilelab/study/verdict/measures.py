@@ -332,18 +332,13 @@ def task_metrics(runs: Iterable[Values]) -> list[str]:
 
 
 def spike_rate(losses: Sequence[float | None]) -> float | None:
-    """Return the share of steps whose training loss jumped.
+    """Return the share of steps whose training loss jumped; None is a loss that was not finite.
 
     A step jumped where its loss is not finite or lies far above the median of up to
     ``SPIKE_WINDOW`` losses before it. Far means more than ``SPIKE_FACTOR`` robust standard
     deviations (1.4826 times the median absolute deviation). Both medians are blind to a few earlier
-    spikes.
-
-    Args:
-        losses: of the steps in order; None for one that was not finite.
-
-    Returns:
-        Of the steps with ``SPIKE_HISTORY`` or more before them; None where there is no such step.
+    spikes. The share is of the steps with ``SPIKE_HISTORY`` or more before them; None where there
+    is no such step.
     """
     before: list[float] = []
     judged = spikes = 0
@@ -404,16 +399,7 @@ def over_seeds(runs: Sequence[Values]) -> ArmMeasures:
 def target_result(
     experiment: Experiment, finals: Finals, baseline: Finals | None = None
 ) -> TargetResult | None:
-    """Return the cost of reaching the target in the finished runs of an arm.
-
-    Args:
-        experiment: its target, metric and seeds.
-        finals: of the arm.
-        baseline: those of the baseline, for the ratios.
-
-    Returns:
-        None where the experiment has no target.
-    """
+    """Return the cost of reaching the target in the finished runs of an arm; None without one."""
     target = experiment.target
     if target is None:
         return None

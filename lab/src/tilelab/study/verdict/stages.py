@@ -45,11 +45,7 @@ def over(verdict: ExperimentVerdict) -> bool:
 
 
 def following(stages: Sequence[Stage]) -> _Next:
-    """Return the experiment that the stages so far lead to, where they are over and there is one.
-
-    Args:
-        stages: of one experiment, that of the config first.
-    """
+    """Return the experiment that the stages lead to, where they are over and there is one."""
     first, last = stages[0].planned, stages[-1]
     if not over(last.verdict):
         return _Next(None, "")
@@ -86,12 +82,9 @@ def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
 
 
 def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> Experiment:
-    """Return the winner against the baseline on fresh seeds.
+    """Return the winner against the baseline on fresh seeds, with what ``sweeps`` tuned.
 
-    Args:
-        first: the experiment of the config.
-        sweeps: of the stage that the winner is of: what was tuned there stays.
-        winner: an arm, or factors joined with ``+``.
+    The winner is an arm, or factors joined with ``+``.
     """
     rule = first.confirm
     assert rule is not None
@@ -143,11 +136,7 @@ def _name(first: Experiment, stage: str) -> str:
 
 
 def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
-    """Return the changes of several factors: those of the arm that has them all, or of each.
-
-    Raises:
-        KeyError: a factor of which no arm says what it changes.
-    """
+    """Return the changes of several factors: those of the arm that has them all, or of each."""
     each_of = {arm.name: arm.changes for arm in first.arms}
     whole = each_of.get(arm_name(factors))
     if whole is None and first.design is not None:  # whose arms may name their factors in any order

@@ -48,10 +48,6 @@ def paired(differences: Sequence[float], confidence: float) -> Paired:
     Differences that do not vary at all give the limit of a vanishing spread: an interval of one
     point, and a p-value of 0 (of 1 where they are all zero).
 
-    Args:
-        differences: one per seed, all finite.
-        confidence: of the interval, e.g. 0.95.
-
     Source: Student, "The probable error of a mean", Biometrika 6, 1908.
     """
     n = len(differences)
@@ -70,14 +66,8 @@ def paired(differences: Sequence[float], confidence: float) -> Paired:
 def equivalence(differences: Sequence[float], margin: float) -> float | None:
     """Return the p-value of two one-sided t tests: of a mean at least ``margin`` away from zero.
 
-    Small values say that the mean lies within ``(-margin, margin)``.
-
-    Args:
-        differences: one per seed.
-        margin: the smallest effect that matters, above 0.
-
-    Returns:
-        The larger of the two one-sided p-values; None for fewer than two differences.
+    Small values say that the mean lies within ``(-margin, margin)``. It is the larger of the two
+    one-sided p-values; None for fewer than two differences.
 
     Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
     Journal of Pharmacokinetics and Biopharmaceutics 15, 1987.
@@ -111,16 +101,8 @@ def seeds_for_difference(spread: float, effect: float, alpha: float, power: floa
     """Seeds so that the two-sided paired t test finds a mean difference of ``effect``.
 
     The normal approximation ((z_(1 - alpha/2) + z_power) spread / effect)^2 is the first guess; the
-    noncentral t distribution then gives the smallest number with at least the wished power.
-
-    Args:
-        spread: standard deviation of the differences, 0 or more.
-        effect: the difference to be found, above 0.
-        alpha: the test's level.
-        power: the wished probability of finding it.
-
-    Returns:
-        2 or more; beyond ``SEEDS_LIMIT`` the normal approximation.
+    noncentral t distribution then gives the smallest number with at least the wished power. It is 2
+    or more; beyond ``SEEDS_LIMIT`` the normal approximation.
     """
     return _seeds(spread, effect, alpha / 2, power)
 
@@ -128,14 +110,7 @@ def seeds_for_difference(spread: float, effect: float, alpha: float, power: floa
 def seeds_for_equivalence(spread: float, gap: float, alpha: float, power: float) -> int:
     """Seeds so that two one-sided tests show equivalence of a mean ``gap`` inside the margin.
 
-    Args:
-        spread: standard deviation of the differences, 0 or more.
-        gap: margin less the size of the true mean, above 0.
-        alpha: level of each one-sided test.
-        power: wished for both to reject; each gets half of what may fail: on the safe side.
-
-    Returns:
-        2 or more; beyond ``SEEDS_LIMIT`` the normal approximation.
+    Each test gets half of what may fail, which is on the safe side.
     """
     return _seeds(spread, gap, alpha, (1 + power) / 2)
 
@@ -147,23 +122,14 @@ def more_seeds(
     power: float,
     equivalence_wanted: bool = False,
 ) -> int:
-    """Return how many further seeds an undecided comparison needs.
+    """Return how many further seeds an undecided comparison needs, 1 or more.
 
     So many seeds find a difference of ``smallest`` with the wished power, taking the spread seen so
     far for the true one. Where there are that many already, the truth lies near the edge of what
     matters. Then the seeds have to show either a difference of the size seen, or equivalence,
     whichever is sooner. Fewer than two differences have no spread: then the number is what is
-    missing to two.
-
-    Args:
-        differences: one per seed.
-        smallest: the smallest effect that matters.
-        alpha: level of one comparison.
-        power: the wished power.
-        equivalence_wanted: count the seeds that show equivalence where the mean seen allows it.
-
-    Returns:
-        1 or more.
+    missing to two. With ``equivalence_wanted`` the seeds that show equivalence count, where the
+    mean seen allows it.
     """
     n = len(differences)
     if n < 2:
@@ -184,12 +150,7 @@ def more_seeds(
 def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | None:
     """Return the geometric mean ratio of first to second, with a t interval on the logarithms.
 
-    Args:
-        pairs: (arm, baseline) of one seed each.
-        confidence: of the interval.
-
-    Returns:
-        None without a pair, or where a value is not above 0.
+    None without a pair, or where a value is not above 0.
     """
     if not pairs or any(min(pair) <= 0 for pair in pairs):
         return None

@@ -25,11 +25,7 @@ _RAISED = str.maketrans(
 
 
 def digits_for(scale: float) -> int:
-    """Decimals that show a number of that size to three figures, e.g. 4 for 0.0123; 0 to 6.
-
-    Args:
-        scale: the size of what has to be told apart.
-    """
+    """Decimals that show a number of that size to three figures, e.g. 4 for 0.0123; 0 to 6."""
     if not scale or not math.isfinite(scale):
         return 3
     return min(max(2 - math.floor(math.log10(abs(scale))), 0), 6)
@@ -112,13 +108,7 @@ def ratio(value: float) -> str:
 
 
 def times(value: float, more: str, less: str) -> str:
-    """Return a ratio in words, e.g. of speed: faster, slower, ``as fast``.
-
-    Args:
-        value: above 1 for ``more``.
-        more: what it is above 1.
-        less: what it is below 1.
-    """
+    """Return a ratio in words, e.g. of speed: faster, slower, ``as fast``."""
     if abs(math.log(value)) < 0.005:
         return "as fast"
     return f"{ratio(max(value, 1 / value))} {more if value > 1 else less}"
@@ -140,9 +130,7 @@ def shorten(number: float) -> str:
 def short_name(name: str, most: int) -> str:
     """Return the name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
 
-    Args:
-        name: the whole one, which tables have.
-        most: letters, 7 or more.
+    ``most`` counts letters, 7 or more.
     """
     if len(name) <= most:
         return name
@@ -171,12 +159,7 @@ def percent(share: float) -> str:
 
 
 def effect_text(value: float, smallest: float) -> str:
-    """Return an effect with its sign, as exact as the smallest effect that matters needs it.
-
-    Args:
-        value: the effect.
-        smallest: that effect, which is shown with two figures.
-    """
+    """Return an effect with its sign; the smallest that matters has two figures."""
     digits = max(0, 1 - math.floor(math.log10(smallest)))
     if value and abs(value) < 0.5 * 10.0**-digits:
         return f"{value:+.1g}"  # a difference of rounding: its size is what is of interest
@@ -200,12 +183,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 
 def layers_text(layers: Sequence[int], count: int) -> str:
-    """``Layer 2``, ``Layers 0 to 3 and 6``, ``All layers``; at the head of a sentence.
-
-    Args:
-        layers: in ascending order.
-        count: of all layers.
-    """
+    """``Layer 2``, ``Layers 0 to 3 and 6``, ``All layers``; at the head of a sentence."""
     if len(layers) == count > 1:
         return "All layers"
     runs: list[list[int]] = []

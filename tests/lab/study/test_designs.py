@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilelab.study.ask.deciding import Design
 from tilelab.study.ask.designs import (
+    Design,
     arm_name,
     check,
     combinations_of,

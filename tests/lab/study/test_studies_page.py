@@ -13,7 +13,7 @@ import pytest
 from tests.lab.study.in_process import quickly, run, verdicts
 from tests.lab.study.train.toys import text
 from tilelab.study import command, recipes
-from tilelab.study.ask import deciding, registry
+from tilelab.study.ask import designs, registry
 from tilelab.study.ask.config import Arm, Experiment, Frozen, RunConfig
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.conduct.conductor import Conductor
@@ -86,8 +86,8 @@ def test_every_key_is_there() -> None:
     keys = {re.sub(r"(length_warmup)\..*", r"\1", key) for key in fields(RunConfig)}
     keys |= {*fields(Arm), *(key for key in Experiment.model_fields)}
     assert sorted(keys - named) == []
-    rules = (deciding.Sweep, deciding.Halving, deciding.Sequential, deciding.Design)
-    for rule in (*rules, deciding.Combine, deciding.Confirm):
+    rules = (designs.Sweep, designs.Halving, designs.Sequential, designs.Design)
+    for rule in (*rules, designs.Combine, designs.Confirm):
         assert {rule.__name__, *rule.model_fields} - named == set()
 
 

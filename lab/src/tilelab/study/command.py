@@ -27,7 +27,7 @@ from tilelab.study import recipes
 from tilelab.study.ask import overrides, registry
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import Execution, Strategy
-from tilelab.study.browse import compare, find, show
+from tilelab.study.browse import compare, show
 from tilelab.study.conduct import conductor, predict
 from tilelab.study.records import store
 from tilelab.study.train.export import export
@@ -195,7 +195,7 @@ def _report(argv: Sequence[str]) -> int:
     parser = _sub("report", "write the report of a study again, from its records")
     parser.add_argument("study", help="its name or folder")
     options = parser.parse_args(argv)
-    folder = find.find_study(options.study, options.out)
+    folder = show.find_study(options.study, options.out)
     conductor.report_again(folder, _console())
     return 0
 
@@ -210,7 +210,7 @@ def _show(argv: Sequence[str]) -> int:
     parser = _sub("show", "everything that is known of a run, or the runs of an arm or a study")
     parser.add_argument("run", help="e.g. choices/lion/seed-0, choices/lion, or laptop")
     options = parser.parse_args(argv)
-    show.show(find.find(options.run, options.out), _console())
+    show.show(show.find(options.run, options.out), _console())
     return 0
 
 
@@ -221,7 +221,7 @@ def _compare(argv: Sequence[str]) -> int:
         "b", help="e.g. choices/wsd, or an arm of another study: laptop:choices/wsd"
     )
     options = parser.parse_args(argv)
-    first, second = (find.find(name, options.out) for name in (options.a, options.b))
+    first, second = (show.find(name, options.out) for name in (options.a, options.b))
     compare.compare(first, second, _console())
     return 0
 
@@ -231,7 +231,7 @@ def _export(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="e.g. choices/lion/seed-0, or laptop:choices/lion/seed-0")
     parser.add_argument("folder", type=Path, help="for config.json and model.safetensors")
     options = parser.parse_args(argv)
-    run, record = find.find_run(options.run, options.out)
+    run, record = show.find_run(options.run, options.out)
     found = export(record, run / CHECKPOINT, options.folder)
     console = _console()
     what = f"{record.start.run} after step {found.step}: a model of type {found.kind}"

@@ -11,7 +11,7 @@ import pytest
 from tests.lab.study.records_of import experiment_of, stored_in, study_of
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import RECORD
-from tilelab.study.browse.find import find, find_run, find_study
+from tilelab.study.browse.show import find, find_run, find_study
 from tilelab.study.records import store
 from tilewise.errors import InvalidArgument
 

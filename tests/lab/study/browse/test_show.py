@@ -22,7 +22,7 @@ from tests.lab.study.records_of import (
 from tilelab.study.ask.config import Arm, Sweep
 from tilelab.study.browse import show
 from tilelab.study.browse.compare import compare, pairs
-from tilelab.study.browse.find import Found, find
+from tilelab.study.browse.show import Found, find
 from tilelab.study.conduct.conductor import report_again
 from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError, Sample

@@ -26,9 +26,9 @@ from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
     check_target,
+    data_key,
     room_for,
 )
-from tilelab.study.conduct.forecast import data_key
 from tilelab.study.need import gpu_need, host_need, need
 from tilelab.study.plan import planned
 from tilelab.study.records import store

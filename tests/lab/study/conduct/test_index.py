@@ -11,9 +11,9 @@ import pytest
 
 from tests.lab.study.records_of import Behaviour, records_of, study_of
 from tilelab.common.files import DiskFullError
-from tilelab.study.conduct import index
-from tilelab.study.conduct.index import INDEX, write_index
+from tilelab.study.records import store as index
 from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import INDEX, write_index
 
 BEHAVIOURS = {"lion": Behaviour(diverged={0: 4}, stopped={1: 0}, starts=(0,))}
 

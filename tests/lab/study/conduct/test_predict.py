@@ -27,9 +27,9 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.ask.overrides import apply
-from tilelab.study.conduct import forecast
+from tilelab.study.conduct import checks
+from tilelab.study.conduct.checks import Price, data_key, price, run_s
 from tilelab.study.conduct.conductor import Conductor
-from tilelab.study.conduct.forecast import Price, data_key, price, run_s
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
@@ -220,7 +220,7 @@ CPU = torch.device("cpu")
 
 def seconds(**changes: Any) -> float:
     data = tokens_of(bytes(64_000))
-    return run_s(config_of(**changes), PRICE, data) - forecast.START_S
+    return run_s(config_of(**changes), PRICE, data) - checks.START_S
 
 
 def test_a_run_is_its_steps_and_evaluations() -> None:
@@ -257,7 +257,7 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
         assert (data, device) == (tokens, CPU)
         return PRICE
 
-    monkeypatch.setattr(forecast, "price", remember)
+    monkeypatch.setattr(checks, "price", remember)
     arms = (
         Arm(name="lion", changes={"optimizer.name": "lion"}),
         Arm(name="deep", changes={"model.layers": 8}),
@@ -265,7 +265,7 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
     )
     tasks = planned(study_of(experiment_of(*arms)))
     corpora = dict.fromkeys((data_key(run.config) for run in tasks), tokens)
-    found = forecast.forecast_s(tasks, corpora, CPU)
+    found = checks.forecast_s(tasks, corpora, CPU)
     assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
     assert found.keys() == {run.name for run in tasks}
     assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]

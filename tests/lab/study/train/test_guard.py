@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilelab.models.gpt2 import GPT2, Shape
-from tilelab.study.train.guard import Guard, kernel_of
+from tilelab.study.train.costs import Guard, kernel_of
 from tilewise import masks, scores
 from tilewise.nn import Attention, Implementation
 

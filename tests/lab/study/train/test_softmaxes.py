@@ -12,7 +12,7 @@ from tilelab.models import bert
 from tilelab.models.gpt2 import GPT2, Shape
 from tilelab.models.packed import pack
 from tilelab.study.records.events import LayerSoftmax
-from tilelab.study.tasks.softmaxes import look_at, watched
+from tilelab.study.tasks.scores import look, watched
 from tilewise import nn
 from tilewise.errors import Unsupported
 from tilewise.functional import SoftmaxStats
@@ -124,7 +124,7 @@ def test_a_bert_says_it_of_its_own_sequences() -> None:
             torch.nn.init.zeros_(layer.query.weight)
     with torch.no_grad():
         before = model(packed)
-        found = look_at(model, packed)
+        found = look(model, [(packed,)])
         assert torch.equal(model(packed), before)
     assert found is not None
     # Even weights of 3 and of 7 keys: the mean over ten tokens.
@@ -133,4 +133,4 @@ def test_a_bert_says_it_of_its_own_sequences() -> None:
     assert [each.entropy for each in found] == pytest.approx([even, even], rel=1e-6)
     assert [each.max_logit for each in found] == [0.0, 0.0]
     model = bert.BERT(shape, implementation="sdpa").eval()
-    assert look_at(model, packed) is None
+    assert look(model, [(packed,)]) is None

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilelab.study.ask import designs
-from tilelab.study.ask.deciding import Combine, Confirm, Design, Halving, Sequential, Sweep
+from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.registry import find, nearest
 from tilelab.study.ask.values import Choice, Frozen, added, change, config_hash, parse, unhashed
@@ -393,7 +393,13 @@ class Experiment(Frozen):
             self.config_of(arm.name)
         for name in names:
             self._check_metric(name, self.config_of(name).learning.metrics)
-        _check_rules(self)
+        if self.sweep is not None:
+            _check_sweep(self, self.sweep)
+        if self.design is not None:
+            designs.check(self.design, self.arm_names[1:])
+        _check_stages(self)
+        if self.sequential is not None:
+            _check_looks(self, self.sequential)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -490,17 +496,6 @@ class Study(Frozen):
             required = "a name that is no key of an experiment or a run"
             raise InvalidArgument("experiments", repr(min(taken)), required)
         return self
-
-
-def _check_rules(experiment: Experiment) -> None:
-    """Check the sweep, the design, the stages and the looks of an experiment."""
-    if experiment.sweep is not None:
-        _check_sweep(experiment, experiment.sweep)
-    if experiment.design is not None:
-        designs.check(experiment.design, experiment.arm_names[1:])
-    _check_stages(experiment)
-    if experiment.sequential is not None:
-        _check_looks(experiment, experiment.sequential)
 
 
 def _check_looks(experiment: Experiment, rule: Sequential) -> None:

@@ -1,9 +1,11 @@
-"""Factorial designs of two levels: their runs, and which effects a fraction cannot tell apart.
+"""Rules by which an experiment decides beyond fixed arms and seeds, written before its runs.
 
-In the usual coding a factor is +1 where it is on and -1 where it is off. A fraction is the part of
-all combinations on which some products of factors, the words, are constant. Here it is always the
-part that has the combination with all factors off, so that a word of w factors is (-1)^w. Effects
-whose product is a word are aliases: one estimate is of both.
+Each is a part of ``config.Experiment``, and so of its hash; ``docs/metrics.md`` defines them. Below
+them is the algebra of factorial designs of two levels: their runs, and which effects a fraction
+cannot tell apart. In the usual coding a factor is +1 where it is on and -1 where it is off. A
+fraction is the part of all combinations on which some products of factors, the words, are constant.
+Here it is always the part that has the combination with all factors off, so that a word of w
+factors is (-1)^w. Effects whose product is a word are aliases: one estimate is of both.
 
 Source: Box, Hunter and Hunter, "Statistics for experimenters", chapter 6 (the table of fractions
 with the fewest short words too).
@@ -11,15 +13,188 @@ with the fewest short words too).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from itertools import combinations, pairwise
+from typing import Any, Literal, NamedTuple, Self
 
-from tilelab.study.ask.deciding import Design
+from pydantic import Field, model_validator
+
+from tilelab.study.ask.values import Frozen, added
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Estimate", "arm_name", "changes_of", "check", "combinations_of", "estimates"]
-__all__ += ["fraction", "resolution", "words"]
+__all__ = [
+    "Combine",
+    "Confirm",
+    "Design",
+    "Estimate",
+    "Halving",
+    "Sequential",
+    "Sweep",
+    "arm_name",
+    "changes_of",
+    "check",
+    "combinations_of",
+    "estimates",
+    "fraction",
+    "resolution",
+    "words",
+]
+
+
+class Halving(Frozen):
+    """Successive halving: many candidates with a short budget, and the best of them with a longer.
+
+    Rung i (0 for the first) trains ceil(n / eta^i) of an arm's n candidates for
+    ``longest / eta^(rungs - 1 - i)`` of the arm's own steps. Each trial is a run of its own from
+    the first weights, and its schedule ends where the rung does. A schedule that is cut off has not
+    lowered its rate yet, and would rank large rates too low.
+
+    Args:
+        eta: one of so many goes on.
+        rungs: how often.
+        longest: share of a run's steps that the last rung trains.
+
+    Source: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
+    optimization", AISTATS 2016.
+    """
+
+    eta: int = Field(2, ge=2)
+    rungs: int = Field(3, ge=2)
+    longest: float = Field(1.0, gt=0, le=1)
+
+    def candidates(self, count: int, rung: int) -> int:
+        """Return how many of ``count`` candidates a rung trains."""
+        return math.ceil(count / math.pow(self.eta, rung))
+
+    def steps(self, steps: int, rung: int) -> int:
+        """Steps of a trial of that rung, where a run of the arm takes ``steps``."""
+        return max(1, round(self.longest * steps / math.pow(self.eta, self.rungs - 1 - rung)))
+
+
+class Sweep(Frozen):
+    """Candidates of one value, tried for every arm with an equal budget before the final seeds.
+
+    Args:
+        path: what is swept.
+        values: arm -> candidates; every arm, the baseline too, has equally many.
+        multiples: in place of ``values``: every arm's own value times each of these.
+        seeds: of the trial runs; none of them is a seed of the experiment.
+        halving: None to train every candidate like a run that counts.
+    """
+
+    path: str = "optimizer.lr"
+    values: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    multiples: tuple[float, ...] = added(())
+    seeds: tuple[int, ...] = (1000,)
+    halving: Halving | None = added(None)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if bool(self.values) == bool(self.multiples):
+            came = "both values and multiples" if self.values else "neither values nor multiples"
+            raise InvalidArgument("sweep", came, "candidates by arm, or multiples for all arms")
+        if any(each <= 0 for each in self.multiples):
+            raise InvalidArgument("sweep.multiples", str(self.multiples), "numbers above 0")
+        return self
+
+    @property
+    def rungs(self) -> int:
+        """The number of times that candidates are compared; 1 without halving."""
+        return 1 if self.halving is None else self.halving.rungs
+
+    def candidates_of(self, count: int, rung: int) -> int:
+        """Return how many of an arm's ``count`` candidates a rung trains."""
+        return count if self.halving is None else self.halving.candidates(count, rung)
+
+    def steps_of(self, steps: int, rung: int) -> int:
+        """Steps of a trial, where a run of the arm that counts takes ``steps``."""
+        return steps if self.halving is None else self.halving.steps(steps, rung)
+
+
+class Design(Frozen):
+    """A factorial of two levels, full or a regular fraction, that an experiment's arms make up.
+
+    The arms are called ``a``, ``b``, ``a+b`` after the factors that they have on; the baseline has
+    none. In a fraction, a factor with a generator is on where an odd number of the generator's
+    factors are. The baseline belongs to this fraction.
+
+    Args:
+        factors: names, without ``+``.
+        generators: factor -> those whose product it is; empty for the full factorial.
+        order: of the largest interactions that are estimated and tested.
+
+    Source: Box, Hunter and Hunter, "Statistics for experimenters", chapters 5 and 6.
+    """
+
+    factors: tuple[str, ...] = Field(min_length=2)
+    generators: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    order: int = Field(2, ge=1)
+
+
+class Combine(Frozen):
+    """The second stage: a factorial of the factors that survived one at a time, on fresh seeds.
+
+    Factors survive by their verdict and are taken by their effect, the best first. A factor is left
+    out if it changes a value that a taken factor changes too.
+
+    Args:
+        seeds: of the factorial; none of them is used elsewhere in the experiment.
+        keep: ``"better"`` keeps only what was shown to be better; ``"not worse"`` what was not
+            shown to be worse and did not diverge.
+        most: factors of the factorial.
+        runs: arms of it, the baseline too; where all combinations are more, a fraction is run.
+        order: of the largest interactions that are estimated and tested.
+    """
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    keep: Literal["better", "not worse"] = "not worse"
+    most: int = Field(4, ge=2, le=8)
+    runs: int = Field(16, ge=4)
+    order: int = Field(2, ge=1)
+
+
+class Confirm(Frozen):
+    """The last stage: the winner against the baseline once more, on fresh seeds.
+
+    Args:
+        seeds: none of them is used elsewhere in the experiment.
+        winner: ``"observed"`` is the arm with the best mean; ``"predicted"`` the combination of
+            factors that the effects which were found (Holm) predict to be best, run or not.
+    """
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    winner: Literal["observed", "predicted"] = "observed"
+
+
+class Sequential(Frozen):
+    """Seeds are added until every arm is decided, or all of them are spent.
+
+    After ``looks[j]`` seeds the arms that are still open are tested, look j at the level
+
+        alpha_j = alpha (t_j^rho - t_(j-1)^rho)        t_j = looks[j] / looks[-1], t_0 = 0
+
+    where alpha is 1 - confidence. The levels add up to alpha. By Boole's inequality the chance of
+    any wrong rejection over all looks is therefore at most alpha, however the looks depend on each
+    other. Intervals are at 1 - alpha_j: together they hold at all looks. An arm that is decided
+    gets no further seeds.
+
+    Args:
+        looks: seeds at each look, more at each; the last is the number of the experiment's seeds.
+        rho: 1 spends evenly; more keeps level for later looks (3 is like O'Brien and Fleming's).
+
+    Sources: Lan and DeMets, "Discrete sequential boundaries for clinical trials", Biometrika 70,
+    1983 (spending); Kim and DeMets, Biometrika 74, 1987 (this family of functions).
+    """
+
+    looks: tuple[int, ...] = Field(min_length=1)
+    rho: float = Field(2.0, gt=0)
+
+    def levels(self, alpha: float) -> tuple[float, ...]:
+        """alpha_j of every look; they add up to ``alpha``."""
+        spent = [0.0, *(alpha * (look / self.looks[-1]) ** self.rho for look in self.looks)]
+        return tuple(after - before for before, after in pairwise(spent))
+
 
 Effect = tuple[str, ...]
 

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     function: Callable[..., Any]
     options: type[BaseModel]  # with their types, bounds and standard values
     summary: str  # the first line of its docstring
-    check: Callable[..., None]  # raises where options do not fit together
+    check: Callable[..., None] | None  # raises where options do not fit together
 
     @property
     def defaults(self) -> dict[str, Value]:
@@ -94,7 +94,7 @@ def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {key: (hints[key], value) for key, value in options.items()}
         model = create_model(function.__name__, __config__=_STRICT, **fields)
-        entry = Entry(kind, name, function, model, summary, check or _any_options)
+        entry = Entry(kind, name, function, model, summary, check)
         _options(entry, {})
         _ENTRIES[kind, name] = entry
         return function
@@ -134,7 +134,8 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
     """
     entry = find(kind, name)
     whole = _options(entry, options)
-    entry.check(**whole)
+    if entry.check is not None:
+        entry.check(**whole)
     return whole
 
 
@@ -155,10 +156,6 @@ def _options(entry: Entry, given: Mapping[str, Any]) -> dict[str, Value]:
     at = "".join(f"[{each}]" for each in place)
     required = first["msg"].removeprefix("Input should be ")
     raise InvalidArgument(path + at, repr(first["input"]), required)
-
-
-def _any_options(**_: Value) -> None:
-    """All options fit together."""
 
 
 def nearest(word: str, known: Any) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "as_invalid_argument",
     "change",
     "config_hash",
+    "hash_of",
     "parse",
     "unhashed",
 ]
@@ -137,7 +138,12 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
 
 def config_hash(config: Frozen) -> str:
     """Twelve hexadecimal digits of the SHA-256 of the config's canonical JSON."""
-    text = json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"))
+    return hash_of(_canonical(config))
+
+
+def hash_of(values: Mapping[str, Any]) -> str:
+    """Hash values of JSON's types, such as a config as it was written."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -17,8 +17,16 @@ from rich.table import Table
 
 from tilelab.common.terminal import Text
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.browse.find import WITHHELD, Found, arm_of
-from tilelab.study.browse.show import add_row, difference, number, say_damaged, table_of
+from tilelab.study.browse.show import (
+    WITHHELD,
+    Found,
+    add_row,
+    arm_of,
+    difference,
+    number,
+    say_damaged,
+    table_of,
+)
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics

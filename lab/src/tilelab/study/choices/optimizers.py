@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from tilelab.study.ask.registry import NotNegative, Positive, Share, find, register
@@ -235,8 +236,6 @@ def schedule_free(
 
     Source: Defazio et al., The Road Less Scheduled (2024), algorithm 1.
     """
-    from tilelab.study.choices.averaging import ScheduleFree
-
     torch_groups = [each.for_torch(lr, weight_decay) for each in groups]
     made: torch.optim.Optimizer = ScheduleFree(torch_groups, betas=betas, eps=eps)
     return made
@@ -324,6 +323,35 @@ class MuonAdamW(torch.optim.Optimizer):
             rule.param_groups, rule.state = self.param_groups[first:last], self.state
             rule.step()
             first = last
+
+
+class ScheduleFree(AdamWScheduleFree):  # type: ignore[misc]
+    """Schedule-free AdamW: trains at y, and is evaluated at the average x.
+
+    The package goes from y to x and back by interpolation, which rounds. Here ``train`` after
+    ``eval`` puts back the very bits of y, so that how often a run is evaluated does not matter.
+
+    Source: Defazio et al., The Road Less Scheduled (2024), algorithm 1.
+    """
+
+    _kept: list[list[Tensor]] | None = None
+
+    def eval(self) -> None:
+        """Put the average x into the weights."""
+        if self.param_groups[0]["train_mode"]:
+            self._kept = [
+                [each.detach().clone() for each in g["params"]] for g in self.param_groups
+            ]
+        super().eval()
+
+    def train(self) -> None:
+        """Put y, where gradients are taken, into the weights."""
+        super().train()
+        if self._kept is not None:
+            for group, kept in zip(self.param_groups, self._kept, strict=True):
+                for parameter, bits in zip(group["params"], kept, strict=True):
+                    parameter.detach().copy_(bits)
+            self._kept = None
 
 
 def _with_gradient(group: TorchGroup) -> list[tuple[nn.Parameter, Tensor]]:

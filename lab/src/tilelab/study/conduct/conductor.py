@@ -21,16 +21,22 @@ from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
 from tilelab.study.conduct import progress
 from tilelab.study.conduct.board import Board
-from tilelab.study.conduct.checks import available_bytes, check_checkpoints, check_target, room_for
+from tilelab.study.conduct.checks import (
+    available_bytes,
+    check_checkpoints,
+    check_target,
+    data_key,
+    forecast_s,
+    room_for,
+)
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.forecast import data_key, forecast_s
-from tilelab.study.conduct.index import write_index
 from tilelab.study.conduct.pool import Pool, Watcher
 from tilelab.study.conduct.process import Cores, Local, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import write_index
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check

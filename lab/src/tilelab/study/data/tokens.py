@@ -36,7 +36,6 @@ __all__ = [
     "Documents",
     "Tokens",
     "document_begins",
-    "documents_as_json",
     "mean_piece",
     "prepare",
     "read_documents",
@@ -100,11 +99,6 @@ def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_star
         cuts.append(np.arange(0, size, window))
     pieces = np.diff(np.unique(np.concatenate(cuts))).astype(np.float64)
     return float((pieces**2).sum() / pieces.sum())
-
-
-def documents_as_json(documents: Documents) -> str:
-    """Return the text of a file with these borders."""
-    return json.dumps({"train": documents.train.tolist(), "held_out": documents.held_out.tolist()})
 
 
 def read_documents(path: Path, train_tokens: int, held_out_tokens: int) -> Documents:
@@ -240,9 +234,12 @@ def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[An
             if not path.exists():
                 text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
                 token_bytes = tokenizer(data.tokenizer).token_bytes
-                parts = zip(text.documents(), (train, held_out), strict=True)
-                found = [document_begins(sizes, part, token_bytes) for sizes, part in parts]
-                write_atomically(path, documents_as_json(Documents(*found)) + "\n")
+                parts = zip(("train", "held_out"), text.documents(), (train, held_out), strict=True)
+                found = {
+                    name: document_begins(sizes, part, token_bytes).tolist()
+                    for name, sizes, part in parts
+                }
+                write_atomically(path, json.dumps(found) + "\n")
     try:
         return read_documents(path, len(train), len(held_out))
     except (OSError, ValueError, KeyError, TypeError) as error:

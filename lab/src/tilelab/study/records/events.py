@@ -95,7 +95,7 @@ def _mended(path: Path) -> bytes:
 
 
 FORMAT = 1
-PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/guard.py``
+PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/costs.py``
 
 
 class CorruptRecordError(TilewiseError):

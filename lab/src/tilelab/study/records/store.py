@@ -7,28 +7,36 @@
 
 The hash is of the config: the same command finds its folder again and goes on; another config is
 another folder. Token caches belong to the user, not to a study: studies share them.
+
+The index is written whole or not at all, and nothing ever reads it back. If you delete or change
+it, the next report makes it again.
+
+    sqlite3 index.sqlite "select arm, avg(loss) from runs where phase = 'final' group by arm"
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilelab.common.files import telling_full_disk, write_atomically
+from tilelab.common.files import replacing, telling_full_disk, write_atomically
 from tilelab.study.ask.config import Study, config_hash, parse
 from tilelab.study.ask.run import RECORD
+from tilelab.study.ask.values import hash_of
 from tilelab.study.records.events import CorruptRecordError, RunRecord
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
 
 __all__ = [
+    "INDEX",
     "STUDY",
     "Records",
     "StoredStudy",
@@ -44,6 +52,7 @@ __all__ = [
     "studies_folder",
     "study_folders",
     "worked_on",
+    "write_index",
 ]
 
 FORMAT = 1
@@ -117,7 +126,8 @@ def read_study(folder: Path) -> StoredStudy:
         if values["format"] != FORMAT:
             raise InvalidArgument("folder", f"{folder} of format {values['format']}", required)
         study = _parsed(values["study"], folder / STUDY)
-        if values["hash"] not in (config_hash(study), _hash(values["study"])):
+        # As it was written, it may lack what later versions added and hash.
+        if values["hash"] not in (config_hash(study), hash_of(values["study"])):
             came = f"{folder / STUDY}, whose config does not have its hash {values['hash']}"
             fix = "It was changed by hand: start a new study."
             raise InvalidArgument("folder", came, "the config as it was written", fix)
@@ -136,12 +146,6 @@ def _parsed(study: dict[str, Any], path: Path) -> Study:
     except InvalidArgument as error:
         fix = f"It is in {path}: read a study with the version of tilewise that wrote it."
         raise InvalidArgument(error.argument, error.came, error.required, fix) from None
-
-
-def _hash(study: dict[str, Any]) -> str:
-    """Hash a config as it was written; it may lack what later versions added and hash."""
-    text = json.dumps(study, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class Records(NamedTuple):
@@ -241,3 +245,93 @@ def _writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         required = "a folder that can be written, there or to be made"
         raise InvalidArgument("--out", f"{folder} ({error.strerror})", required) from None
+
+
+INDEX = "index.sqlite"
+
+_TABLES = """
+create table runs (
+    run text primary key, experiment text, arm text, seed integer, phase text, candidate real,
+    config_hash text, status text, steps integer, starts integer, tokens integer,
+    loss real, bits_per_byte real, word_perplexity real, train_wall_s real, train_cpu_s real,
+    weights_bytes integer, gradients_bytes integer, optimizer_bytes integer,
+    activations_bytes integer, peak_bytes integer, weights_sha256 text, state_sha256 text
+);
+create table steps (
+    run text, step integer, loss real, lr real, gradient_norm real, wall_s real, cpu_s real,
+    primary key (run, step)
+) without rowid;
+create table evaluations (
+    run text, step integer, tokens integer, train_wall_s real, train_cpu_s real,
+    loss real, bits_per_byte real, word_perplexity real, primary key (run, step)
+) without rowid;
+create table metrics (
+    run text, step integer, metric text, value real, primary key (run, step, metric)
+) without rowid;
+create table kernels (
+    run text, layer integer, kernel text, calls integer, primary key (run, layer, kernel)
+) without rowid;
+"""
+
+
+def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
+    """Write the index of a study, from its records by the run's name.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    path = folder / INDEX
+    with replacing(path) as temporary:
+        try:
+            with closing(sqlite3.connect(temporary)) as database:
+                database.executescript("pragma journal_mode = off; pragma synchronous = off;")
+                database.executescript(_TABLES)
+                for name, record in sorted(records.items()):
+                    for table, rows in _rows(record).items():
+                        _insert(database, table, [{"run": name, **row} for row in rows])
+                database.commit()
+        except sqlite3.OperationalError as error:
+            # SQLite has its own words for a full disk, and no errno: ``replacing`` wants one.
+            if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
+                raise
+            raise OSError(errno.ENOSPC, str(error)) from None
+    return path
+
+
+def _insert(database: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, which have the names of the table's columns; a row's other values are not."""
+    columns = database.execute(f"select name from pragma_table_info('{table}')").fetchall()
+    empty = {name: None for (name,) in columns}
+    places = ", ".join(f":{name}" for name in empty)
+    database.executemany(
+        f"insert or replace into {table} values ({places})", [{**empty, **row} for row in rows]
+    )
+
+
+def _rows(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a record in each table."""
+    return {
+        "runs": [_run(record)],
+        "steps": [vars(each) for each in record.steps],
+        "evaluations": [vars(each) for each in record.evaluations],
+        "metrics": [
+            {"step": each.step, "metric": metric, "value": value}
+            for each in record.evaluations
+            for metric, value in each.metrics.items()
+        ],
+        "kernels": [vars(each) for each in record.kernels.layers] if record.kernels else [],
+    }
+
+
+def _run(record: RunRecord) -> dict[str, Any]:
+    """Return the row of a run: of its start, last evaluation, memory and end, with what it did."""
+    start, end = record.start, record.end
+    parts = (*record.evaluations[-1:], *filter(None, (record.memory, end)))
+    of_start = ("experiment", "arm", "seed", "phase", "candidate", "config_hash")
+    return {
+        **{name: getattr(start, name) for name in of_start},
+        **{name: value for each in parts for name, value in vars(each).items()},
+        "status": "incomplete" if end is None else end.status,
+        "steps": record.steps[-1].step if record.steps else 0,
+        "starts": len(record.starts),
+    }

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from tilelab.common.svg import arm_colour, arm_dashes, finish
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.report.lines import LineEnd, Series, frame, label_ends
+from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.tables import number_cell
-from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import MEASURES
 from tilelab.study.verdict.result import ArmMeasures

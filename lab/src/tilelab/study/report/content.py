@@ -21,11 +21,10 @@ from tilelab.study.report.costs import (
     target_charts,
 )
 from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
-from tilelab.study.report.page import DEFINITIONS
+from tilelab.study.report.page import DEFINITIONS, Chart, Fact, Writing
 from tilelab.study.report.tables import config_table, curve_tables, evidence_tables, plain_table
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
-from tilelab.study.report.view import Chart, Fact, Writing
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt

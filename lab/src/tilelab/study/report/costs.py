@@ -34,8 +34,8 @@ from tilelab.study.report.lines import (
     beside_labels,
     label_ends,
 )
+from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of, metric_mean
-from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmVerdict,

@@ -6,7 +6,7 @@ A line is the mean over seeds with a band from the lowest to the highest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tilelab.common.svg import RULE, SOFT, arm_colour, arm_dashes, canvas, finish, place, spread
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.records.events import Evaluation, RunRecord
-from tilelab.study.report.view import Chart
+from tilelab.study.report.page import Chart
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import metric_of
 
@@ -311,12 +311,11 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
 
     The axes have the limits that they will keep, and a margin on the right.
     """
-    to_axes = _vertical(axes)
     low, high = axes.get_ylim()
     right = axes.get_xlim()[1]
     height = axes.get_window_extent().height * 72 / axes.figure.dpi
     levels = [min(max(each.y, low), high) for each in ends]
-    heights = [to_axes(level) for level in levels]
+    heights = [(level - low) / (high - low) for level in levels]
     places = spread(heights, _LABEL_GAP / height, 0.0, 1.0)
     for each, level, wanted, at in zip(ends, levels, heights, places, strict=True):
         colour = arm_colour(each.place)
@@ -352,11 +351,6 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
             annotation_clip=False,
             arrowprops=leader if each.broken or abs(at - wanted) * height >= 5 else None,
         )
-
-
-def _vertical(axes: Axes) -> Callable[[float], float]:
-    low, high = axes.get_ylim()
-    return lambda value: (min(max(value, low), high) - low) / (high - low)
 
 
 def _band_words(drawn: Sequence[Series]) -> str:

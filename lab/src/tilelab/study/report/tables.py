@@ -11,9 +11,9 @@ from tilelab.study.need import Need, need
 from tilelab.study.records.store import flat
 from tilelab.study.report.costs import PARTS, pareto_table, survival_table
 from tilelab.study.report.lines import Series
+from tilelab.study.report.page import NONE, Cell, Table
 from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
-from tilelab.study.report.view import NONE, Cell, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import MEASURES, Measure
 from tilelab.study.verdict.result import (
@@ -22,7 +22,6 @@ from tilelab.study.verdict.result import (
     Baseline,
     ExperimentVerdict,
     Summary,
-    TargetResult,
 )
 from tilelab.study.verdict.text import UNITS
 
@@ -155,8 +154,10 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
             if value is not None:
                 found = getattr(arm.target, ratio) if ratio else None
                 return Cell(show(value), "" if found is None else words.ratio(found.value))
-            missed = arm.target is not None and arm.target.tokens and not _half(arm.target)
-            return Cell("not reached", tone="soft") if missed else NONE
+            if arm.target is None or not arm.target.tokens:
+                return NONE
+            half = arm.target.reached * 2 > len(arm.target.tokens)
+            return NONE if half else Cell("not reached", tone="soft")
 
         return cell
 
@@ -180,10 +181,6 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
         ),
         "target",
     )
-
-
-def _half(target: TargetResult) -> bool:
-    return target.reached * 2 > len(target.tokens)
 
 
 def _kernels(experiment: ExperimentVerdict) -> Table:

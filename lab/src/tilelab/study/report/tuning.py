@@ -24,8 +24,8 @@ from tilelab.common.svg import (
 )
 from tilelab.study.ask.metrics import ahead
 from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends
+from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
-from tilelab.study.report.view import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     Candidate,

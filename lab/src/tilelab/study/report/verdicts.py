@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
-from tilelab.study.report.view import NONE, Band, Cell, Forest, Mark, VerdictRow
+from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmMeasures,

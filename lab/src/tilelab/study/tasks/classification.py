@@ -21,8 +21,8 @@ the last one of an epoch goes on with the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -39,14 +39,12 @@ from tilelab.study.ask.config import Data, RunConfig, Training
 from tilelab.study.data.order import shuffled
 from tilelab.study.records.events import LayerSoftmax
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.examples import Examples, Split
+from tilelab.study.tasks.examples import Examples, Split, unpacked_bytes
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.files import unpacked_bytes
-from tilelab.study.tasks.softmaxes import look_at
 from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Classification", "ExampleBatches", "Output", "evaluating", "looked_up"]
+__all__ = ["Classification", "ExampleBatches", "Output", "looked_up"]
 
 _ROWS = 32  # sequences of an evaluation's forward pass, and fewer of long ones
 _TOKENS = 8192
@@ -103,20 +101,6 @@ def packed_of(
     return pack(rows, kinds), labels.float() if labels.is_floating_point() else labels
 
 
-@contextmanager
-def evaluating(model: nn.Module, autocast: torch.dtype | None) -> Iterator[torch.device]:
-    """Eval mode without gradients, and the mode as it was afterwards; gives the model's device."""
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        narrow = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-        with torch.no_grad(), narrow:
-            yield device
-    finally:
-        model.train(was_training)
-
-
 def looked_up(model: nn.Module, multiplied: bool = False) -> int:
     """Count the embeddings' numbers; those of tokens only where no head multiplies them too."""
     assert isinstance(model, BERT)
@@ -133,7 +117,7 @@ class _Examination(Examination):
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         """Return the loss of the first part, and the task's metrics of all of them."""
-        with evaluating(model, autocast) as device:
+        with scores.evaluating(model, autocast) as device:
             found = {
                 name: self._output(model, split, device)
                 for name, split in self._data.held_out.items()
@@ -151,7 +135,7 @@ class _Examination(Examination):
         if not indices:
             return None
         packed, _ = packed_of(self._data, split, indices, self._context)
-        return look_at(model, packed.to(device))
+        return scores.look(model, [(packed.to(device),)])
 
     def _output(self, model: nn.Module, split: Split, device: torch.device) -> Output:
         logits = []

@@ -17,7 +17,8 @@ from tilelab.study.choices import variants
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 
-__all__ = ["bert_of", "checkpoint_folder", "gpt2_of", "gpt2_shape", "nudge", "vit_of"]
+__all__ = ["bert_of", "checkpoint_folder", "encoder_numbers", "gpt2_of", "gpt2_shape", "nudge"]
+__all__ += ["vit_of"]
 
 _PACKAGE = "package:"
 
@@ -48,14 +49,22 @@ def gpt2_shape(model: Model, vocabulary: int) -> Shape:
         width=model.width,
         context=model.context,
         vocabulary=vocabulary,
-        embedding_dropout=model.dropout.embedding,
-        attention_dropout=model.dropout.attention,
-        residual_dropout=model.dropout.residual,
+        **_dropouts(model),
         kv_heads=model.kv_heads,
         positions=model.positions,
         norm=model.norm,
         qk_norm=model.qk_norm,
     )
+
+
+def _dropouts(model: Model) -> dict[str, Any]:
+    return {f"{place}_dropout": share for place, share in model.dropout}
+
+
+def encoder_numbers(model: Model) -> dict[str, Any]:
+    """Return what the shape of a BERT and that of a ViT have in common."""
+    names = ("layers", "heads", "width", "feed_forward")
+    return {**{name: getattr(model, name) for name in names}, **_dropouts(model)}
 
 
 def bert_of(
@@ -68,12 +77,7 @@ def bert_of(
     Raises:
         InvalidArgument: the checkpoint is not there, or has other numbers.
     """
-    model, dropout = config.model, config.model.dropout
-    dropouts: dict[str, Any] = {
-        "embedding_dropout": dropout.embedding,
-        "attention_dropout": dropout.attention,
-        "residual_dropout": dropout.residual,
-    }
+    model = config.model
     keywords: dict[str, Any] = {
         "head": head,
         "implementation": config.attention.implementation,
@@ -83,19 +87,12 @@ def bert_of(
     }
     if model.checkpoint:
         folder = checkpoint_folder(model.checkpoint)
-        made = bert.load(folder, **keywords, **dropouts)
+        made = bert.load(folder, **keywords, **_dropouts(model))
         _check_shape(config, vocabulary, made.shape)
         made.float()
     else:
-        shape = bert.Shape(
-            layers=model.layers,
-            heads=model.heads,
-            width=model.width,
-            feed_forward=model.feed_forward,
-            context=model.context,
-            vocabulary=vocabulary,
-            **dropouts,
-        )
+        numbers = encoder_numbers(model)
+        shape = bert.Shape(**numbers, context=model.context, vocabulary=vocabulary)
         made = bert.BERT(shape, **keywords)
     if model.nudge:
         nudge(made, seed)

@@ -23,8 +23,16 @@ from tilelab.study.data.order import shuffled
 from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.classification import Classification, Output
-from tilelab.study.tasks.examples import Examples, Ragged, Split
-from tilelab.study.tasks.files import HUB, ended, folder_of, lines, table
+from tilelab.study.tasks.examples import (
+    HUB,
+    Examples,
+    Ragged,
+    Split,
+    ended,
+    folder_of,
+    lines,
+    table,
+)
 from tilewise.errors import InvalidArgument
 
 __all__ = ["DATASETS", "Dataset", "GlueTask", "Rows", "read"]

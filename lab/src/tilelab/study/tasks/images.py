@@ -17,6 +17,7 @@ import hashlib
 import math
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,10 @@ from tilelab.study.choices.variants import ENCODER
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
 from tilelab.study.records.events import LayerSoftmax
-from tilelab.study.tasks.classification import Classification, ExampleBatches, Output, evaluating
-from tilelab.study.tasks.families import vit_of
-from tilelab.study.tasks.files import HUB, table
-from tilelab.study.tasks.softmaxes import watched
+from tilelab.study.tasks.classification import Classification, ExampleBatches, Output
+from tilelab.study.tasks.examples import HUB, table
+from tilelab.study.tasks.families import encoder_numbers, vit_of
+from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -351,23 +352,21 @@ class _Examination(Examination):
         """Return the loss and the accuracy; of the first images what the attention looks like."""
         softmaxes: list[LayerSoftmax] | None = None
         with evaluating(model, autocast) as device:
-            logits = self._logits(model, device, 0, len(self._held_out))
-            with watched(model) as found:
-                if found is not None and self._watched:
-                    self._logits(model, device, 0, self._watched)
-                    softmaxes = found()
+            calls = self._calls(device, len(self._held_out))
+            logits = torch.cat([model(*inputs).double().cpu() for inputs in calls])
+            if self._watched:
+                softmaxes = look(model, self._calls(device, self._watched))
         output = Output(logits.numpy(), self._held_out.labels)
         loss = self._task.loss_of(output)
         metrics = {**self._task.score({"held_out": output}), self._task.loss_name: loss}
         ordered = {name: metrics[name] for name in self._task.metrics}
         return Held(loss, metrics=ordered, softmaxes=softmaxes)
 
-    def _logits(self, model: nn.Module, device: torch.device, begin: int, end: int) -> Tensor:
-        found = []
-        for at in range(begin, end, self._rows):
-            indices = list(range(at, min(at + self._rows, end)))
-            found.append(model(_numbers(self._held_out, indices).to(device)).double().cpu())
-        return torch.cat(found)
+    def _calls(self, device: torch.device, count: int) -> Iterator[tuple[Tensor]]:
+        """Yield the first images as arguments of the model, some at a time."""
+        for at in range(0, count, self._rows):
+            indices = list(range(at, min(at + self._rows, count)))
+            yield (_numbers(self._held_out, indices).to(device),)
 
 
 class ImageClassification(Classification):
@@ -418,23 +417,16 @@ class ImageClassification(Classification):
             raise wrong_context(config, shape)
 
     def _shape(self, config: RunConfig, side: int, channels: int, classes: int) -> Shape:
-        model, dropout = config.model, config.model.dropout
         if side % self.patch:
             required = f"a divisor of {side}, the pixels of a side of {config.data.source}"
             raise InvalidArgument("task.patch", str(self.patch), required)
         return Shape(
-            layers=model.layers,
-            heads=model.heads,
-            width=model.width,
+            **encoder_numbers(config.model),
             image=side,
             patch=self.patch,
             channels=channels,
             classes=classes,
-            feed_forward=model.feed_forward,
             pooling=self.pooling,
-            embedding_dropout=dropout.embedding,
-            attention_dropout=dropout.attention,
-            residual_dropout=dropout.residual,
         )
 
     def prepare(self, config: RunConfig, cache: Path) -> Any:

@@ -23,7 +23,7 @@ from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
-from tilelab.study.tasks.softmaxes import look
+from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
@@ -32,6 +32,7 @@ __all__ += ["word_perplexity"]
 
 _LOGITS_BYTES = 1 << 28  # the most that the logits of one forward pass may take, in float32
 _MOST_ROWS = 8
+_WATCHED_ROWS = 8
 
 
 class _Batches:
@@ -67,8 +68,12 @@ class _Examination(Examination):
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         """Return the loss, also per byte and, of WikiText, per original word."""
         score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
-        watched = self._watched
-        softmaxes = None if watched is None else look(model, watched, autocast)
+        softmaxes = None
+        if self._watched is not None:
+            parts = self._watched.parts(_WATCHED_ROWS)
+            with evaluating(model, autocast) as device:
+                calls = ([each.to(device) for each in part.model_inputs] for part in parts)
+                softmaxes = look(model, calls)
         per_word = word_perplexity(score, self._data)
         return Held(score.loss, score.bits_per_byte, per_word, softmaxes=softmaxes)
 
@@ -145,7 +150,6 @@ PROMPT_TOKENS = 64
 _UNSEEN = ("Cc", "Cf", "Co", "Cn")  # controls, marks of direction, and what is no character
 
 
-@torch.no_grad()
 def sample(
     model: GPT2, prompt: Sequence[int], count: int, seed: int, autocast: torch.dtype | None = None
 ) -> list[int]:
@@ -154,13 +158,10 @@ def sample(
     Its mode and torch's random state are left as they were. Models that agree write the same: the
     same numbers are drawn whatever the model is.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     draws = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
     tokens = list(prompt)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model) as device:
         for draw in draws:
             seen = torch.tensor([tokens[-model.shape.context :]], device=device)
             with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
@@ -169,8 +170,6 @@ def sample(
             # The first token whose sum is above: a draw in [0, 1) of the last sum, which rounds.
             index = torch.searchsorted(sums, draw * sums[-1], right=True)
             tokens.append(int(index.clamp(max=len(sums) - 1)))
-    finally:
-        model.train(was_training)
     return tokens[len(prompt) :]
 
 
@@ -202,7 +201,6 @@ class Score(NamedTuple):
         return self.nats / self.bytes / math.log(2)
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module, windows: order.Windows, tokens: Tokens, autocast: torch.dtype | None = None
 ) -> Score:
@@ -211,16 +209,12 @@ def evaluate(
     The same windows go through the model in the same groups whatever is compared, and
     cross-entropies are taken in float32 and added in float64.
     """
-    device = next(model.parameters()).device
     byte_count = torch.from_numpy(tokens.token_bytes)
     rows = _LOGITS_BYTES // (4 * windows.context * tokens.vocabulary)
     nats, count, size = 0.0, 0, 0
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model, autocast) as device:
         for part in windows.parts(min(max(rows, 1), _MOST_ROWS)):
-            with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-                logits = model(*(each.to(device) for each in part.model_inputs))
+            logits = model(*(each.to(device) for each in part.model_inputs))
             targets = part.targets.to(device).flatten()
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), targets, reduction="none"
@@ -229,8 +223,6 @@ def evaluate(
             nats += losses[counted.to(device)].double().sum().item()
             count += int(counted.sum())
             size += int(byte_count[part.targets.flatten()[counted]].sum())
-    finally:
-        model.train(was_training)
     return Score(nats, count, size)
 
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.tasks.classification import Classification
-from tilelab.study.tasks.examples import Examples, Ragged, Split
-from tilelab.study.tasks.files import HUB, ended, folder_of, lines
+from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, ended, folder_of, lines
 from tilelab.study.tasks.task import Examination
 from tilewise.errors import InvalidArgument
 

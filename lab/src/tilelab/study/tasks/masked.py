@@ -29,9 +29,9 @@ from tilelab.study.data import order
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.data.tokens import Tokens, prepare
-from tilelab.study.tasks.classification import evaluating, looked_up
+from tilelab.study.tasks.classification import looked_up
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.softmaxes import look_at
+from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
@@ -133,7 +133,7 @@ class _Examination(Examination):
             softmaxes = None
             if self._watched is not None:
                 packed, wanted, _ = self._masked(self._watched, 0)
-                softmaxes = look_at(model, packed.to(device), wanted.to(device))
+                softmaxes = look(model, [(packed.to(device), wanted.to(device))])
         return Held(nats / count, metrics={"accuracy": right / count}, softmaxes=softmaxes)
 
     def _masked(self, inputs: Tensor, index: int) -> tuple[Packed, Tensor, Tensor]:

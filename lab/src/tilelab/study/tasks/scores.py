@@ -1,14 +1,30 @@
-"""Metrics of predicted classes and numbers. See ``docs/metrics.md``."""
+"""What an evaluation says of a model: metrics of its answers, statistics of its attention.
+
+``docs/metrics.md`` defines all of them. The statistics are those of the kernels themselves. A model
+whose attention is about to fail shows it here first: its logits grow without bound, and a head's
+entropy falls to nothing, because all of its weight goes to one key.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
-__all__ = ["QUARTERS", "accuracy", "by_length", "f1", "matthews", "pearson", "ranks", "spearman"]
+from tilelab.models.bert import SelfAttention
+from tilelab.study.records.events import LayerSoftmax
+from tilewise import SoftmaxStats
+from tilewise.nn import Attention
+
+__all__ = ["QUARTERS", "accuracy", "by_length", "evaluating", "f1", "look", "matthews", "pearson"]
+__all__ += ["ranks", "spearman", "watched"]
 
 QUARTERS = tuple(f"accuracy_quarter_{number}" for number in (1, 2, 3, 4))
 Classes = NDArray[np.int64]
@@ -78,3 +94,72 @@ def ranks(values: Numbers) -> NDArray[np.float64]:
     last = np.cumsum(counts)
     shared: NDArray[np.float64] = (last - (counts - 1) / 2)[group]
     return shared
+
+
+@contextmanager
+def evaluating(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[torch.device]:
+    """Eval mode without gradients, and the mode as it was afterwards; gives the model's device."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        narrow = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+        with torch.no_grad(), narrow:
+            yield device
+    finally:
+        model.train(was_training)
+
+
+class _Softmaxes:
+    """Collects what the layers of a model say in forward passes."""
+
+    def __init__(self, layers: int) -> None:
+        self._entropies: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        self._largest = [-math.inf] * layers
+
+    def add(self, layer: int, stats: SoftmaxStats) -> None:
+        """Note the rows of one call, [B, Hq, M] each, or [Hq, T] of packed sequences."""
+        of_heads = stats.entropy.detach().double().mean(dim=-1)
+        self._entropies[layer].append(of_heads.view(-1, of_heads.shape[-1]))
+        self._largest[layer] = max(self._largest[layer], stats.max_logit.max().item())
+
+    def found(self) -> list[LayerSoftmax]:
+        layers = []
+        for layer, (entropies, largest) in enumerate(
+            zip(self._entropies, self._largest, strict=True)
+        ):
+            of_heads = torch.cat(entropies).mean(dim=0)
+            mean, lowest = of_heads.mean().item(), of_heads.min().item()
+            layers.append(LayerSoftmax(layer, mean, lowest, largest))
+        return layers
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | None]:
+    """Forward passes of this block are noted; what it gives says what was found.
+
+    It gives None where the model's attention has no statistics: another implementation than
+    ``"tilewise"``, or layers that are neither ``tilewise.nn.Attention`` nor those of a BERT.
+    """
+    layers = [each for each in model.modules() if isinstance(each, (Attention, SelfAttention))]
+    if not layers or any(each.implementation != "tilewise" for each in layers):
+        yield None
+        return
+    softmaxes = _Softmaxes(len(layers))
+    for place, layer in enumerate(layers):
+        layer.on_statistics = partial(softmaxes.add, place)
+    try:
+        yield softmaxes.found
+    finally:
+        for layer in layers:
+            layer.on_statistics = None
+
+
+def look(model: nn.Module, calls: Iterable[Sequence[Any]]) -> list[LayerSoftmax] | None:
+    """Return the statistics of a model in eval mode on some calls; None where it keeps none."""
+    with watched(model) as found:
+        if found is None:
+            return None
+        for inputs in calls:
+            model(*inputs)
+        return found()

@@ -21,8 +21,16 @@ from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import wordpiece
 from tilelab.study.tasks.classification import Classification
-from tilelab.study.tasks.examples import Examples, Ragged, Split
-from tilelab.study.tasks.files import HUB, ended, folder_of, objects, table
+from tilelab.study.tasks.examples import (
+    HUB,
+    Examples,
+    Ragged,
+    Split,
+    ended,
+    folder_of,
+    objects,
+    table,
+)
 from tilewise.errors import InvalidArgument
 
 __all__ = ["Documents", "LabelledTexts", "TextClassification", "Texts"]
@@ -49,13 +57,9 @@ class _Encoding(NamedTuple):
 
 def _encoding(name: str) -> _Encoding:
     if name == "bytes":
-        return _Encoding(_BYTES + 1, _BYTES, None, _bytes_of)
+        return _Encoding(_BYTES + 1, _BYTES, None, lambda texts: [list(t.encode()) for t in texts])
     pieces = wordpiece(data_folder())
     return _Encoding(pieces.vocabulary, pieces.first, pieces.border, pieces.encode)
-
-
-def _bytes_of(texts: list[str]) -> list[list[int]]:
-    return [list(each.encode()) for each in texts]
 
 
 class LabelledTexts(Classification):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import cuda
 
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
@@ -33,7 +34,7 @@ from tilelab.study.ask.run import RunSpec
 from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.costs import PeakMeter, dtype_of, peak_flops_s
 from tilelab.study.train.session import Session
-from tilelab.study.train.team import Team, check, device_of, joined
+from tilelab.study.train.team import check, device_of, joined
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
 
@@ -85,7 +86,10 @@ def work(run: RunSpec) -> None:
     device = device_of(execution.device)
     folder = run.folder(execution.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with joined(execution.processes, execution.strategy, device) as team, _held(folder, team):
+    with (
+        joined(execution.processes, execution.strategy, device) as team,
+        _locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
+    ):
         data = team.first(lambda: config.learning.prepare(config, execution.cache))
         _warm(config, data, device)
         dtype = dtype_of(config.training.precision)
@@ -105,7 +109,7 @@ def work(run: RunSpec) -> None:
                 "processes": team.size,
                 "strategy": team.strategy if team.size > 1 else None,
                 "core": execution.core,
-                "device": _name_of(device),
+                "device": device.type if device.type != "cuda" else cuda.get_device_name(device),
             },
         )
         session.work()
@@ -131,12 +135,6 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
-
-
 def end_with_parent() -> None:
     """Wait for the end of standard input, then end the process, whatever it is doing.
 
@@ -146,11 +144,6 @@ def end_with_parent() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
     os._exit(ORPHANED)
-
-
-def _held(folder: Path, team: Team) -> contextlib.AbstractContextManager[None]:
-    """Return a lock on the folder for the lead: the others do not write."""
-    return _locked(folder) if team.lead else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

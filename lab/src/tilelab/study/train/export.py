@@ -23,7 +23,7 @@ from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig, parse
 from tilelab.study.choices import optimizers
 from tilelab.study.records.events import RunRecord, Start
-from tilelab.study.tasks.families import gpt2_shape
+from tilelab.study.tasks.families import encoder_numbers, gpt2_shape
 from tilelab.study.train import state as states
 from tilelab.study.train.state import CheckpointError, State
 from tilelab.study.train.trainer import weights_of
@@ -141,7 +141,7 @@ def _gpt2(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> GP
 
 def _bert(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> bert.BERT:
     shape = bert.Shape(
-        **_common(config),
+        **encoder_numbers(config.model),
         context=len(weights["positions.weight"]),
         vocabulary=len(weights["tokens.weight"]),
         kinds=len(weights["kinds.weight"]),
@@ -156,7 +156,7 @@ def _bert(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> be
 def _vit(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> vit.ViT:
     channels, side, _ = corpus["image"]
     shape = vit.Shape(
-        **_common(config),
+        **encoder_numbers(config.model),
         image=side,
         patch=math.isqrt(weights["embed.weight"].shape[1] // channels),
         channels=channels,
@@ -164,20 +164,6 @@ def _vit(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> vit
         pooling="first" if "class_token" in weights else "mean",
     )
     return vit.ViT(shape)
-
-
-def _common(config: RunConfig) -> dict[str, Any]:
-    """Return the part of the config that every encoder has."""
-    model, dropout = config.model, config.model.dropout
-    return {
-        "layers": model.layers,
-        "heads": model.heads,
-        "width": model.width,
-        "feed_forward": model.feed_forward,
-        "embedding_dropout": dropout.embedding,
-        "attention_dropout": dropout.attention,
-        "residual_dropout": dropout.residual,
-    }
 
 
 _MAKERS: dict[str, Callable[[RunConfig, Mapping[str, Any], _Weights], _Model]] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from tilelab.study.records.events import (
 from tilelab.study.tasks.task import Held, Prepared
 from tilelab.study.train import state as states
 from tilelab.study.train.costs import PeakMeter, per_token
-from tilelab.study.train.trainer import Diverged, Split, Trainer
+from tilelab.study.train.trainer import Diverged, Trainer
 
 __all__ = ["WARMUP_STEPS", "Examiner", "Session", "Totals"]
 
@@ -131,7 +131,7 @@ class Session:
         self._every_s, self._environment = checkpoint_every_s, environment or {}
         self._peak_flops_s = peak_flops_s
         self._first_weights = states.weights_sha256(trainer.model)
-        self._split: Split | None = None
+        self._split: Memory | None = None
         self._taken = 0  # steps of this session
         self._next_checkpoint = 0.0
 
@@ -228,7 +228,7 @@ class Session:
         self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
         if self._split is None:
             self._split = self.trainer.split()
-        self._writer.write(Memory(**self._split._asdict(), peak_bytes=self.totals.peak_bytes))
+        self._writer.write(replace(self._split, peak_bytes=self.totals.peak_bytes))
         self._writer.write(self.trainer.guard.kernels())
         self.meter.resume()
 
@@ -253,6 +253,8 @@ class Session:
     def _start(self) -> Start:
         run, trainer = self.trainer.run, self.trainer
         values = run.as_json()
+        attended = trainer.task.attended(trainer.config, self._data)
+        flops = per_token(trainer.config, trainer.parameters, attended)
         return Start(
             run=run.name,
             **{name: values[name] for name in _RECORDED},
@@ -262,16 +264,10 @@ class Session:
             corpus=self._data.as_json(),
             parameters=trainer.parameters,
             groups=trainer.groups,
-            flops_per_token=self._flops_per_token(),
+            flops_per_token=flops if trainer.task.causal else {"full": flops["full"]},
             peak_flops_s=self._peak_flops_s,
             weights_sha256=self._first_weights,
         )
-
-    def _flops_per_token(self) -> dict[str, float]:
-        trainer = self.trainer
-        attended = trainer.task.attended(trainer.config, self._data)
-        found = per_token(trainer.config, trainer.parameters, attended)
-        return found if trainer.task.causal else {"full": found["full"]}
 
     def _write_last(self, status: Any, reason: str) -> None:
         """Say that the run is over. No checkpoint here: one of a diverged run would lie ahead."""

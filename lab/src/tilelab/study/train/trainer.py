@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
+from tilelab.study.records.events import Memory
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilelab.study.train.costs import (
+    Guard,
     dtype_of,
     gradients_bytes,
     optimizer_bytes,
@@ -27,11 +29,10 @@ from tilelab.study.train.costs import (
     synchronise,
     weights_bytes,
 )
-from tilelab.study.train.guard import Guard
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
 
-__all__ = ["Diverged", "Split", "Taken", "Trainer", "weights_of"]
+__all__ = ["Diverged", "Taken", "Trainer", "weights_of"]
 
 _WEIGHT = "model."
 
@@ -59,15 +60,6 @@ def weights_of(state: State) -> dict[str, Tensor]:
         for name, each in state.tensors.items()
         if name.startswith(_WEIGHT)
     }
-
-
-class Split(NamedTuple):
-    """Bytes of ``records.Memory``, all but the peak."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
 
 
 class Trainer:
@@ -195,8 +187,8 @@ class Trainer:
             raise Diverged(f"the gradient of step {number} is not finite at any scale")
         return found
 
-    def split(self) -> Split:
-        """Split the memory, between two steps; this takes one forward pass and changes no bit.
+    def split(self) -> Memory:
+        """Split the memory (the peak is 0) between two steps: one forward pass, no bit changes.
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """
@@ -206,10 +198,9 @@ class Trainer:
         batch = self._batches.at(self.config.steps - 1)[0]  # rows may grow
         devices = [self.device] if self.device.type == "cuda" else []
         weights = list(self.model.parameters())
-
         with torch.random.fork_rng(devices):
             _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)
-        return Split(*held, state, activations)
+        return Memory(*held, state, activations, peak_bytes=0)
 
     def state(self, totals: dict[str, Any]) -> State:
         """Return all that decides the rest of the run, and what was counted so far.

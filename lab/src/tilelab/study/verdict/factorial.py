@@ -24,8 +24,7 @@ from itertools import chain, combinations
 from typing import NamedTuple
 
 from tilelab.study.ask.config import Experiment
-from tilelab.study.ask.deciding import Design
-from tilelab.study.ask.designs import Estimate, combinations_of, estimates
+from tilelab.study.ask.designs import Design, Estimate, combinations_of, estimates
 from tilelab.study.ask.metrics import ahead
 from tilelab.study.verdict.decide import Rules
 from tilelab.study.verdict.result import (
@@ -113,7 +112,10 @@ def factor_effects(
         for estimate, each in zip(family, _test(experiment, contrasts), strict=True):
             effect = FactorEffect(
                 factors=estimate.factors,
-                aliases=tuple(_alias(sign, factors) for sign, factors in estimate.aliases),
+                aliases=tuple(
+                    f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
+                    for sign, factors in estimate.aliases
+                ),
                 label=each.label,
                 n=each.seen.n,
                 effect=each.seen.mean,
@@ -185,10 +187,6 @@ def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> flo
         off = sum(factor not in on for factor in estimate.factors)
         total += (-1.0) ** off * (by_factors[frozenset(on)] if on else 0.0)
     return 2.0 ** len(estimate.factors) * total / len(runs)
-
-
-def _alias(sign: int, factors: Sequence[str]) -> str:
-    return f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
 
 
 def _test(experiment: Experiment, family: Sequence[_Contrast]) -> list[_Tested]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.run import RunSpec
@@ -49,7 +50,6 @@ from tilelab.study.verdict.result import (
     Status,
     StudyVerdict,
     SweepResult,
-    TargetResult,
 )
 from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.stats import ratio
@@ -58,6 +58,13 @@ from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 __all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
 
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
+# What a cost and a target say where speed is withheld.
+_NO_TIMES: Mapping[str, Any] = dict.fromkeys(("wall_s", "cpu_s", "sweep_wall_s", "sweep_cpu_s"))
+_NO_TARGET_TIMES: Mapping[str, Any] = {
+    "wall_s": (),
+    "cpu_s": (),
+    **dict.fromkeys(("median_wall_s", "median_cpu_s", "wall_ratio")),
+}
 
 
 def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
@@ -254,6 +261,8 @@ def _arm(
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
+    if withheld and target is not None:
+        target = replace(target, **_NO_TARGET_TIMES)
     notes = pairing_note(runs.finals, baseline.finals)
     notes += held_out_note(experiment, arm)
     notes += drift_note(experiment, arm, _finals(all_runs))
@@ -281,8 +290,8 @@ def _arm(
         ),
         speed_withheld=withheld,
         measures=_measures(experiment, runs, baseline, bool(withheld)),
-        cost=_cost_without_times(runs.cost) if withheld else runs.cost,
-        target=_target_without_times(target) if withheld and target is not None else target,
+        cost=replace(runs.cost, **_NO_TIMES) if withheld else runs.cost,
+        target=target,
         notes=notes,
         agrees=agreement(experiment, arm, _finals(all_runs)),
         look=look,
@@ -320,16 +329,6 @@ def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bo
         cpu_ratio=of("tokens_per_cpu_s"),
         memory_ratio=of("peak_bytes"),
         activations_ratio=of("activations_bytes"),
-    )
-
-
-def _cost_without_times(cost: Cost) -> Cost:
-    return replace(cost, wall_s=None, cpu_s=None, sweep_wall_s=None, sweep_cpu_s=None)
-
-
-def _target_without_times(target: TargetResult) -> TargetResult:
-    return replace(
-        target, wall_s=(), cpu_s=(), median_wall_s=None, median_cpu_s=None, wall_ratio=None
     )
 
 

@@ -26,7 +26,7 @@ from tilelab.study.verdict.result import (
     Summary,
     TargetResult,
 )
-from tilelab.study.verdict.stats import ratio, summary
+from tilelab.study.verdict.stats import exp, ratio, summary
 from tilelab.study.verdict.text import duration, fixed, percent, rate
 
 __all__ = [
@@ -151,7 +151,7 @@ MEASURES: Mapping[str, Measure] = {
             "perplexity",
             "exp(L): depends on the tokenizer",
             "1",
-            lambda run: None if run.loss is None else _exp(run.loss),
+            lambda run: None if run.loss is None else exp(run.loss),
             "quality",
             "token perplexity",
             fixed(2),
@@ -470,8 +470,3 @@ def _spike_limit(before: Sequence[float]) -> float:
     middle = statistics.median(before)
     spread = statistics.median(abs(each - middle) for each in before)
     return middle + SPIKE_FACTOR * _NORMAL_MAD * spread
-
-
-def _exp(loss: float) -> float:
-    """e^loss, infinite where a float cannot hold it: the loss of a run that went astray."""
-    return math.exp(loss) if loss < 700 else math.inf

@@ -19,6 +19,7 @@ __all__ = [
     "SEEDS_LIMIT",
     "Paired",
     "equivalence",
+    "exp",
     "holm",
     "more_seeds",
     "paired",
@@ -157,7 +158,7 @@ def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | No
     logs = paired([math.log(arm / base) for arm, base in pairs], confidence)
     assert logs.mean is not None
     ends = logs.interval
-    interval = Interval(_exp(ends.low), _exp(ends.high)) if ends is not None else None
+    interval = Interval(exp(ends.low), exp(ends.high)) if ends is not None else None
     return Ratio(math.exp(logs.mean), interval, logs.n)
 
 
@@ -200,6 +201,6 @@ def _seeds(spread: float, effect: float, tail: float, power: float) -> int:
     return max(SEEDS_LIMIT, math.ceil(guess))
 
 
-def _exp(value: float) -> float:
+def exp(value: float) -> float:
     """e^value, infinite where a float cannot hold it."""
     return math.exp(value) if value < 700 else math.inf

@@ -99,7 +99,6 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
 
 
 def _dry_run(study: Study, chip: str | None, console: Console) -> int:
-    """Print what a study would take on a GPU, and run nothing."""
     name = chip or study.chip
     if not name:
         came, fix = f"{study.name}, which names no chip", "For example: --chip h200."
@@ -295,7 +294,6 @@ def _demo_parser() -> argparse.ArgumentParser:
 
 
 def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Return the same parser with the options of running any study."""
     add = parser.add_argument
     add(
         "--set",

@@ -84,7 +84,7 @@ class Variant(Choice):
 
 
 class Task(Choice):
-    """The objective, the data and the metrics: ``choices/tasks.py`` and ``tasks/``."""
+    """The objective, the data and the metrics: a function in ``tasks/registered.py``."""
 
     kind = "task"
     name: str = "language-modelling"
@@ -438,11 +438,7 @@ class Experiment(Frozen):
         return any(arm.kind == "systems" for arm in self.arms)
 
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
-        """Return the config of an arm (without what a sweep chooses), with changes by dotted path.
-
-        Raises:
-            KeyError: no arm of that name.
-        """
+        """Return the config of an arm (without what a sweep chooses), with dotted changes."""
         key = arm, tuple((changes or {}).items())
         if key not in self._made:
             self._made[key] = self._make(arm, changes or {})

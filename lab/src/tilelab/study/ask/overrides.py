@@ -149,7 +149,6 @@ def _keep_arms(study: Study, override: _Override) -> Study:
 
 
 def _each(study: Study, override: _Override, changed: Callable[[Experiment], Experiment]) -> Study:
-    """Return the study with the experiments that an override is for changed."""
     targets = _targets(study, override)
     made = []
     for experiment in study.experiments:

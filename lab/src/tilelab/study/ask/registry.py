@@ -109,11 +109,7 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def find(kind: Kind, name: str) -> Entry:
-    """Return the choice of that name.
-
-    Raises:
-        InvalidArgument: there is none; the message suggests the nearest.
-    """
+    """Return the choice of that name; the error suggests the nearest."""
     import_module(_MODULES[kind])
     # Configs come from JSON: the name may be anything.
     found = _ENTRIES.get((kind, name)) if isinstance(name, str) else None
@@ -140,7 +136,6 @@ def resolve(kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Valu
 
 
 def _options(entry: Entry, given: Mapping[str, Any]) -> dict[str, Value]:
-    """Return all options of a choice, each in its own type."""
     plain = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
     try:
         return dict(entry.options.model_validate(plain))

@@ -86,11 +86,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunSpec:
-        """Return the inverse of ``as_json``.
-
-        Raises:
-            InvalidArgument: a value of the config or the execution that does not fit.
-        """
+        """Return the inverse of ``as_json``."""
         own = {key: value for key, value in values.items() if key != "config_hash"}
         return cls(**own | {name: parse(kind, own[name]) for name, kind in _PARTS.items()})
 
@@ -130,13 +126,9 @@ def finals(
     chosen: Mapping[str, float | None],
     wanted: Mapping[str, Sequence[int]] | None = None,
 ) -> list[RunSpec]:
-    """Return the runs that count.
+    """Return the runs that count, for all seeds or those that are ``wanted`` (arm -> seeds).
 
-    Args:
-        experiment: of them.
-        chosen: for an experiment with a sweep, arm -> what it chose; an arm with None has no runs,
-            one that is missing is not known yet and has none either. Empty without a sweep.
-        wanted: arm -> its seeds; None for all of the experiment's.
+    With a sweep, an arm that has chosen nothing, or is not known to, has no runs.
     """
     sweep, names = experiment.sweep, experiment.arm_names
     found = []

@@ -77,11 +77,7 @@ def pairs(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> Pa
 
 
 def compare(first: Found, second: Found, console: Console) -> None:
-    """Print how B differs from A, arm by arm.
-
-    Raises:
-        InvalidArgument: nothing of the two can be compared.
-    """
+    """Print how B differs from A, arm by arm."""
     for side in (first, second):
         say_damaged(side.damaged, console)
     one, other = _by_arm(first), _by_arm(second)
@@ -176,7 +172,6 @@ def _means(both: list[tuple[float, float]], form: Callable[[float], str]) -> tup
 
 
 def _differences(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> list[str]:
-    """Return how the configs and the text differ, a line each."""
     a, b = (next(iter(side.values())).start for side in (first, second))
     one, other = dict(flat(a.config)), dict(flat(b.config))
     lines = [

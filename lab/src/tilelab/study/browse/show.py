@@ -87,11 +87,7 @@ def arm_of(run: str) -> str:
 
 
 def find_study(name: str, out: Path) -> Path:
-    """Return the folder of a study: by path, by its folder's name, or the newest of that name.
-
-    Raises:
-        InvalidArgument: there is none.
-    """
+    """Return the folder of a study: by path, by its folder's name, or the newest of that name."""
     if (Path(name) / STUDY).is_file():
         return Path(name)
     folders = study_folders(out)
@@ -105,10 +101,6 @@ def find_study(name: str, out: Path) -> Path:
 
 def find(name: str, out: Path) -> Found:
     """Return the study, experiment, arm or run of that name; without a study's name, of the newest.
-
-    Args:
-        name: see the message of the error; a path works too.
-        out: folder of studies.
 
     Raises:
         InvalidArgument: there is none.
@@ -133,11 +125,7 @@ def find(name: str, out: Path) -> Found:
 
 
 def find_run(name: str, out: Path) -> tuple[Path, RunRecord]:
-    """Return the folder and the record of the one run that is called so.
-
-    Raises:
-        InvalidArgument: there is none, or there are several.
-    """
+    """Return the folder and the record of the one run that is called so."""
     found = find(name, out)
     if len(found.records) != 1:
         some = f" ({', '.join(list(found.records)[:2])}, ...)" if found.records else ""

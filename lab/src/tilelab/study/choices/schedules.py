@@ -38,11 +38,7 @@ class Progress(NamedTuple):
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Return the share of the optimizer's ``lr`` at a step (0 for the first), in [0, 1].
-
-    Raises:
-        InvalidArgument: a step that is not in the run.
-    """
+    """Return the share of the optimizer's ``lr`` at a step (0 for the first), in [0, 1]."""
     if not 0 <= step < steps:
         raise InvalidArgument("step", str(step), f"a step of the run, from 0 to {steps - 1}")
     entry = find("schedule", schedule.name)
@@ -132,7 +128,6 @@ def one_cycle(
 
 
 def _warmup(progress: Progress, warmup: float) -> int:
-    """W, the steps below the full rate."""
     return min(round(warmup * progress.steps), progress.steps - 1)
 
 

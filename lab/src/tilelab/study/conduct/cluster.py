@@ -121,7 +121,6 @@ class Cluster:
         return host_need(config, self._execution.device)
 
     def _wants(self) -> dict[str, int]:
-        """Return the resources that one run takes, by their names in Ray."""
         processes = self._execution.processes
         wants = {"CPU": self._execution.threads * processes}
         return wants if self._execution.device == "cpu" else {**wants, "GPU": processes}

@@ -173,7 +173,6 @@ class Conductor:
 
     @contextmanager
     def _place(self, execution: Execution, console: Console) -> Iterator[Local | Cluster]:
-        """Yield the place where the runs run, ready for them."""
         if self.on == "here":
             with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
                 if cores.trouble:
@@ -251,11 +250,7 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
 
 
 def report_again(folder: Path, console: Console) -> None:
-    """Write the report of a study from its records, and say the verdicts.
-
-    Raises:
-        TilewiseError: it is no study's folder, or a record is damaged: the report is of the others.
-    """
+    """Write the report of a study from its records, say the verdicts, then complain of damage."""
     _report(folder, console)
     store.read_records(folder)
 
@@ -312,7 +307,6 @@ def _report(folder: Path, console: Console) -> bool:
 
 
 def _report_if_possible(folder: Path, console: Console) -> None:
-    """The report of what was done, while another error is on its way to the user."""
     try:
         _report(folder, console)
     except (DiskFullError, OSError) as error:

@@ -69,12 +69,7 @@ class Worker(Protocol):
         """Return the lines of its record since the last look."""
 
     def result(self) -> RunRecord:
-        """Return the record of one that is over.
-
-        Raises:
-            RunError: it failed.
-            Lost: it went away.
-        """
+        """Return the record of one that is over; RunError: it failed, Lost: it went away."""
 
     def stop(self) -> None:
         """Ask it to end, which costs at most the steps since the last checkpoint."""
@@ -87,11 +82,7 @@ class Place(Protocol):
     """A place where runs run."""
 
     def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
-        """Start a run beside those that are running here.
-
-        Raises:
-            DiskFullError: there is no room for what it writes.
-        """
+        """Start a run beside those that are running here."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +165,6 @@ class _Losses:
             self._counts.pop(run.name, None)
 
     def lost(self, run: RunSpec, why: str) -> None:
-        """Count a loss; a RunError where it is one too many."""
         times = self._counts[run.name] = self._counts.get(run.name, 0) + 1
         if times >= _MOST_LOSSES:
             raise RunError(

@@ -70,11 +70,7 @@ class Predicted(NamedTuple):
 
 
 def gpu_named(name: str) -> Chip:
-    """Return the row of a GPU.
-
-    Raises:
-        InvalidArgument: there is none of that name, or it is a processor.
-    """
+    """Return the row of a GPU; refuse other names, and processors."""
     chip = named(name)
     if chip.kind != "gpu":
         fix = "A processor that is here needs no prediction: runs are timed before a study starts."
@@ -125,7 +121,6 @@ def _multiplied(config: RunConfig) -> float:
 
 
 def _attention_s(config: RunConfig, chip: Chip) -> float:
-    """Return seconds of one layer's attention, forward and backward, of a micro-batch."""
     model, training = config.model, config.training
     return _layer_s(
         chip,

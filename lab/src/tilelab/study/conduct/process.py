@@ -50,9 +50,6 @@ class Process:
 
     It ends when its standard input closes, so that it outlives nobody who started it: every way of
     stopping is the same.
-
-    Raises:
-        DiskFullError: there is no room.
     """
 
     def __init__(self, run: RunSpec) -> None:
@@ -123,11 +120,9 @@ class Process:
 
 
 def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
-    """Return the record of a run whose process is over.
+    """Return the record of a run whose process is over: a RunError where it failed.
 
-    Raises:
-        RunError: it failed.
-        Lost: a signal ended it, which may be the machine's doing.
+    A signal that ended it may be the machine's doing: then it is Lost.
     """
     code, lines = outcome.code, outcome.lines
     if code == EXPECTED_ERROR and lines:

@@ -175,7 +175,6 @@ def _whole_files(
 
 
 def _read(path: Path) -> bytes:
-    """Return the bytes of a text file, unpacked."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

@@ -170,9 +170,6 @@ def evaluation_windows(
     """Windows spread evenly over the held-out text, none overlapping, all targets counted.
 
     There are fewer where the text is too short for so many.
-
-    Raises:
-        InvalidArgument: a text that is shorter than one window and its last target.
     """
     _check_length("the held-out text", len(text), context)
     count = min(windows, (len(text) - 1) // context)
@@ -188,9 +185,6 @@ def strided(
 
     Window k starts at ``k * stride``. The first counts all its targets, the others their last
     ``stride``: each token is predicted from at least ``context - stride`` before it.
-
-    Raises:
-        InvalidArgument: such a stride, or fewer than two tokens.
 
     Source: the overlapping evaluation of Megatron-LM (Shoeybi et al. 2019).
     """

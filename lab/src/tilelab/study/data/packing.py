@@ -12,9 +12,8 @@ The model learns from the tokens that have a target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,18 +48,11 @@ class Rows(NamedTuple):
         return int((self.targets != IGNORED).sum())
 
 
-class Source(Protocol):
-    """Rows of a training text, at random access."""
-
-    def at(self, step: int) -> list[Rows]:
-        """Return the micro-batches of an optimizer step, 0 for the first."""
-
-
 class RunRows:
     """The rows of a run, of the length that a warm-up of lengths has come to."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, seed: int) -> None:
-        kinds: dict[str, Callable[..., Source]]
+        kinds: dict[str, type[Stream] | type[Padded]]
         kinds = {"stream": Stream, "documents": Packed, "padded": Padded}
         training, self._config = config.training, config
         kind = kinds[config.data.packing]

@@ -216,10 +216,6 @@ def wordpiece(folder: Path | None) -> WordPiece:
 
     It is ``bert-base-uncased/vocab.txt``, ``vocab/bert-base-uncased/vocab.txt`` or ``vocab.txt``,
     packed (``.gz``) or not.
-
-    Raises:
-        InvalidArgument: it is not there; the message says how to get it.
-        Unsupported: the package tokenizers is not installed.
     """
     if folder is not None:
         for place in _FOLDERS:

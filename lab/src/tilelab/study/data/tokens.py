@@ -280,7 +280,6 @@ def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) 
 
 
 def _open(binary: Path, sidecar: Path) -> tuple[_Sidecar, NDArray[Any]]:
-    """Open the sidecar and the tokens, and check both."""
     try:
         said = _Sidecar(**json.loads(sidecar.read_text(encoding="utf-8")))
         tokens: NDArray[Any] = np.memmap(binary, np.dtype(said.dtype), mode="r")

@@ -118,9 +118,6 @@ def find(name: str, folder: Path | None) -> Files:
     ``wiki.valid.tokens`` in ``NAME/`` or ``NAME-v1/``, and ``wikitext103.train.tokens.txt`` and the
     like beside them or in ``wikitext/``. A file ``...train-prefix...`` is taken where the whole is
     not.
-
-    Raises:
-        InvalidArgument: a file is missing; the message says how to get it.
     """
     suffix, stem = _SOURCES[name]
     if folder is not None:

@@ -6,7 +6,11 @@ learning rates; ``laptop-full`` sweeps them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tilelab.study.ask.config import (
+    Arm,
     Budget,
     Evaluation,
     Experiment,
@@ -51,6 +55,13 @@ LION = {"optimizer": {"name": "lion", "lr": 0.0005, "weight_decay": 0.3}}
 WSD = {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}}
 MUON = {"optimizer": {"name": "muon", "lr": 0.003}}
 COSINE = {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.1}}
+REGULARISATION: dict[str, dict[str, Any]] = {
+    "dropout-residual": {"model.dropout.residual": 0.1},
+    "dropout-attention": {"model.dropout.attention": 0.1},
+    "no-decay": {"optimizer.weight_decay": 0.0},
+    "more-decay": {"optimizer.weight_decay": 0.5},
+    "smoothing": {"training.label_smoothing": 0.1},
+}
 
 
 @recipe
@@ -62,14 +73,13 @@ def laptop(*, steps: int = 150, seeds: int = 3) -> Study:
         seeds: how many, paired.
     """
     numbers = tuple(range(seeds))
-    choices = Experiment(
-        name="choices",
-        question="Lion for AdamW, warmup-stable-decay for linear decay: alone and together?",
-        baseline=_baseline(steps),
+    choices = _choices(
+        "choices",
+        "Lion for AdamW, warmup-stable-decay for linear decay: alone and together?",
+        factorial({"lion": LION, "wsd": WSD}),
+        steps,
+        numbers,
         baseline_name="adamw+linear",
-        arms=factorial({"lion": LION, "wsd": WSD}),
-        seeds=numbers,
-        smallest_effect=EFFECT_BITS_PER_BYTE,
         target=3.75,
     )
     kernels = kernels_experiment(context=1024, steps=20, seeds=numbers)
@@ -85,81 +95,62 @@ def laptop_full(*, steps: int = 150, seeds: int = 5) -> Study:
         seeds: how many, paired.
     """
     numbers = tuple(range(seeds))
-    return Study(
-        name="laptop-full",
-        question=QUESTION,
-        experiments=(
-            kernels_experiment(context=1024, steps=20, seeds=numbers),
-            _optimizers(steps, numbers),
-            _schedules(steps, numbers),
-            _regularisation(steps, numbers),
-            _together(steps, numbers),
-        ),
-    )
-
-
-def _optimizers(steps: int, seeds: tuple[int, ...]) -> Experiment:
-    rates = {"adamw": ADAMW_RATES, "lion": LION_RATES, "muon": MUON_RATES}
-    return Experiment(
-        name="optimizers",
-        question="Which optimizer, each at the best of four learning rates?",
-        baseline=_baseline(steps),
+    optimizers = _choices(
+        "optimizers",
+        "Which optimizer, each at the best of four learning rates?",
+        one_at_a_time({"lion": LION, "muon": MUON}),
+        steps,
+        numbers,
         baseline_name="adamw",
-        arms=one_at_a_time({"lion": LION, "muon": MUON}),
-        seeds=seeds,
-        smallest_effect=EFFECT_BITS_PER_BYTE,
-        target=3.6,
-        sweep=Sweep(path="optimizer.lr", values=rates),
+        sweep=_rates({"adamw": ADAMW_RATES, "lion": LION_RATES, "muon": MUON_RATES}),
     )
-
-
-def _schedules(steps: int, seeds: tuple[int, ...]) -> Experiment:
-    names = ("linear", "wsd", "cosine", "constant")
-    return Experiment(
-        name="schedules",
-        question="Which schedule, each at the best of four learning rates?",
-        baseline=_baseline(steps),
+    constant = {"schedule": {"name": "constant"}}
+    schedules: Mapping[str, Mapping[str, Any]] = {
+        "wsd": WSD,
+        "cosine": COSINE,
+        "constant": constant,
+    }
+    swept = _choices(
+        "schedules",
+        "Which schedule, each at the best of four learning rates?",
+        one_at_a_time(schedules),
+        steps,
+        numbers,
         baseline_name="linear",
-        arms=one_at_a_time(
-            {"wsd": WSD, "cosine": COSINE, "constant": {"schedule": {"name": "constant"}}}
-        ),
-        seeds=seeds,
-        smallest_effect=EFFECT_BITS_PER_BYTE,
-        target=3.6,
-        sweep=Sweep(path="optimizer.lr", values=dict.fromkeys(names, ADAMW_RATES)),
+        sweep=_rates(dict.fromkeys(("linear", *schedules), ADAMW_RATES)),
     )
-
-
-def _regularisation(steps: int, seeds: tuple[int, ...]) -> Experiment:
-    """Rates are those of the baseline: what is asked is whether to add a factor to it."""
-    return Experiment(
-        name="regularisation",
-        question="Do dropout, weight decay or label smoothing help in less than one epoch?",
-        baseline=_baseline(steps),
-        arms=one_at_a_time(
-            {
-                "dropout-residual": {"model.dropout.residual": 0.1},
-                "dropout-attention": {"model.dropout.attention": 0.1},
-                "no-decay": {"optimizer.weight_decay": 0.0},
-                "more-decay": {"optimizer.weight_decay": 0.5},
-                "smoothing": {"training.label_smoothing": 0.1},
-            }
-        ),
-        seeds=seeds,
-        smallest_effect=EFFECT_BITS_PER_BYTE,
-        target=3.6,
+    # Rates are those of the baseline: what is asked is whether to add a factor to it.
+    regularisation = _choices(
+        "regularisation",
+        "Do dropout, weight decay or label smoothing help in less than one epoch?",
+        one_at_a_time(REGULARISATION),
+        steps,
+        numbers,
     )
-
-
-def _together(steps: int, seeds: tuple[int, ...]) -> Experiment:
-    """Compare both choices together on fresh seeds, which the choice of arms has not seen."""
-    return Experiment(
-        name="together",
-        question="Do Muon and warmup-stable-decay add up?",
-        baseline=_baseline(steps),
+    # On fresh seeds, which the choice of arms has not seen.
+    together = _choices(
+        "together",
+        "Do Muon and warmup-stable-decay add up?",
+        factorial({"muon": MUON, "wsd": WSD}),
+        steps,
+        tuple(seed + 100 for seed in numbers),
         baseline_name="adamw+linear",
-        arms=factorial({"muon": MUON, "wsd": WSD}),
-        seeds=tuple(seed + 100 for seed in seeds),
-        smallest_effect=EFFECT_BITS_PER_BYTE,
-        target=3.6,
     )
+    kernels = kernels_experiment(context=1024, steps=20, seeds=numbers)
+    experiments = (kernels, optimizers, swept, regularisation, together)
+    return Study(name="laptop-full", question=QUESTION, experiments=experiments)
+
+
+def _choices(
+    name: str, question: str, arms: tuple[Arm, ...], steps: int, seeds: tuple[int, ...], **more: Any
+) -> Experiment:
+    """Return some arms against the baseline, with further fields of the experiment."""
+    fields = {"smallest_effect": EFFECT_BITS_PER_BYTE, "target": 3.6, **more}
+    baseline = _baseline(steps)
+    return Experiment(
+        name=name, question=question, baseline=baseline, arms=arms, seeds=seeds, **fields
+    )
+
+
+def _rates(values: dict[str, tuple[float, ...]]) -> Sweep:
+    return Sweep(path="optimizer.lr", values=values)

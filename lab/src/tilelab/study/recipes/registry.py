@@ -128,11 +128,7 @@ def _from_file(file: Path, function: str) -> Recipe:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Return the module of a user's own file, which is run.
-
-    Raises:
-        InvalidArgument: the file is not Python.
-    """
+    """Return the module of a user's own file, which is run."""
     spec = importlib.util.spec_from_file_location(f"_tilewise_recipe_{file.stem}", file)
     assert spec is not None  # a name that ends in .py always has a loader
     assert spec.loader is not None

@@ -80,12 +80,7 @@ def folder_of(study: Study, out: Path) -> Path:
 
 
 def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
-    """Make a study's folder, or find it made: then what it says is kept.
-
-    Raises:
-        InvalidArgument: the folder cannot be made.
-        DiskFullError: there is no room.
-    """
+    """Make a study's folder, or find it made: then what it says is kept."""
     with _writable(folder):
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     if (folder / STUDY).exists():
@@ -115,11 +110,7 @@ def forget_empty(folder: Path) -> bool:
 
 
 def read_study(folder: Path) -> StoredStudy:
-    """Read a study's ``study.json``.
-
-    Raises:
-        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
-    """
+    """Read a study's ``study.json``; refuse another folder, and a file that was changed."""
     required = f"the folder of a study, with a {STUDY} of format {FORMAT}"
     try:
         values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
@@ -156,11 +147,7 @@ class Records(NamedTuple):
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
-    """Return the records of all runs that have begun, by the run's name, in alphabetical order.
-
-    Raises:
-        CorruptRecordError: a line of one cannot be read.
-    """
+    """Return the records of all runs that have begun, by the run's name, in alphabetical order."""
     found = readable_records(folder)
     if found.damaged:
         raise CorruptRecordError("\n".join(found.damaged.values()))
@@ -275,11 +262,7 @@ create table kernels (
 
 
 def write_index(folder: Path, records: Mapping[str, RunRecord]) -> Path:
-    """Write the index of a study, from its records by the run's name.
-
-    Raises:
-        DiskFullError: there is no room.
-    """
+    """Write the index of a study, from its records by the run's name."""
     path = folder / INDEX
     with replacing(path) as temporary:
         try:
@@ -309,7 +292,6 @@ def _insert(database: sqlite3.Connection, table: str, rows: Sequence[Mapping[str
 
 
 def _rows(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of a record in each table."""
     return {
         "runs": [_run(record)],
         "steps": [vars(each) for each in record.steps],

@@ -22,11 +22,7 @@ __all__ = ["Evidence", "gather", "write"]
 
 
 def write(evidence: Evidence) -> tuple[Path, Path]:
-    """Write the page, its Markdown twin and ``verdict.json``; return the paths of the first two.
-
-    Raises:
-        DiskFullError: there is no room; older reports are still there.
-    """
+    """Write the page, its Markdown twin and ``verdict.json``; return the paths of the first two."""
     folder, page = evidence.folder, page_of(evidence)
     paths = folder / "report.html", folder / "report.md"
     for path, text in zip(paths, (visible(html(page)), visible(markdown(page))), strict=True):

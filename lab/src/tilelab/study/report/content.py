@@ -52,11 +52,7 @@ class Evidence:
 
 
 def gather(folder: Path) -> Evidence:
-    """Read a study's folder.
-
-    Raises:
-        InvalidArgument: it is no study's folder, or its ``study.json`` was changed.
-    """
+    """Read a study's folder."""
     stored, (records, damaged) = read_study(folder), readable_records(folder)
     experiments, verdict = unfolded(stored.study, records)
     return Evidence(stored, records, verdict, folder, experiments, damaged)
@@ -158,7 +154,6 @@ def _status(agenda: Agenda, evidence: Evidence) -> str:
 
 
 def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
-    """Return the runs that count and are not over, in words."""
     said = []
     ranks = {
         (planned.name, arm): (at, place)
@@ -256,14 +251,12 @@ def _experiment(
 
 
 def _step(run: config.RunConfig) -> str:
-    """Describe the data that a step learns from, in words."""
     if run.learning.learns_text:
         return f"{words.integer(run.tokens_per_step)} tokens"
     return words.count(run.training.batch * run.training.accumulation, run.learning.unit)
 
 
 def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
-    """Describe how seeds were added, in a sentence."""
     alpha = 1 - planned.confidence
     levels = [f"{100 * level:.2g}" for level in rule.levels(alpha)]
     looks = words.listing([str(look) for look in rule.looks])

@@ -362,7 +362,6 @@ def _draw_survival(axes: Axes, line: _Survivors) -> None:
 
 
 def _share_at(curve: Survival, where: float) -> float:
-    """S at a place."""
     shares: Sequence[float] = [
         share for at, share in zip(curve.at, curve.share, strict=True) if at <= where
     ]

@@ -57,7 +57,6 @@ class Series(NamedTuple):
 
 
 def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
-    """Step -> evaluation with a number."""
     return {each.step: each for each in record.evaluations if metric_of(each, metric) is not None}
 
 
@@ -72,7 +71,6 @@ def _furthest(records: Records, metric: str) -> list[int]:
 
 
 def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
-    """Return the steps that every run has reached, in order."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
 

@@ -80,7 +80,6 @@ def _table(
 
 
 def _columns(experiment: ExperimentVerdict, table: str) -> list[tuple[str, Callable[[_Arm], Cell]]]:
-    """Return the columns of the measures that a table shows."""
     plain = words.fixed(_digits(experiment))
 
     def shown(measure: Measure) -> Callable[[_Arm], Cell]:

@@ -109,14 +109,11 @@ def looked_up(model: nn.Module, multiplied: bool = False) -> int:
 
 
 class _Examination(Examination):
-    """All held-out examples, in their own order."""
-
     def __init__(self, task: Classification, config: RunConfig, data: Examples) -> None:
         self._task, self._data, self._context = task, data, config.model.context
         self._watched = config.evaluation.attention_windows
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """Return the loss of the first part, and the task's metrics of all of them."""
         with scores.evaluating(model, autocast) as device:
             found = {
                 name: self._output(model, split, device)
@@ -129,7 +126,6 @@ class _Examination(Examination):
         return Held(loss, metrics=metrics, softmaxes=softmaxes)
 
     def _look(self, model: nn.Module, device: torch.device) -> list[LayerSoftmax] | None:
-        """Return the attention statistics of the first examples."""
         split = next(iter(self._data.held_out.values()))
         indices = list(range(min(self._watched, len(split))))
         if not indices:
@@ -152,9 +148,8 @@ class _Examination(Examination):
 class Classification(AbstractTask):
     """A class, or a number, for each sequence; see ``AbstractTask`` and the top of this file.
 
-    Args:
-        pooling: what of a sequence the head sees: ``"first"``, the first token through a layer of
-            its own (BERT's way), or ``"mean"`` of all tokens.
+    With ``pooling="first"`` the head sees the first token through a layer of its own (BERT's way),
+    with ``"mean"`` the mean of all tokens.
     """
 
     families = ("bert",)
@@ -198,11 +193,7 @@ class Classification(AbstractTask):
             raise InvalidArgument(f"training.{which}", str(getattr(training, which)), required)
 
     def checked(self, data: Examples) -> Examples:
-        """Return the data, if its first held-out part is large enough for the metrics.
-
-        Raises:
-            InvalidArgument: fewer than four examples for the accuracy by quarters.
-        """
+        """Return the data, if it has an example for each quarter of the accuracy."""
         count, least = len(next(iter(data.held_out.values()))), len(scores.QUARTERS)
         if self.quarters and count < least:
             required = f"{least} or more: the accuracy is given by quarters of length"

@@ -58,11 +58,7 @@ def ended(path: Path) -> Path | None:
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Size of a file, unpacked; of one that gzip packed as it says itself, modulo 4 GiB.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Size of a file, unpacked; of one that gzip packed as it says itself, modulo 4 GiB."""
     size = path.stat().st_size
     if path.suffix != ".gz" or size < _SIZE_BYTES:
         return size
@@ -89,11 +85,7 @@ def lines(path: Path) -> list[str]:
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines.
-
-    Raises:
-        InvalidArgument: a line that is none.
-    """
+    """Return the objects of a file of JSON lines."""
     found = []
     for number, line in enumerate(lines(path), 1):
         try:
@@ -114,10 +106,6 @@ def table(source: str, configuration: str | None, split: str | None, files: str)
     """A split of a data set (None: all), by a name of the Hub or the path of a folder laid out so.
 
     ``files`` says in words what ``data.source`` may be instead.
-
-    Raises:
-        InvalidArgument: it is not there.
-        Unsupported: the package datasets is not.
     """
     try:
         import datasets

@@ -41,15 +41,7 @@ _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the da
 
 
 class GlueTask(Classification):
-    """One of the tasks of GLUE, on all of its training examples or a fixed sample of so many.
-
-    ``data.source`` is one of:
-
-    * ``"glue"``: the folder of that name in ``TILEWISE_DATA``;
-    * the path of a folder that has GLUE's own (``CoLA/train.tsv`` and so on);
-    * ``"hub:NAME"`` for a data set by its name on the Hub, e.g. ``"hub:nyu-mll/glue"`` (needs the
-      package datasets).
-    """
+    """One of the tasks of GLUE, on all of its training examples or a fixed sample of so many."""
 
     tokenizers = ("wordpiece",)
     sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
@@ -159,10 +151,10 @@ class Dataset:
     name: str  # also of the Hub's configuration
     folder: str
     first: str  # columns of the sentences
-    second: str  # empty for single ones
-    label: str  # a column too
-    labels: tuple[str, ...]  # what files call the classes 0, 1, ...; empty for a score
-    metrics: tuple[str, ...]  # GLUE's, the one of its leaderboard first
+    second: str = ""  # empty for single ones
+    label: str = "label"  # a column too
+    labels: tuple[str, ...] = ("0", "1")  # what files call the classes 0, 1, ...; empty for a score
+    metrics: tuple[str, ...] = ("accuracy",)  # GLUE's, the one of its leaderboard first
     header: tuple[str, ...] = ()  # the columns of a file that does not name them
     hub_first: str = ""  # where columns have other names on the Hub
     hub_second: str = ""
@@ -184,21 +176,17 @@ DATASETS: Mapping[str, Dataset] = {
             "cola",
             "CoLA",
             "sentence",
-            "",
-            "label",
-            ("0", "1"),
-            ("matthews", "accuracy"),
+            metrics=("matthews", "accuracy"),
             header=("source", "label", "star", "sentence"),
         ),
-        Dataset("sst2", "SST-2", "sentence", "", "label", ("0", "1"), ("accuracy",)),
+        Dataset("sst2", "SST-2", "sentence"),
         Dataset(
             "mrpc",
             "MRPC",
             "#1 String",
             "#2 String",
-            "Quality",
-            ("0", "1"),
-            _PARAPHRASE,
+            label="Quality",
+            metrics=_PARAPHRASE,
             hub_first="sentence1",
             hub_second="sentence2",
         ),
@@ -207,9 +195,8 @@ DATASETS: Mapping[str, Dataset] = {
             "QQP",
             "question1",
             "question2",
-            "is_duplicate",
-            ("0", "1"),
-            _PARAPHRASE,
+            label="is_duplicate",
+            metrics=_PARAPHRASE,
             broken_lines=True,
         ),
         Dataset(
@@ -217,18 +204,18 @@ DATASETS: Mapping[str, Dataset] = {
             "STS-B",
             "sentence1",
             "sentence2",
-            "score",
-            (),
-            ("pearson_spearman", "pearson", "spearman"),
+            label="score",
+            labels=(),
+            metrics=("pearson_spearman", "pearson", "spearman"),
         ),
         Dataset(
             "mnli",
             "MNLI",
             "sentence1",
             "sentence2",
-            "gold_label",
-            ("entailment", "neutral", "contradiction"),
-            ("accuracy", "accuracy_mismatched"),
+            label="gold_label",
+            labels=("entailment", "neutral", "contradiction"),
+            metrics=("accuracy", "accuracy_mismatched"),
             hub_first="premise",
             hub_second="hypothesis",
             held_out={
@@ -236,20 +223,15 @@ DATASETS: Mapping[str, Dataset] = {
                 "mismatched": ("dev_mismatched", "validation_mismatched"),
             },
         ),
-        Dataset("qnli", "QNLI", "question", "sentence", "label", _ENTAILMENT, ("accuracy",)),
-        Dataset("rte", "RTE", "sentence1", "sentence2", "label", _ENTAILMENT, ("accuracy",)),
-        Dataset("wnli", "WNLI", "sentence1", "sentence2", "label", ("0", "1"), ("accuracy",)),
+        Dataset("qnli", "QNLI", "question", "sentence", labels=_ENTAILMENT),
+        Dataset("rte", "RTE", "sentence1", "sentence2", labels=_ENTAILMENT),
+        Dataset("wnli", "WNLI", "sentence1", "sentence2"),
     )
 }
 
 
 def read(dataset: Dataset, source: str) -> dict[str, Rows]:
-    """Return the parts of a data set: ``"train"``, and those that are held out.
-
-    Raises:
-        InvalidArgument: it is not there, or not in GLUE's format.
-        Unsupported: the Hub without the package datasets.
-    """
+    """Return the parts of a data set: ``"train"``, and those that are held out."""
     if source.startswith(HUB):
         return _from_hub(dataset, source)
     folder = folder_of(source, "glue", "glue") / dataset.folder

@@ -195,7 +195,6 @@ def data_bytes(data: Data, train_examples: int) -> DataBytes:
 
 
 def _shape(path: Path) -> tuple[int, ...]:
-    """Return the shape of the images in a file, from its header."""
     with zipfile.ZipFile(path) as file, file.open("images.npy") as array:
         if np.lib.format.read_magic(array) == (1, 0):
             return tuple(np.lib.format.read_array_header_1_0(array)[0])
@@ -240,7 +239,6 @@ def _paths(source: str) -> list[Path]:
 
 
 def _how(source: str, path: Path) -> str:
-    """Say how to get a file of a data set."""
     made = f" from {NAMED[source].origin}" if source in NAMED else ""
     return f"Write {path.name} with numpy.savez(path, images=..., labels=...){made}."
 
@@ -328,8 +326,6 @@ def _numbers(pictures: Pictures, indices: list[int]) -> Tensor:
 
 
 class _Batches(ExampleBatches):
-    """Batches of images, in the order of every classification."""
-
     def __init__(self, images: Any, config: RunConfig, seed: int) -> None:
         super().__init__(images, config, seed)
         self._images: Images = images
@@ -341,15 +337,12 @@ class _Batches(ExampleBatches):
 
 
 class _Examination(Examination):
-    """All held-out images, in their own order."""
-
     def __init__(self, task: ImageClassification, config: RunConfig, data: Images) -> None:
         self._task, self._held_out = task, data.held_out
         self._rows = max(1, _TOKENS // config.model.context)
         self._watched = min(config.evaluation.attention_windows, len(data.held_out))
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """Return the loss and the accuracy; of the first images what the attention looks like."""
         softmaxes: list[LayerSoftmax] | None = None
         with evaluating(model, autocast) as device:
             calls = self._calls(device, len(self._held_out))
@@ -363,7 +356,6 @@ class _Examination(Examination):
         return Held(loss, metrics=ordered, softmaxes=softmaxes)
 
     def _calls(self, device: torch.device, count: int) -> Iterator[tuple[Tensor]]:
-        """Yield the first images as arguments of the model, some at a time."""
         for at in range(0, count, self._rows):
             indices = list(range(at, min(at + self._rows, count)))
             yield (_numbers(self._held_out, indices).to(device),)
@@ -371,14 +363,6 @@ class _Examination(Examination):
 
 class ImageClassification(Classification):
     """The class of an image; see ``AbstractTask`` and the top of this file.
-
-    ``data.source`` is one of:
-
-    * ``"cifar10-gray"``, ``"pathfinder32"``, ``"pathfinder128"`` or ``"pathfinder256"``, in the
-      folder ``TILEWISE_DATA``;
-    * the path of a file ``.npz`` or of a folder with ``train.npz`` and ``test.npz``
-      (``images_files.py``);
-    * ``"hub:NAME"`` for a data set by its name on the Hub.
 
     Where the data has no held-out part (Pathfinder), ``data.held_out`` is the share of a fixed one.
     ``model.context`` is the number of an image's tokens.

@@ -66,7 +66,6 @@ class _Examination(Examination):
         self._watched = spread(count) if count else None
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """Return the loss, also per byte and, of WikiText, per original word."""
         score = evaluate(model, self._whole if whole else self._windows, self._data, autocast)
         softmaxes = None
         if self._watched is not None:

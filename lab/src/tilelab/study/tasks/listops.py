@@ -39,8 +39,6 @@ _HELD_OUT_PARTS = 10  # one part in so many of NYU's expressions where they have
 
 
 class _Form(NamedTuple):
-    """The files of a form."""
-
     train: str  # file
     held_out: tuple[str, ...]  # files, taken together
     header: bool  # the first line says what columns are
@@ -69,10 +67,9 @@ _FORMS = {
 class ListOps(Classification):
     """The value of an expression.
 
-    ``data.source`` is ``"listops"`` (the folder of that name in ``TILEWISE_DATA``, with ``lra`` and
-    ``nyu`` in it), or the path of a folder that has the files of the form itself. Validation and
-    test set of the Arena are held out together. Where NYU's training file is not there, a tenth of
-    its test file is held out, by a hash of the expression: the same ones whatever ``longest`` is.
+    Validation and test set of the Arena are held out together. Where NYU's training file is not
+    there, a tenth of its test file is held out, by a hash of the expression: the same ones whatever
+    ``longest`` is.
     Expressions of more than ``longest`` tokens, the start token not counted, are left out; 0 for
     none.
     """
@@ -159,7 +156,6 @@ class ListOps(Classification):
         raise InvalidArgument("model.context", f"{config.model.context:,}", required, fix)
 
     def _rows(self, path: Path) -> list[_Row]:
-        """Return the expressions of a file that are not too long."""
         form = _FORMS[self.form]
         found = []
         for number, line in enumerate(lines(path), 1):

@@ -81,8 +81,6 @@ def _packed(masked: Masked, pieces: WordPiece) -> tuple[Packed, Tensor, Tensor]:
 
 
 class _Batches:
-    """Windows of the training text, masked anew in every step."""
-
     def __init__(
         self, config: RunConfig, data: Tokens, seed: int, probability: float, pieces: WordPiece
     ) -> None:
@@ -119,7 +117,6 @@ class _Examination(Examination):
         self._probability, self._pieces = probability, pieces
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        """Return the loss and the accuracy over the hidden tokens."""
         nats, right, count = 0.0, 0, 0
         with evaluating(model, autocast) as device:
             for index, part in enumerate(self._windows.parts(_ROWS)):

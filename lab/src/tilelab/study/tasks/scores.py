@@ -111,8 +111,6 @@ def evaluating(model: nn.Module, autocast: torch.dtype | None = None) -> Iterato
 
 
 class _Softmaxes:
-    """Collects what the layers of a model say in forward passes."""
-
     def __init__(self, layers: int) -> None:
         self._entropies: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self._largest = [-math.inf] * layers

@@ -12,7 +12,7 @@ task decides
 * what an evening's forecast and a FLOP count need to know (the rest).
 
 To add a task, subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
-to ``choices/tasks.py``. The function's keyword-only parameters are the task's options in a config
+to ``registered.py``. The function's keyword-only parameters are the task's options in a config
 (``task.name``, ``task.folder``, ...). A task that classifies sequences should start from
 ``Classification`` (``classification.py``). It only says where examples come from, how many classes
 there are and which metrics count. ``Classification`` has batches without padding, the BERT with its
@@ -110,10 +110,8 @@ class Examination(ABC):
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         """Evaluate, in eval mode and without a trace: mode and random state stay as they are.
 
-        Args:
-            model: of ``AbstractTask.model``.
-            whole: after the last step, where a task may look at more.
-            autocast: the dtype of matrix products; None for that of the weights.
+        ``whole`` is after the last step, where a task may look at more. Without ``autocast`` the
+        dtype of matrix products is that of the weights.
         """
 
     def sample(
@@ -243,11 +241,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:
-        """Return the held-out side.
-
-        Raises:
-            InvalidArgument: there is too little of it.
-        """
+        """Return the held-out side."""
 
     @abstractmethod
     def looked_up(self, model: nn.Module) -> int:

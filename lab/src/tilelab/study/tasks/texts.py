@@ -47,8 +47,6 @@ class Texts(NamedTuple):
 
 
 class _Encoding(NamedTuple):
-    """A tokenizer, and the tokens around what it gives."""
-
     vocabulary: int
     start: int
     border: int | None
@@ -128,15 +126,8 @@ def _passages(tokens: Sequence[int], room: int) -> list[Sequence[int]]:
 class TextClassification(LabelledTexts):
     """IMDb's reviews, good or bad, or other texts in files of the same format.
 
-    ``data.source`` is one of:
-
-    * ``"imdb"``: the folder of that name in ``TILEWISE_DATA``;
-    * a folder with ``train.jsonl`` and ``test.jsonl`` (or with ``.gz``); each line is an object
-      with ``text`` and ``label``, a number from 0 on;
-    * ``"hub:NAME"`` for a data set of the Hub with these columns and splits, e.g.
-      ``"hub:stanfordnlp/imdb"``.
-
-    The test part is held out.
+    Each line is an object with ``text`` and ``label``, a number from 0 on. The test part is held
+    out.
     """
 
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
@@ -211,13 +202,7 @@ class Documents(LabelledTexts):
     * ``"presidents"`` holds out all addresses of every third President by the date of the first, so
       that who speaks cannot tell a label. For parties that is the harder and more honest question.
 
-    ``data.source`` is one of:
-
-    * ``"sotu"``: ``longdoc/sotu.jsonl`` in ``TILEWISE_DATA``;
-    * the path of a folder that has ``sotu.jsonl`` (or with ``.gz``);
-    * the path of a file of that format with any name.
-
-    Each line is an object with ``year``, ``president``, ``party`` and ``text``.
+    Each line of the file is an object with ``year``, ``president``, ``party`` and ``text``.
     """
 
     sources = "sotu, or the path of sotu.jsonl or of its folder"
@@ -268,7 +253,6 @@ class Documents(LabelledTexts):
         return parts
 
     def _label(self, row: dict[str, Any]) -> int | None:
-        """Return the class of a document; None for one that has none."""
         if self.label == "party":
             return _PARTIES.index(row["party"]) if row["party"] in _PARTIES else None
         return int((row["year"] - _FIRST_YEAR) // _ERA_YEARS)

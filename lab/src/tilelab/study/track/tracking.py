@@ -34,9 +34,6 @@ def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
 
     A name is one of ``TRACKERS``, or ``file.py:function`` with a function that takes a folder and
     returns a tracker; the file is the user's own and is run.
-
-    Raises:
-        InvalidArgument: no such tracker, or its package is not installed.
     """
     return {name: _made(name, folder) for name in dict.fromkeys(names)}
 
@@ -193,7 +190,6 @@ class _Followed:
         self.points: list[Point] = []
 
     def begin_in(self, name: str, tracker: AbstractTracker) -> None:
-        """Learn what a tracker has."""
         self._known[name] = dict(tracker.begin(self.run))
 
     def replay(self, record: RunRecord) -> None:
@@ -205,7 +201,6 @@ class _Followed:
             self.event({"event": "evaluation", **asdict(evaluation)}, begun)
 
     def event(self, values: Mapping[str, Any], now: float | None = None) -> None:
-        """A line of the record."""
         step, now = values.get("step", 0), time.time() if now is None else now
         if values["event"] == "step":
             done = self._tokens.get(step - 1, (step - 1) * self._usual)

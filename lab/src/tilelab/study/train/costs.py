@@ -127,7 +127,6 @@ def _samples(size: int, dtype: torch.dtype, device: torch.device, transposed: bo
 def _product_s(
     size: int, dtype: torch.dtype, device: torch.device, transposed: bool = False
 ) -> float:
-    """Return seconds of one product, inputs made before."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     right, out = torch.full_like(left, 0.25), torch.empty_like(left)
     right = right.t() if transposed else right

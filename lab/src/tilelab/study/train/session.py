@@ -223,7 +223,6 @@ class Session:
             raise Diverged(f"the held-out loss after step {self.trainer.done} is {found.loss}")
 
     def _measure(self) -> None:
-        """Write where memory goes, and which kernels ran."""
         self.meter.pause()
         self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
         if self._split is None:

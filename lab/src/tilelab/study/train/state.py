@@ -184,7 +184,6 @@ def _parts(state: State) -> Iterator[bytes | memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the bits of a tensor."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

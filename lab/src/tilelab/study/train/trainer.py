@@ -116,11 +116,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
 
     def step(self) -> Taken:
-        """Take one optimizer step.
-
-        Raises:
-            Diverged: its loss or gradient is not finite; the weights are those before it.
-        """
+        """Take one optimizer step, or raise ``Diverged`` and leave the weights as they were."""
         synchronise(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)

@@ -288,7 +288,6 @@ def look_by_look(
 
 
 def _first(compared: Comparison, count: int) -> Comparison:
-    """Return the same with the first seeds only."""
     seeds = tuple(compared.seeds[:count])
     known = {each.seed for each in seeds}
     diverged = tuple(seed for seed in compared.baseline_diverged if seed in known)

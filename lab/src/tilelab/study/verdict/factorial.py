@@ -42,8 +42,6 @@ Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
 
 class _Contrast(NamedTuple):
-    """The contrast of an effect."""
-
     factors: int  # 1: of one factor; more: an interaction
     values: Sequence[float]  # of every seed that all its arms and the baseline have finished
     broken: bool  # a run that it needs diverged
@@ -179,7 +177,6 @@ def _diverged(per_seed: Seeds) -> bool:
 
 
 def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> float:
-    """Return the effect with one seed."""
     runs = combinations_of(design)
     by_factors = {frozenset(arm.split("+")): value for arm, value in row.items()}
     total = 0.0
@@ -216,7 +213,6 @@ def _decide(
     rules: Rules,
     whole: bool,
 ) -> tuple[InteractionLabel, str]:
-    """Return the label of a contrast, and its words."""
     if contrast.broken:
         return "diverged", "A run of these arms diverged."
     if not whole:

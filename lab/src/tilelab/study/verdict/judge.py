@@ -96,20 +96,16 @@ def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of an arm."""
-
     finals: Mapping[int, RunRecord]  # seed -> record, an empty one where there is none
     trials: Sequence[RunRecord]  # of its sweep
     lost: bool  # every value of the sweep diverged: there are no finals
 
     @cached_property
     def values(self) -> dict[int, Values]:
-        """The measures of its finals, by seed."""
         return {seed: measure(record) for seed, record in self.finals.items()}
 
     @cached_property
     def measures(self) -> ArmMeasures:
-        """Over its finals."""
         over = over_seeds(list(self.values.values()))
         return replace(over, kernels=kernel_uses(self.finals.values()))
 

@@ -85,7 +85,6 @@ class _Reading:
         return self.tokens_over(sum(self.walls))
 
     def tokens_over(self, time_s: float) -> float | None:
-        """Return the tokens of the timed steps over a time."""
         tokens = learnt(self.record, self.timed)
         return tokens / time_s if tokens and time_s > 0 else None
 
@@ -368,7 +367,6 @@ def cost(records: Iterable[RunRecord]) -> Cost:
 
 
 def _spent(records: Sequence[RunRecord]) -> tuple[int, int, float, float]:
-    """Return runs, tokens, wall seconds and CPU seconds."""
     return (
         len(records),
         sum(learnt(each, each.steps) for each in records),

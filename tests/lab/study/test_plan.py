@@ -18,9 +18,10 @@ from tests.lab.study.records_of import (
     work,
 )
 from tilelab.study.ask.config import Arm, RunConfig, Study, Sweep, change, config_hash
-from tilelab.study.ask.run import RunSpec, finals, trials
+from tilelab.study.ask.run import RunSpec, finals
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.verdict.judge import judge
+from tilelab.study.verdict.sweeps import known_trials
 from tilewise.errors import InvalidArgument, TilewiseError
 
 RATES = {"baseline": (0.001, 0.002), "lion": (0.0001, 0.0004)}
@@ -77,7 +78,7 @@ def test_no_arm_counts_before_every_trial_of_its_experiment_has_ended() -> None:
     other = experiment_of("wsd", name="other", seeds=(0,))
     study = Study(name="two", question="?", experiments=(*swept(seeds=(0,)).experiments, other))
     agenda = Agenda(study, {})
-    for run in trials(study.experiments[0])[:-1]:
+    for run in known_trials(study.experiments[0], {})[:-1]:
         agenda.ended(run, record_of(run, Behaviour()))
     left = [run.name for run in agenda.ready()]
     # While the last trial runs, the next experiment may.
@@ -91,7 +92,7 @@ def test_no_arm_counts_before_every_trial_of_its_experiment_has_ended() -> None:
 def test_an_arm_whose_candidates_all_diverged_has_no_further_runs() -> None:
     study = swept()
     agenda = Agenda(study, {})
-    for run in trials(study.experiments[0]):
+    for run in known_trials(study.experiments[0], {}):
         survives = 0.0 if run.arm == "lion" else 1.0
         agenda.ended(run, record_of(run, Behaviour(survives=survives)))
     assert agenda.total == 8 + 3
@@ -129,7 +130,7 @@ def test_a_record_of_another_config_is_refused() -> None:
 def test_finals_without_a_sweep_need_no_choice() -> None:
     experiment = experiment_of("lion")
     assert len(finals(experiment, {})) == 6
-    assert trials(experiment) == []
+    assert known_trials(experiment, {}) == []
 
 
 FINAL = RunSpec("optimizers", "lion+wsd", 3, change(RunConfig(), {"optimizer": "lion"}))

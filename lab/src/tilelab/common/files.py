@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import os
@@ -18,13 +19,26 @@ from tilewise.errors import InvalidArgument, TilewiseError
 __all__ = [
     "DiskFullError",
     "compact_json",
+    "first_of",
     "read_json",
     "replacing",
     "telling_full_disk",
+    "unpacked",
     "write_atomically",
 ]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def first_of(folder: Path, *names: str) -> Path | None:
+    """Return the first of these files that is there, each by its name or with ``.gz`` behind it."""
+    candidates = [folder / (name + end) for name in names for end in ("", ".gz")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def unpacked(path: Path) -> bytes:
+    """Return the bytes of a file, unpacked where its name ends in ``.gz``."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 class DiskFullError(TilewiseError):

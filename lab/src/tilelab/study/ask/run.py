@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tilelab.study.ask.config import Experiment, Frozen, RunConfig, config_hash, parse
 
-__all__ = ["RECORD", "STANDARD", "Execution", "RunSpec", "Strategy", "finals", "trial", "trials"]
+__all__ = ["RECORD", "STANDARD", "Execution", "RunSpec", "Strategy", "finals", "trial"]
 
 RECORD = "record.jsonl"  # the file of events in the folder of a run
 Strategy = Literal["ddp", "fsdp"]
@@ -92,21 +92,6 @@ class RunSpec:
 
 
 _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Execution}
-
-
-def trials(experiment: Experiment) -> list[RunSpec]:
-    """Return the runs of the sweep, if there is one; with successive halving, of the first rung."""
-    sweep = experiment.sweep
-    if sweep is None:
-        return []
-    names = experiment.arm_names
-    tried = {name: experiment.candidates(name) for name in names}
-    return [
-        trial(experiment, name, tried[name][index], 0, seed)
-        for seed in sweep.seeds
-        for index in range(len(tried[names[0]]))
-        for name in names
-    ]
 
 
 def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:

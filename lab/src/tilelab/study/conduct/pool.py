@@ -9,6 +9,7 @@ to the same bits. So a worker that is lost with its machine costs the steps sinc
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class Pool:
             DiskFullError: there is no room for what a run writes.
             KeyboardInterrupt: Ctrl-C.
         """
-        losses = _Losses()
+        # How often each run was lost: one that kills its workers does not go on so.
+        losses = Counter[str]()
         with _stopping() as workers:
             while not agenda.finished:
                 self._start(agenda, workers, watcher)
@@ -111,7 +113,8 @@ class Pool:
                     # First whether it is over, then its lines: so that none is missed.
                     over = worker.over
                     for values in worker.new_events():
-                        losses.event(worker.run, values)
+                        if values["event"] == "checkpoint":  # what comes after it counts anew
+                            del losses[worker.run.name]
                         watcher.event(worker.run, values)
                     if over:
                         self._end(worker, workers, agenda, watcher, losses)
@@ -138,39 +141,24 @@ class Pool:
         workers: list[Worker],
         agenda: Agenda,
         watcher: Watcher,
-        losses: _Losses,
+        losses: Counter[str],
     ) -> None:
         run = worker.run
         try:
             record = worker.result()
         except Lost as lost:
-            losses.lost(run, str(lost))
+            losses[run.name] += 1
+            if losses[run.name] >= _MOST_LOSSES:
+                raise RunError(
+                    f"{run.name}: its worker was lost {losses[run.name]} times in a row before it "
+                    f"came to a checkpoint ({lost}); the same command goes on"
+                ) from None
             watcher.lost(run, str(lost))
         else:
             agenda.ended(run, record)
             watcher.ended(run, record)
         workers.remove(worker)
         worker.close()
-
-
-class _Losses:
-    """Counts how often runs were lost, so that one that kills its workers does not go on so."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
-        """A checkpoint is progress: what comes after it counts anew."""
-        if values["event"] == "checkpoint":
-            self._counts.pop(run.name, None)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        times = self._counts[run.name] = self._counts.get(run.name, 0) + 1
-        if times >= _MOST_LOSSES:
-            raise RunError(
-                f"{run.name}: its worker was lost {times} times in a row before it came to a "
-                f"checkpoint ({why}); the same command goes on"
-            )
 
 
 @contextmanager

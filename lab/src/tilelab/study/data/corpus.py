@@ -7,7 +7,6 @@ training). A single file is cut once.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import sysconfig
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tilelab.common.files import unpacked
 from tilelab.study.data import wikitext
 from tilewise.errors import InvalidArgument
 
@@ -176,7 +176,7 @@ def _whole_files(
 
 def _read(path: Path) -> bytes:
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = unpacked(path)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         came = f"{path} ({reason})"

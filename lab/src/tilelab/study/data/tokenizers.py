@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tilelab.common.files import first_of, unpacked
 from tilelab.study.data.corpus import data_folder
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -81,9 +81,9 @@ class _Gpt2Files(NamedTuple):
 def _find_gpt2(folder: Path | None) -> _Gpt2Files:
     places = [] if folder is None else [folder, folder / "gpt2", folder / "vocab" / "gpt2"]
     for place in places:
-        vocabulary, merges = _first(place, _VOCABULARY_NAMES), _first(place, _MERGES_NAMES)
+        vocabulary, merges = first_of(place, *_VOCABULARY_NAMES), first_of(place, *_MERGES_NAMES)
         if vocabulary is not None and merges is not None:
-            return _Gpt2Files(_unpacked(vocabulary), _unpacked(merges))
+            return _Gpt2Files(unpacked(vocabulary), unpacked(merges))
     came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
     site = "https://huggingface.co/openai-community/gpt2/resolve/main"
     fix = (
@@ -92,15 +92,6 @@ def _find_gpt2(folder: Path | None) -> _Gpt2Files:
     )
     required = "a folder with gpt2/vocab.json and gpt2/merges.txt (GPT-2's vocabulary)"
     raise InvalidArgument("data.tokenizer", came, required, fix)
-
-
-def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    candidates = [folder / (name + end) for name in names for end in ("", ".gz")]
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _unpacked(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def _package(what: str, instead: str = "") -> Any:
@@ -219,7 +210,7 @@ def wordpiece(folder: Path | None) -> WordPiece:
     """
     if folder is not None:
         for place in _FOLDERS:
-            path = _first(folder / place, ("vocab.txt",))
+            path = first_of(folder / place, "vocab.txt")
             if path is not None:
                 return _read(path)
     came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
@@ -234,7 +225,7 @@ def wordpiece(folder: Path | None) -> WordPiece:
 
 @lru_cache(maxsize=2)
 def _read(path: Path) -> WordPiece:
-    tokenizers, data = _package("WordPiece"), _unpacked(path)
+    tokenizers, data = _package("WordPiece"), unpacked(path)
     words = data.decode().splitlines()
     ids = {word: index for index, word in enumerate(words)}
     missing = [word for word in _SPECIAL if word not in ids]

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from tilelab.common.files import first_of
 from tilewise.errors import InvalidArgument
 
 __all__ = ["NAMES", "Files", "articles", "detokenise", "find", "inside", "words"]
@@ -154,16 +155,11 @@ def _pair(folder: Path, name: str, suffix: str, stem: str, official: bool) -> Fi
         part = [f"{stem}.train-prefix.{suffix}.txt"]
         # Raw validation text is the same in WikiText-2 and -103.
         valid += [f"{stem}.valid.{suffix}.txt"] + ["wikitext.valid.raw.txt"] * (suffix == "raw")
-    whole, held_out = _first(folder, train), _first(folder, valid)
-    prefix = None if whole else _first(folder, part)
+    whole, held_out = first_of(folder, *train), first_of(folder, *valid)
+    prefix = None if whole else first_of(folder, *part)
     if held_out is None or (whole is None and prefix is None):
         return None
     if prefix is not None:
         return Files(f"{name} (prefix)", prefix, held_out)
     assert whole is not None
     return Files(name, whole, held_out)
-
-
-def _first(folder: Path, names: list[str]) -> Path | None:
-    candidates = [folder / (name + end) for name in names for end in ("", ".gz")]
-    return next((path for path in candidates if path.is_file()), None)

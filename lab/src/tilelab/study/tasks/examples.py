@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tilelab.common.files import unpacked
 from tilelab.study.data.corpus import data_folder
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -24,7 +24,6 @@ __all__ = [
     "Examples",
     "Ragged",
     "Split",
-    "ended",
     "folder_of",
     "joined",
     "lines",
@@ -51,12 +50,6 @@ def folder_of(source: str, name: str, inside: str) -> Path:
     return named / inside
 
 
-def ended(path: Path) -> Path | None:
-    """Return the file of that name, or with ``.gz`` behind it; None where neither is there."""
-    candidates = (path, path.with_name(f"{path.name}.gz"))
-    return next((each for each in candidates if each.is_file()), None)
-
-
 def unpacked_bytes(path: Path) -> int:
     """Size of a file, unpacked; of one that gzip packed as it says itself, modulo 4 GiB."""
     size = path.stat().st_size
@@ -74,8 +67,7 @@ def lines(path: Path) -> list[str]:
         InvalidArgument: it cannot be read or unpacked, or is not UTF-8.
     """
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        text = unpacked(path).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         came = f"{path} ({' '.join(str(error).split())[:200]})"
         required = "a file of text in UTF-8, whole, packed by gzip if its name ends in .gz"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tilelab.common.files import first_of
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
@@ -28,7 +29,6 @@ from tilelab.study.tasks.examples import (
     Examples,
     Ragged,
     Split,
-    ended,
     folder_of,
     lines,
     table,
@@ -93,7 +93,7 @@ class GlueTask(Classification):
         if config.data.source.startswith(HUB):
             return []
         folder = folder_of(config.data.source, "glue", "glue") / self.dataset.folder
-        return [ended(folder / f"{file}.tsv") for file, _ in self.dataset.parts.values()]
+        return [first_of(folder, f"{file}.tsv") for file, _ in self.dataset.parts.values()]
 
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
         """Return GLUE's metrics of the data set."""
@@ -239,7 +239,7 @@ def read(dataset: Dataset, source: str) -> dict[str, Rows]:
 
 
 def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
-    path = ended(folder / f"{file}.tsv")
+    path = first_of(folder, f"{file}.tsv")
     if path is None:
         fix = (
             f"Get it with: curl -LO https://dl.fbaipublicfiles.com/glue/data/{dataset.folder}.zip"

@@ -23,9 +23,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tilelab.common.files import first_of
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.tasks.classification import Classification
-from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, ended, folder_of, lines
+from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, folder_of, lines
 from tilelab.study.tasks.task import Examination
 from tilewise.errors import InvalidArgument
 
@@ -99,7 +100,7 @@ class ListOps(Classification):
     def files(self, config: RunConfig) -> list[Path | None]:
         """See ``Classification``."""
         form, folder = _FORMS[self.form], self._folder(config)
-        return [ended(folder / name) for name in (form.train, *form.held_out)]
+        return [first_of(folder, name) for name in (form.train, *form.held_out)]
 
     def prepare(self, config: RunConfig, cache: Path) -> Examples:
         """Return the expressions as tokens."""

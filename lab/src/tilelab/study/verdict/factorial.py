@@ -26,15 +26,15 @@ from typing import NamedTuple
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.designs import Design, Estimate, combinations_of, estimates
 from tilelab.study.ask.metrics import ahead
-from tilelab.study.verdict.decide import Rules
+from tilelab.study.verdict.decide import Examined, Rules, family_tests, size_text
 from tilelab.study.verdict.result import (
     FactorEffect,
     Interaction,
     InteractionLabel,
     SeedResult,
 )
-from tilelab.study.verdict.stats import Paired, equivalence, holm, paired
-from tilelab.study.verdict.text import effect_text, interval_text, p_text
+from tilelab.study.verdict.stats import paired
+from tilelab.study.verdict.text import p_text
 
 __all__ = ["factor_effects", "interactions", "predicted"]
 
@@ -50,10 +50,8 @@ class _Contrast(NamedTuple):
 class _Tested(NamedTuple):
     """A contrast and its tests; ``whole`` where it has every seed."""
 
-    seen: Paired
+    test: Examined
     whole: bool
-    p_holm: float | None
-    p_same: float | None
     label: InteractionLabel
     reason: str
 
@@ -77,11 +75,11 @@ def interactions(
             arms=tuple(together.split("+")),
             together=together,
             label=each.label,
-            n=each.seen.n,
-            effect=each.seen.mean,
-            interval=each.seen.interval,
-            p_value=each.seen.p_value,
-            p_holm=each.p_holm,
+            n=each.test.paired.n,
+            effect=each.test.paired.mean,
+            interval=each.test.paired.interval,
+            p_value=each.test.paired.p_value,
+            p_holm=each.test.p_holm,
             reason=each.reason,
         )
         for (together, _), each in zip(joined, tested, strict=True)
@@ -115,12 +113,12 @@ def factor_effects(
                     for sign, factors in estimate.aliases
                 ),
                 label=each.label,
-                n=each.seen.n,
-                effect=each.seen.mean,
-                interval=each.seen.interval,
-                p_value=each.seen.p_value if each.whole else None,
-                p_holm=each.p_holm,
-                p_equivalence_holm=each.p_same,
+                n=each.test.paired.n,
+                effect=each.test.paired.mean,
+                interval=each.test.paired.interval,
+                p_value=each.test.paired.p_value if each.whole else None,
+                p_holm=each.test.p_holm,
+                p_equivalence_holm=each.test.p_equivalence_holm,
                 reason=each.reason,
             )
             effects.append(effect)
@@ -190,37 +188,24 @@ def _test(experiment: Experiment, family: Sequence[_Contrast]) -> list[_Tested]:
     """Decide the contrasts of one family; one that is not whole is not tested, but counts in it."""
     rules = Rules.of(experiment, max(len(family), 1))
     values = [[] if each.broken else each.values for each in family]
-    wholes = [len(each) == len(experiment.seeds) for each in values]
-    seen = [paired(each, rules.confidence) for each in values]
-    different = [each.p_value if whole else None for each, whole in zip(seen, wholes, strict=True)]
-    same = [
-        equivalence(each, rules.smallest) if whole else None
-        for each, whole in zip(values, wholes, strict=True)
+    wholes = [each if len(each) == len(experiment.seeds) else None for each in values]
+    tests = family_tests([paired(each, rules.confidence) for each in values], wholes, rules)
+    return [
+        _Tested(test, whole is not None, *_decide(each, test, rules, whole is not None))
+        for each, test, whole in zip(family, tests, wholes, strict=True)
     ]
-    found = []
-    rows = zip(family, seen, wholes, holm(different), holm(same), strict=True)
-    for each, test, whole, p_holm, p_same in rows:
-        label, reason = _decide(each, test, p_holm, p_same, rules, whole)
-        found.append(_Tested(test, whole, p_holm, p_same, label, reason))
-    return found
 
 
 def _decide(
-    contrast: _Contrast,
-    seen: Paired,
-    p_holm: float | None,
-    p_same: float | None,
-    rules: Rules,
-    whole: bool,
+    contrast: _Contrast, test: Examined, rules: Rules, whole: bool
 ) -> tuple[InteractionLabel, str]:
+    seen, p_holm, p_same = test.paired, test.p_holm, test.p_equivalence_holm
     if contrast.broken:
         return "diverged", "A run of these arms diverged."
     if not whole:
         return "incomplete", "Not every run of these arms and of the baseline is there."
     assert seen.mean is not None
-    size = f"{effect_text(seen.mean, rules.smallest)} {rules.unit}"
-    if seen.interval is not None:
-        size += f" {interval_text(seen.interval, rules.smallest)}"
+    size = size_text(seen.mean, seen.interval, rules)
     alone = contrast.factors == 1
     if p_same is not None and p_same <= rules.alpha:
         if alone:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from tilelab.common.svg import arm_colour, arm_dashes, finish
+from tilelab.common.svg import arm_colour, finish
 from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.report.lines import LineEnd, Series, frame, label_ends
+from tilelab.study.report.lines import LineEnd, Series, frame, label_ends, line_style
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.tables import number_cell
 from tilelab.study.verdict import text as words
@@ -127,12 +127,10 @@ def _drawn(
     margin = 0.06 * (high - low) or 1.0
     axes.set_ylim(low - margin, high + margin)
     for each, lines in zip(outlines, layers, strict=True):
-        colour, dashes = arm_colour(each.place), arm_dashes(each.place)
+        colour = arm_colour(each.place)
         for line in lines:
             axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
-        axes.plot(
-            each.x, each.mean, color=colour, linewidth=2.1, linestyle=dashes, zorder=3 + each.place
-        )
+        axes.plot(each.x, each.mean, **line_style(each.place))
     ends = [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1]) for each in outlines]
     label_ends(axes, ends)
     return finish(figure, name, summary)

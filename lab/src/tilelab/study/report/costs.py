@@ -18,7 +18,6 @@ from tilelab.common.svg import (
     RULE,
     SOFT,
     arm_colour,
-    arm_dashes,
     canvas,
     finish,
     place,
@@ -33,6 +32,8 @@ from tilelab.study.report.lines import (
     amounts_below,
     beside_labels,
     label_ends,
+    line_style,
+    marks,
 )
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of, metric_mean
@@ -148,18 +149,8 @@ def _taken_chart(
             axes.plot(
                 [middle] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2.6, clip_on=False
             )
-        axes.plot(
-            reached,
-            [row] * len(reached),
-            color=colour,
-            marker="o",
-            markersize=6.5,
-            markeredgewidth=0,
-            linestyle="none",
-            alpha=0.75,
-            clip_on=False,
-            zorder=5,
-        )
+        rows = [row] * len(reached)
+        marks(axes, reached, rows, each.place, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
         label = "not reached" if half else _amount(middle, what)
         if missed and not half:
             label += f", {len(reached)} of {len(each.taken)}"
@@ -334,31 +325,13 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
 
 
 def _draw_survival(axes: Axes, line: _Survivors) -> None:
-    colour, curve = arm_colour(line.place), line.curve
+    curve = line.curve
     x = [0.0, *curve.at, line.end]
     y = [1.0, *curve.share, _share_at(curve, line.end)]
-    axes.step(
-        x,
-        y,
-        where="post",
-        color=colour,
-        linewidth=2.1,
-        linestyle=arm_dashes(line.place),
-        clip_on=False,
-        zorder=3 + line.place,
-    )
-    marks = sorted(set(curve.censored))
-    axes.plot(
-        marks,
-        [_share_at(curve, each) for each in marks],
-        color=colour,
-        marker="|",
-        markersize=12,
-        markeredgewidth=2,
-        linestyle="none",
-        clip_on=False,
-        zorder=20,
-    )
+    axes.step(x, y, where="post", clip_on=False, **line_style(line.place))
+    ended = sorted(set(curve.censored))
+    shares = [_share_at(curve, each) for each in ended]
+    marks(axes, ended, shares, line.place, "|", 12, markeredgewidth=2, zorder=20)
 
 
 def _share_at(curve: Survival, where: float) -> float:
@@ -450,17 +423,8 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     )
     for each in points:
         colour, on = arm_colour(each.place), each in best
-        axes.plot(
-            [each.cost],
-            [each.metric],
-            marker="o",
-            markersize=9 if on else 7,
-            color=colour,
-            markerfacecolor=colour if on else "none",
-            linestyle="none",
-            clip_on=False,
-            zorder=5,
-        )
+        at, size, inside = ([each.cost], [each.metric]), 9 if on else 7, colour if on else "none"
+        marks(axes, *at, each.place, "o", size, markerfacecolor=inside, zorder=5)
         if on or len(points) <= 6:
             label = words.short_name(each.arm, _LONGEST_POINT)
             axes.annotate(

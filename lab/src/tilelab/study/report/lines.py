@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -36,7 +36,9 @@ __all__ = [
     "difference_chart",
     "frame",
     "label_ends",
+    "line_style",
     "loss_chart",
+    "marks",
 ]
 
 Abscissa = Literal["tokens", "time"]
@@ -278,30 +280,34 @@ def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
                 each.x, each.low, each.high, color=colour, alpha=0.16, linewidth=0, zorder=2
             )
     for each in drawn:
-        colour = arm_colour(each.place)
-        axes.plot(
-            each.x,
-            each.mean,
-            color=colour,
-            linewidth=2.1,
-            linestyle=arm_dashes(each.place),
-            solid_capstyle="round",
-            zorder=3 + each.place,
-        )
-        axes.plot(
-            each.x[-1:],
-            each.mean[-1:],
-            color=colour,
-            marker="X" if each.broken else "o",
-            markersize=8 if each.broken else 5.5,
-            markeredgewidth=0,
-            clip_on=False,
-            zorder=30,
-        )
+        axes.plot(each.x, each.mean, solid_capstyle="round", **line_style(each.place))
+        marker, size = ("X", 8) if each.broken else ("o", 5.5)
+        end = each.x[-1:], each.mean[-1:]
+        marks(axes, *end, each.place, marker, size, linestyle="-", markeredgewidth=0, zorder=30)
     label_ends(
         axes,
         [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn],
     )
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """Return the look of an arm's main line."""
+    style = {"color": arm_colour(place), "linestyle": arm_dashes(place)}
+    return {**style, "linewidth": 2.1, "zorder": 3 + place}
+
+
+def marks(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    place: int,
+    marker: str,
+    size: float,
+    **style: Any,
+) -> None:
+    """Draw points of an arm, which may reach over the frame, without a line between them."""
+    usual: dict[str, Any] = {"linestyle": "none", "clip_on": False}
+    axes.plot(x, y, color=arm_colour(place), marker=marker, markersize=size, **usual | style)
 
 
 def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:

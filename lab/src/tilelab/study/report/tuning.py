@@ -23,7 +23,7 @@ from tilelab.common.svg import (
     place,
 )
 from tilelab.study.ask.metrics import ahead
-from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends
+from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
@@ -294,9 +294,7 @@ def _sweep_lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> Non
             markersize=5.5 if last else 3.5,
             clip_on=False,
         )
-        axes.plot(
-            lost, [edge] * len(lost), color=colour, marker="X", markersize=8, linestyle="none"
-        )
+        marks(axes, lost, [edge] * len(lost), index, "X", 8, clip_on=True)
         for value, metric in done:
             if last and value == sweep.chosen:
                 axes.plot(

@@ -24,7 +24,16 @@ from tilelab.study.ask import designs
 from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.registry import find, nearest
-from tilelab.study.ask.values import Choice, Frozen, added, change, config_hash, parse, unhashed
+from tilelab.study.ask.values import (
+    Choice,
+    Frozen,
+    added,
+    change,
+    config_hash,
+    parse,
+    unhashed,
+    value_at,
+)
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 
@@ -413,9 +422,7 @@ class Experiment(Frozen):
             return ()
         if sweep.values:
             return sweep.values[arm]
-        own: Any = self.config_of(arm).model_dump(mode="json")
-        for part in sweep.path.split("."):
-            own = own.get(part) if isinstance(own, dict) else None
+        own = value_at(self.config_of(arm), sweep.path)
         if isinstance(own, bool) or not isinstance(own, int | float):
             required = f"a number in every arm; {arm} has {own!r}"
             raise InvalidArgument("sweep.path", sweep.path, required)

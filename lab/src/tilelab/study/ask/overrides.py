@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, RunConfig, Study, change
 from tilelab.study.ask.registry import nearest
-from tilelab.study.ask.values import Frozen
+from tilelab.study.ask.values import value_at
 from tilewise.errors import InvalidArgument
 
 __all__ = ["apply", "notes"]
@@ -68,9 +68,9 @@ def notes(study: Study, overrides: Sequence[str]) -> list[str]:
 
 
 def _kept(experiment: Experiment, path: str) -> Iterator[str]:
-    meant = _at(experiment.baseline, path)
+    meant = value_at(experiment.baseline, path)
     for arm in experiment.arms:
-        own = _at(experiment.config_of(arm.name), path)
+        own = value_at(experiment.config_of(arm.name), path)
         if own is None and meant is not None:
             yield f"{experiment.name}/{arm.name} has no {path}"
         elif own != meant:
@@ -106,10 +106,10 @@ def _apply(study: Study, override: _Override) -> Study:
 
     def laid_over(experiment: Experiment) -> Experiment:
         if root in _OF_RUN:
-            value = _value(override.text, _at(experiment.baseline, override.path))
+            value = _value(override.text, value_at(experiment.baseline, override.path))
             baseline = change(experiment.baseline, {override.path: value})
             return change(experiment, {"baseline": baseline.model_dump(mode="json")})
-        value = _value(override.text, _at(experiment, override.path))
+        value = _value(override.text, value_at(experiment, override.path))
         return change(experiment, {override.path: value})
 
     return _each(study, override, laid_over)
@@ -125,9 +125,9 @@ def _keep_experiments(study: Study, names: list[str]) -> Study:
 def _keep_arms(study: Study, override: _Override) -> Study:
     """Keep some arms; an experiment of several that has none of them is left out."""
     names, targets = _names(override.text), _targets(study, override)
-    known = [name for each in targets for name in _arms(each)]
+    known = [name for each in targets for name in each.arm_names]
     _check_names(override.path, names, list(dict.fromkeys(known)))
-    left = [each.name for each in targets if not set(names) & set(_arms(each))]
+    left = [each.name for each in targets if not set(names) & set(each.arm_names)]
 
     def fewer(experiment: Experiment) -> Experiment:
         if experiment.name in left:
@@ -168,10 +168,6 @@ def _targets(study: Study, override: _Override) -> list[Experiment]:
     return swept if swept and override.path.startswith("sweep.") else named
 
 
-def _arms(experiment: Experiment) -> list[str]:
-    return [experiment.baseline_name, *(arm.name for arm in experiment.arms)]
-
-
 def _check_names(path: str, names: list[str], known: list[str]) -> None:
     for name in names or [""]:
         if name not in known:
@@ -200,13 +196,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _at(config: Frozen, path: str) -> Any:
-    """Return the value at a path in JSON's types; None where there is no such path."""
-    at: Any = config.model_dump(mode="json")
-    for part in path.split("."):
-        if not isinstance(at, dict) or part not in at:
-            return None
-        at = at[part]
-    return at

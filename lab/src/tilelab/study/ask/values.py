@@ -30,6 +30,7 @@ __all__ = [
     "hash_of",
     "parse",
     "unhashed",
+    "value_at",
 ]
 
 _ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
@@ -134,6 +135,16 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
     for path in sorted(changes, key=_whole_first):
         _set(values, path, changes[path])
     return parse(type(config), values)
+
+
+def value_at(config: Frozen, path: str) -> Any:
+    """Return the value at a dotted path in JSON's types; None where there is no such path."""
+    at: Any = config.model_dump(mode="json")
+    for part in path.split("."):
+        if not isinstance(at, dict) or part not in at:
+            return None
+        at = at[part]
+    return at
 
 
 def config_hash(config: Frozen) -> str:

@@ -103,7 +103,6 @@ def find(name: str, out: Path) -> Found:
     """Return the study, experiment, arm or run of that name; without a study's name, of the newest.
 
     Raises:
-        InvalidArgument: there is none.
         CorruptRecordError: all that there is of it is damaged.
     """
     study, colon, part = name.partition(":")

@@ -45,19 +45,15 @@ class _Progress:
         self._board = board
 
     def started(self, run: RunSpec) -> None:
-        """A process took up a run."""
         self._board.started(run)
 
     def event(self, run: RunSpec, values: dict[str, Any]) -> None:
-        """A line was added to the run's record."""
         self._board.event(run, values)
 
     def ended(self, run: RunSpec, record: RunRecord) -> None:
-        """A run is over."""
         self._board.ended(run, record)
 
     def lost(self, run: RunSpec, why: str) -> None:
-        """The worker of a run went away."""
         self._board.lost(run)
         self._say(f"{run.name} was lost ({why}) and will be taken up again")
 

@@ -103,16 +103,22 @@ def listops_experiment(
 
 def listops_config(length: Expressions) -> RunConfig:
     """Return a run with the small model on expressions of a length."""
+    data = Data(source="listops", tokenizer="listops")
+    task = Task(name="listops", form=length.form, longest=length.longest)
+    return _small(length.longest + 1, data, task, length.batch, length.steps)
+
+
+def _small(context: int, data: Data, task: Task, batch: int, steps: int) -> RunConfig:
     return RunConfig(
-        model=Model(family="bert", layers=2, heads=4, width=64, context=length.longest + 1),
-        data=Data(source="listops", tokenizer="listops"),
+        model=Model(family="bert", layers=2, heads=4, width=64, context=context),
+        data=data,
         attention=Attention(variant=Variant(name="full")),
         optimizer=Optimizer(name="adamw", lr=0.002, weight_decay=0.01, betas=(0.9, 0.98)),
         schedule=Schedule(name="linear", warmup=0.1),
-        training=Training(batch=length.batch),
-        budget=Budget(steps=length.steps),
-        evaluation=Evaluation(every=length.steps // 2),
-        task=Task(name="listops", form=length.form, longest=length.longest),
+        training=Training(batch=batch),
+        budget=Budget(steps=steps),
+        evaluation=Evaluation(every=max(1, steps // 2)),
+        task=task,
     )
 
 
@@ -191,14 +197,6 @@ def passages_config(
     split: str = "addresses",
 ) -> RunConfig:
     """Return a run with the small model on passages of a length; ``tokens`` are those of a step."""
-    return RunConfig(
-        model=Model(family="bert", layers=2, heads=4, width=64, context=length),
-        data=Data(source=source, tokenizer="wordpiece"),
-        attention=Attention(variant=Variant(name="full")),
-        optimizer=Optimizer(name="adamw", lr=0.002, weight_decay=0.01, betas=(0.9, 0.98)),
-        schedule=Schedule(name="linear", warmup=0.1),
-        training=Training(batch=tokens // length),
-        budget=Budget(steps=steps),
-        evaluation=Evaluation(every=max(1, steps // 2)),
-        task=Task(name="documents", label=label, split=split, passage=length, pooling="mean"),
-    )
+    data = Data(source=source, tokenizer="wordpiece")
+    task = Task(name="documents", label=label, split=split, passage=length, pooling="mean")
+    return _small(length, data, task, tokens // length, steps)

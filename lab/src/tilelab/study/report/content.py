@@ -22,7 +22,7 @@ from tilelab.study.report.costs import (
 )
 from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
 from tilelab.study.report.page import DEFINITIONS, Chart, Fact, Writing
-from tilelab.study.report.tables import config_table, curve_tables, evidence_tables, plain_table
+from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
@@ -206,11 +206,15 @@ def _experiment(
     unit = UNITS[verdict.metric]
     steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
-    plain = plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes"))
     with_layers = {each.arm for each in lines.layers}
     measures = {each.name: each.measures for each in verdict.all_arms}
     without = [arm for arm in planned.arm_names if arm not in with_layers]
-    attention = attention_table(lines.layers, measures, without)
+    tables = (
+        plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
+        *evidence_tables(verdict),
+        curve_table(lines.tokens, lines.time, verdict),
+        attention_table(lines.layers, measures, without),
+    )
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
@@ -234,12 +238,7 @@ def _experiment(
         "follows": words.typeset(verdict.follows),
         "notes": verdict.notes,
         "charts": tuple(charts_of(verdict, lines, slug)),
-        "tables": (
-            *(() if plain is None else (plain,)),
-            *evidence_tables(verdict),
-            *curve_tables(lines.tokens, lines.time, verdict),
-            *(() if attention is None else (attention,)),
-        ),
+        "tables": tuple(table for table in tables if table is not None),
         "writings": wrote,
         "writings_note": wrote_note,
         "config": config_table(

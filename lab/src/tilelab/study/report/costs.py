@@ -226,7 +226,6 @@ def kaplan_meier(
 ) -> Survival:
     """Return the Kaplan-Meier estimate of the share of runs that have not reached the target.
 
-    The interval is Greenwood's variance on the scale of log(-log S), which stays within 0 and 1.
     The interval is Greenwood's variance on the scale of log(-log S), which stays within 0 and 1. A
     censored run was at risk up to and at the place where it ended.
     """

@@ -25,7 +25,7 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["config_table", "curve_tables", "evidence_tables", "number_cell", "plain_table"]
+__all__ = ["config_table", "curve_table", "evidence_tables", "number_cell", "plain_table"]
 
 _CURVE_ROWS = 12  # of the table of the curves, about
 _Show = Callable[[float], str]
@@ -266,13 +266,13 @@ def _differences(arm: ArmVerdict, digits: int) -> dict[int, str]:
     return dict(zip(known, differences(list(known.values()), digits), strict=True))
 
 
-def curve_tables(
+def curve_table(
     tokens: Sequence[Series], time: Sequence[Series], experiment: ExperimentVerdict
-) -> tuple[Table, ...]:
-    """Return the curves as numbers, for those who cannot see the figures: one table, or none."""
+) -> Table | None:
+    """Return the curves as numbers, for those who cannot see the figures."""
     drawn = [each for each in tokens if each.x]
     if not drawn:
-        return ()
+        return None
     digits = digits_of(experiment)
     seconds = {each.arm: each.x for each in time}
     every = sorted({x for each in drawn for x in each.x})
@@ -291,7 +291,7 @@ def curve_tables(
         rows.append(tuple(cells))
     notes = (f"Mean {UNITS[experiment.metric]} of the held-out data, and the training time.",)
     head = ("tokens", *(each.arm for each in drawn))
-    return (Table("The metric along the runs", head, tuple(rows), notes, "curve"),)
+    return Table("The metric along the runs", head, tuple(rows), notes, "curve")
 
 
 def config_table(

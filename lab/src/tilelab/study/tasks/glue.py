@@ -233,7 +233,11 @@ DATASETS: Mapping[str, Dataset] = {
 def read(dataset: Dataset, source: str) -> dict[str, Rows]:
     """Return the parts of a data set: ``"train"``, and those that are held out."""
     if source.startswith(HUB):
-        return _from_hub(dataset, source)
+        files = "a folder with GLUE's files"
+        return {
+            part: _hub_rows(dataset, table(source, dataset.name, split, files), source)
+            for part, (_, split) in dataset.parts.items()
+        }
     folder = folder_of(source, "glue", "glue") / dataset.folder
     return {part: _from_file(dataset, folder, file) for part, (file, _) in dataset.parts.items()}
 
@@ -284,14 +288,6 @@ def _label(dataset: Dataset, text: str, path: Path) -> float:
     if not math.isfinite(score):
         raise InvalidArgument("data.source", f"{path} with the score {text!r}", "a number")
     return score
-
-
-def _from_hub(dataset: Dataset, source: str) -> dict[str, Rows]:
-    files = "a folder with GLUE's files"
-    return {
-        part: _hub_rows(dataset, table(source, dataset.name, split, files), source)
-        for part, (_, split) in dataset.parts.items()
-    }
 
 
 def _hub_rows(dataset: Dataset, rows: Any, source: str) -> Rows:

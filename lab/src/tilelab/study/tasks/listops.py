@@ -70,9 +70,8 @@ class ListOps(Classification):
 
     Validation and test set of the Arena are held out together. Where NYU's training file is not
     there, a tenth of its test file is held out, by a hash of the expression: the same ones whatever
-    ``longest`` is.
-    Expressions of more than ``longest`` tokens, the start token not counted, are left out; 0 for
-    none.
+    ``longest`` is. Expressions of more than ``longest`` tokens, the start token not counted, are
+    left out; 0 for none.
     """
 
     tokenizers = ("listops",)

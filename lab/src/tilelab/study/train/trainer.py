@@ -65,7 +65,6 @@ def weights_of(state: State) -> dict[str, Tensor]:
 class Trainer:
     """Trains the model of one run, alone or with the other processes of a team.
 
-    Dropout draws from torch's global generator, which the trainer seeds: one of them at a time.
     Dropout draws from torch's global generator, which the trainer seeds: one of them at a time. All
     processes of the team call the same methods in the same order.
     """

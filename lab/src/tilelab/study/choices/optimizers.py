@@ -56,16 +56,6 @@ class Group(NamedTuple):
     parameters: Mapping[str, nn.Parameter]  # by name
     decays: bool
 
-    def for_torch(self, lr: float, weight_decay: float, **options: Any) -> dict[str, Any]:
-        """Return the group as ``torch.optim`` takes it; only a group that decays gets the decay."""
-        decay = weight_decay if self.decays else 0.0
-        return {
-            "params": list(self.parameters.values()),
-            "lr": lr,
-            "weight_decay": decay,
-            **options,
-        }
-
 
 def parameter_groups(model: nn.Module) -> list[Group]:
     """Return the parameters of a model in two groups.
@@ -135,7 +125,7 @@ def adamw(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    return _torch_adamw([each.for_torch(lr, weight_decay) for each in groups], betas, eps)
+    return _torch_adamw(_for_torch(groups, lr, weight_decay), betas, eps)
 
 
 @register("optimizer")
@@ -152,7 +142,7 @@ def lion(
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion([each.for_torch(lr, weight_decay) for each in groups], betas)
+    return Lion(_for_torch(groups, lr, weight_decay), betas)
 
 
 @register("optimizer")
@@ -179,11 +169,11 @@ def muon(
     matrices = [each for each in groups if each.decays]
     others = [each for each in groups if not each.decays]
     hidden = torch.optim.Muon(
-        [each.for_torch(lr, weight_decay) for each in matrices],
+        _for_torch(matrices, lr, weight_decay),
         momentum=momentum,
         adjust_lr_fn=adjust,
     )
-    rest = [each.for_torch(lr * adamw_lr_share, weight_decay) for each in others]
+    rest = _for_torch(others, lr * adamw_lr_share, weight_decay)
     return MuonAdamW(hidden, _torch_adamw(rest, betas, eps) if rest else None)
 
 
@@ -203,7 +193,7 @@ def adafactor(
 
     Source: Shazeer and Stern, Adafactor (2018), algorithms 4 and 5.
     """
-    torch_groups = [each.for_torch(lr, weight_decay) for each in groups]
+    torch_groups = _for_torch(groups, lr, weight_decay)
     return torch.optim.Adafactor(torch_groups, beta2_decay=beta2_decay, d=clip)
 
 
@@ -220,7 +210,7 @@ def sgd(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
     """
-    return Sgd([each.for_torch(lr, weight_decay) for each in groups], momentum, nesterov)
+    return Sgd(_for_torch(groups, lr, weight_decay), momentum, nesterov)
 
 
 @register("optimizer")
@@ -236,9 +226,20 @@ def schedule_free(
 
     Source: Defazio et al., The Road Less Scheduled (2024), algorithm 1.
     """
-    torch_groups = [each.for_torch(lr, weight_decay) for each in groups]
+    torch_groups = _for_torch(groups, lr, weight_decay)
     made: torch.optim.Optimizer = ScheduleFree(torch_groups, betas=betas, eps=eps)
     return made
+
+
+def _for_torch(groups: Sequence[Group], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "params": list(each.parameters.values()),
+            "lr": lr,
+            "weight_decay": weight_decay if each.decays else 0.0,
+        }
+        for each in groups
+    ]
 
 
 def _torch_adamw(

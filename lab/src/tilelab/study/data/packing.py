@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.data.order import Batches, drawn
+from tilelab.study.data.order import Batches, shuffled
 from tilelab.study.data.tokens import Tokens, mean_piece, segments
 from tilewise.errors import InvalidArgument
 
@@ -146,7 +146,7 @@ class Padded:
     def __init__(
         self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
     ) -> None:
-        self._text, self._context, self._seed = tokens.train, context, seed
+        self._text, self._context = tokens.train, context
         self._batch, self._rows_per_step = batch, batch * accumulation
         begins = tokens.documents.train
         ends = np.append(begins[1:], len(self._text))
@@ -161,7 +161,8 @@ class Padded:
         if not len(self._rows):
             required = "documents of two tokens or more"
             raise InvalidArgument("data.packing", "padded, of none", required)
-        self._order = lru_cache(maxsize=2)(self._draw)  # a step may reach into the next epoch
+        count = len(self._rows)  # a step may reach into the next epoch
+        self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(count, seed, epoch))
 
     def at(self, step: int) -> list[Rows]:
         """Return the micro-batches of an optimizer step, 0 for the first."""
@@ -175,9 +176,6 @@ class Padded:
         epoch, index = divmod(sample, len(self._rows))
         start, length = self._rows[self._order(epoch)[index]]
         return int(start), int(length)
-
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
-        return np.argsort(drawn(self._seed, epoch, len(self._rows)), kind="stable")
 
     def _filled(self, rows: list[tuple[int, int]]) -> Rows:
         tokens = torch.zeros(len(rows), self._context, dtype=torch.int64)

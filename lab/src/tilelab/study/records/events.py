@@ -276,6 +276,11 @@ class RunRecord:
         """Whether the run ended because a number was not finite."""
         return self.end is not None and self.end.status == "diverged"
 
+    @property
+    def weights_sha256(self) -> str:
+        """The hash of the weights at its end; empty before it."""
+        return "" if self.end is None else self.end.weights_sha256
+
     @classmethod
     def read(cls, path: Path) -> RunRecord:
         """Return the record in a file; an empty record where there is no file.

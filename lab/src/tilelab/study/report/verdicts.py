@@ -200,6 +200,8 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     metric = metric_mean(base.measures, experiment)
     speed = base.measures["tokens_per_s"]
     memory = base.measures.memory
+    notes = [f"Diverged with {seeds_text(base.diverged)}."] if base.diverged else []
+    notes += [f"Not finished: {seeds_text(base.incomplete)}."] if base.incomplete else []
     return VerdictRow(
         arm=base.name,
         place=0,
@@ -216,7 +218,7 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         reason="",
         flags=(),
         alarm=False,
-        notes=_baseline_notes(experiment),
+        notes=tuple(notes),
     )
 
 
@@ -225,16 +227,6 @@ def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float |
     own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
     found = own.get(experiment.metric)
     return None if found is None else found.mean
-
-
-def _baseline_notes(experiment: ExperimentVerdict) -> tuple[str, ...]:
-    base = experiment.baseline
-    notes = []
-    if base.diverged:
-        notes.append(f"Diverged with {seeds_text(base.diverged)}.")
-    if base.incomplete:
-        notes.append(f"Not finished: {seeds_text(base.incomplete)}.")
-    return tuple(notes)
 
 
 def _seeds(arm: ArmVerdict) -> str:

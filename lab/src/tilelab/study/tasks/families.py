@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ __all__ = ["bert_of", "checkpoint_folder", "encoder_numbers", "gpt2_of", "gpt2_s
 __all__ += ["vit_of"]
 
 _PACKAGE = "package:"
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
@@ -29,13 +30,23 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
     variation = variants.build(config.attention.variant, heads)
     model = GPT2(
         gpt2_shape(config.model, vocabulary),
-        implementation=config.attention.implementation,
         mask=variation.mask,
         score=variation.score,
         pattern=variation.pattern,
-        seed=seed,
-        checkpointing=config.training.checkpointing,
+        **_common(config, seed),
     )
+    return _placed(model, config, seed, device)
+
+
+def _common(config: RunConfig, seed: int) -> dict[str, Any]:
+    return {
+        "implementation": config.attention.implementation,
+        "seed": seed,
+        "checkpointing": config.training.checkpointing,
+    }
+
+
+def _placed(model: _M, config: RunConfig, seed: int, device: torch.device) -> _M:
     if config.model.nudge:
         nudge(model, seed)
     return model.to(device)
@@ -80,10 +91,8 @@ def bert_of(
     model = config.model
     keywords: dict[str, Any] = {
         "head": head,
-        "implementation": config.attention.implementation,
         "pattern": _pattern(config, device),
-        "seed": seed,
-        "checkpointing": config.training.checkpointing,
+        **_common(config, seed),
     }
     if model.checkpoint:
         folder = checkpoint_folder(model.checkpoint)
@@ -94,9 +103,7 @@ def bert_of(
         numbers = encoder_numbers(model)
         shape = bert.Shape(**numbers, context=model.context, vocabulary=vocabulary)
         made = bert.BERT(shape, **keywords)
-    if model.nudge:
-        nudge(made, seed)
-    return made.to(device)
+    return _placed(made, config, seed, device)
 
 
 def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
@@ -160,20 +167,16 @@ def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device)
     if pattern is not None:
         mask = mask & pattern(shape.tokens)
     keywords: dict[str, Any] = {
-        "implementation": config.attention.implementation,
         "mask": mask if mask.program else None,
         "score": score,
-        "seed": seed,
-        "checkpointing": config.training.checkpointing,
+        **_common(config, seed),
     }
     if config.model.checkpoint:
         folder = checkpoint_folder(config.model.checkpoint)
         made = vit.load(folder, shape=shape, **keywords).float()
     else:
         made = vit.ViT(shape, **keywords)
-    if config.model.nudge:
-        nudge(made, seed)
-    return made.to(device)
+    return _placed(made, config, seed, device)
 
 
 # With the seed alone the coin would be drawn from the same random bits as the weights themselves.

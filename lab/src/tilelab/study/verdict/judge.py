@@ -239,12 +239,8 @@ def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> Se
         metric=metric,
         baseline=other,
         difference=metric - other if metric is not None and other is not None else None,
-        identical=both and _weights(mine) == _weights(theirs),
+        identical=both and mine.weights_sha256 == theirs.weights_sha256,
     )
-
-
-def _weights(record: RunRecord) -> str:
-    return "" if record.end is None else record.end.weights_sha256
 
 
 def _arm(

@@ -28,6 +28,7 @@ __all__ = [
     "change",
     "config_hash",
     "hash_of",
+    "overlap",
     "parse",
     "unhashed",
     "value_at",
@@ -135,6 +136,11 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
     for path in sorted(changes, key=_whole_first):
         _set(values, path, changes[path])
     return parse(type(config), values)
+
+
+def overlap(path: str, other: str) -> bool:
+    """Return whether two dotted paths name the same value, or one a part of what the other does."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def value_at(config: Frozen, path: str) -> Any:

@@ -237,10 +237,10 @@ def _read(path: Path) -> WordPiece:
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     encoder.decoder = tokenizers.decoders.WordPiece()
     digest = hashlib.sha256(b"wordpiece uncased\n" + data).hexdigest()
-    ordinary = tuple(index for word, index in ids.items() if not _is_special(word))
+    ordinary = tuple(
+        index
+        for word, index in ids.items()
+        if word not in _SPECIAL and not word.startswith("[unused")
+    )
     first, border, mask = (ids[word] for word in ("[CLS]", "[SEP]", "[MASK]"))
     return WordPiece(digest, len(words), first, border, mask, ordinary, encoder)
-
-
-def _is_special(word: str) -> bool:
-    return word in _SPECIAL or word.startswith("[unused")

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from tilelab.study.ask.config import Arm
+from tilelab.study.ask.values import overlap
 from tilewise.errors import InvalidArgument
 
 __all__ = ["factorial", "one_at_a_time"]
@@ -45,15 +46,11 @@ def factorial(factors: Factors) -> tuple[Arm, ...]:
         for together in combinations(factors, size):
             changes: dict[str, Any] = {}
             for name in together:
-                _check_apart(name, factors[name], changes)
+                for path in factors[name]:
+                    if any(overlap(path, other) for other in changes):
+                        came = f"{path}, which another factor changes too"
+                        required = "factors that change different values"
+                        raise InvalidArgument(name, came, required)
                 changes.update(factors[name])
             arms.append(Arm(name="+".join(together), changes=changes))
     return tuple(arms)
-
-
-def _check_apart(name: str, changes: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    for path in changes:
-        for other in others:
-            if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
-                came = f"{path}, which another factor changes too"
-                raise InvalidArgument(name, came, "factors that change different values")

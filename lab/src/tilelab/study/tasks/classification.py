@@ -101,11 +101,10 @@ def packed_of(
     return pack(rows, kinds), labels.float() if labels.is_floating_point() else labels
 
 
-def looked_up(model: nn.Module, multiplied: bool = False) -> int:
-    """Count the embeddings' numbers; those of tokens only where no head multiplies them too."""
+def looked_up(model: nn.Module) -> int:
+    """Count the numbers of a BERT's embeddings."""
     assert isinstance(model, BERT)
-    tables = [model.positions, model.kinds, *([] if multiplied else [model.tokens])]
-    return sum(each.weight.numel() for each in tables)
+    return sum(each.weight.numel() for each in (model.positions, model.kinds, model.tokens))
 
 
 class _Examination(Examination):

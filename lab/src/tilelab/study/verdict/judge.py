@@ -152,11 +152,12 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
     if experiment.sequential is not None:
         runs = _needed(experiment, runs, judged)
     baseline = runs[experiment.baseline_name]
+    finals = {name: each.finals for name, each in runs.items()}
     arms = tuple(
-        _arm(experiment, arm, runs, each) for arm, each in zip(experiment.arms, judged, strict=True)
+        _arm(experiment, arm, runs, finals, each)
+        for arm, each in zip(experiment.arms, judged, strict=True)
     )
     shown = _baseline(experiment, baseline)
-    finals = _finals(runs)
     per_seed = {arm.arm: arm.per_seed for arm in arms}
     broken = bool(shown.diverged)
     # A design has its own effects, and arms with other numbers of seeds have no contrasts.
@@ -212,10 +213,6 @@ def _needed(
     }
 
 
-def _finals(runs: Mapping[str, _Runs]) -> dict[str, Mapping[int, RunRecord]]:
-    return {name: each.finals for name, each in runs.items()}
-
-
 def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
     return "diverged" if runs.lost else status(runs.finals[seed], experiment.metric)
 
@@ -247,6 +244,7 @@ def _arm(
     experiment: Experiment,
     arm: Arm,
     all_runs: Mapping[str, _Runs],
+    finals: Mapping[str, Mapping[int, RunRecord]],
     judged: Judged,
 ) -> ArmVerdict:
     compared, test, decision, look = judged
@@ -257,7 +255,7 @@ def _arm(
         target = replace(target, **_NO_TARGET_TIMES)
     notes = pairing_note(runs.finals, baseline.finals)
     notes += held_out_note(experiment, arm)
-    notes += drift_note(experiment, arm, _finals(all_runs))
+    notes += drift_note(experiment, arm, finals)
     effect, spread = test.paired.mean, test.paired.spread
     if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
         notes += ("The difference is the same with every seed: do the seeds change anything?",)
@@ -285,7 +283,7 @@ def _arm(
         cost=replace(runs.cost, **_NO_TIMES) if withheld else runs.cost,
         target=target,
         notes=notes,
-        agrees=agreement(experiment, arm, _finals(all_runs)),
+        agrees=agreement(experiment, arm, finals),
         look=look,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tilelab.study.ask.config import Arm, Experiment, change
 from tilelab.study.ask.designs import arm_name, changes_of, combinations_of, fraction
 from tilelab.study.ask.metrics import rank
+from tilelab.study.ask.values import overlap
 from tilelab.study.verdict.factorial import predicted
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
 from tilelab.study.verdict.text import effect_text, listing
@@ -155,7 +156,7 @@ def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str]
     rule = first.combine
     assert rule is not None
     kept = ("better",) if rule.keep == "better" else ("better", "no difference", "undecided")
-    changes = {arm.name: set(arm.changes) for arm in first.arms}
+    changes = {arm.name: arm.changes for arm in first.arms}
     able = [arm for arm in verdict.arms if arm.label in kept and arm.effect is not None]
     ranked = sorted(able, key=lambda arm: _loss(verdict, arm))
     taken: list[str] = []
@@ -163,7 +164,8 @@ def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str]
     for arm in ranked:
         if len(taken) == rule.most:
             break
-        if any(_meet(changes[arm.arm], changes[other]) for other in taken):
+        others = [path for other in taken for path in changes[other]]
+        if any(overlap(path, other) for path in changes[arm.arm] for other in others):
             apart.append(arm.arm)
         else:
             taken.append(arm.arm)
@@ -176,15 +178,6 @@ def _survivors(first: Experiment, verdict: ExperimentVerdict) -> tuple[list[str]
     if apart:
         said += f" Left out, for what a better one changes too: {listing(apart)}."
     return names, said
-
-
-def _meet(changes: set[str], others: set[str]) -> bool:
-    """Return whether two arms change the same value, or one a part of what the other changes."""
-    return any(
-        f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
-        for path in changes
-        for other in others
-    )
 
 
 def _loss(verdict: ExperimentVerdict, arm: ArmVerdict) -> float:

@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from tilewise.errors import InvalidArgument
 
 __all__ = [
+    "Count",
+    "CountOrZero",
     "Entry",
     "Kind",
     "NotNegative",
@@ -42,6 +44,8 @@ Value = bool | int | float | str | tuple[float, ...]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -13,12 +13,11 @@ out. Tiles are 64 queries x 128 keys, so windows and blocks which are much small
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from pydantic import Field
 
-from tilelab.study.ask.registry import Positive, find, register
+from tilelab.study.ask.registry import Count, CountOrZero, Positive, find, register
 from tilewise import masks, patterns, scores
 
 if TYPE_CHECKING:  # config imports this module, through the registry
@@ -43,8 +42,6 @@ __all__ = [
     "window_global",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
 ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "butterfly")
 
 

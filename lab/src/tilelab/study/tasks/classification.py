@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from tilelab.models.bert import BERT, Head
 from tilelab.models.packed import Packed, pack
+from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
 from tilelab.study.data.order import shuffled
 from tilelab.study.records.events import LayerSoftmax
@@ -157,8 +158,8 @@ class Classification(AbstractTask):
     quarters: bool = False
     sources: ClassVar[str]  # what data.source may be, in words
 
-    def __init__(self, pooling: Literal["first", "mean"] = "first") -> None:
-        self.pooling: Literal["first", "mean"] = pooling
+    def __init__(self, pooling: Pooling = "first") -> None:
+        self.pooling: Pooling = pooling
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tilelab.common.files import first_of
+from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
@@ -46,9 +47,7 @@ class GlueTask(Classification):
     tokenizers = ("wordpiece",)
     sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
 
-    def __init__(
-        self, dataset: str, train_examples: int, pooling: Literal["first", "mean"]
-    ) -> None:
+    def __init__(self, dataset: str, train_examples: int, pooling: Pooling) -> None:
         super().__init__(pooling)
         self.dataset: Dataset = DATASETS[dataset]
         self.train_examples = train_examples

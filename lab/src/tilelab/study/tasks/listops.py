@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tilelab.common.files import first_of
+from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.tasks.classification import Classification
 from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, folder_of, lines
@@ -79,9 +80,7 @@ class ListOps(Classification):
     quarters = True
     sources = "listops, or the path of a folder with the files of the form"
 
-    def __init__(
-        self, form: Literal["lra", "nyu"], longest: int, pooling: Literal["first", "mean"]
-    ) -> None:
+    def __init__(self, form: Literal["lra", "nyu"], longest: int, pooling: Pooling) -> None:
         super().__init__(pooling)
         self.form, self.longest = form, longest
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tilelab.study.ask.registry import register
+from tilelab.study.ask.registry import Count, CountOrZero, register
 from tilewise.errors import InvalidArgument
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
 Classes = Annotated[int, Field(ge=2)]
 _SHORTEST = 8
 Probability = Annotated[float, Field(gt=0, lt=1)]

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from tilelab.common.files import first_of
+from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import wordpiece
@@ -71,7 +72,7 @@ class LabelledTexts(Classification):
     tokenizers = ("bytes", "wordpiece")
     title: ClassVar[str]
 
-    def __init__(self, passage: int, pooling: Literal["first", "mean"]) -> None:
+    def __init__(self, passage: int, pooling: Pooling) -> None:
         super().__init__(pooling)
         self.passage = passage
         self.quarters = not passage  # passages are of one length
@@ -133,7 +134,7 @@ class TextClassification(LabelledTexts):
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
     title = "texts with labels"
 
-    def __init__(self, classes: int, passage: int, pooling: Literal["first", "mean"]) -> None:
+    def __init__(self, classes: int, passage: int, pooling: Pooling) -> None:
         super().__init__(passage, pooling)
         self.classes = classes
 
@@ -213,7 +214,7 @@ class Documents(LabelledTexts):
         label: Literal["era", "party"],
         split: Literal["addresses", "presidents"],
         passage: int,
-        pooling: Literal["first", "mean"],
+        pooling: Pooling,
     ) -> None:
         super().__init__(passage, pooling)
         self.label, self.split = label, split

@@ -167,7 +167,6 @@ def test_sequences_come_back() -> None:
     ragged = Ragged.of(rows)
     assert [ragged[each] for each in range(3)] == rows
     assert ragged.lengths.tolist() == [2, 0, 1]
-    assert [ragged.take([2, 0])[each] for each in range(2)] == [[3], [1, 2]]
 
 
 def test_a_sample_is_the_same_in_every_run(tmp_path: Path) -> None:

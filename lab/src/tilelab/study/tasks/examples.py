@@ -141,10 +141,6 @@ class Ragged:
         """Tokens of each sequence."""
         return np.diff(self.borders)
 
-    def take(self, indices: Sequence[int]) -> Ragged:
-        """Some of them, in that order."""
-        return Ragged.of([self[index] for index in indices])
-
 
 @dataclass(frozen=True)
 class Split:
@@ -156,11 +152,6 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def take(self, indices: Sequence[int]) -> Split:
-        """Some of them, in that order."""
-        second = None if self.second is None else self.second.take(indices)
-        return Split(self.first.take(indices), second, self.labels[list(indices)])
 
     def update(self, digest: Any) -> None:
         """Put all of it into a hash; nothing is copied, as memory is measured meanwhile."""

@@ -52,30 +52,23 @@ def _placed(model: _M, config: RunConfig, seed: int, device: torch.device) -> _M
     return model.to(device)
 
 
+_OF_ALL = {"layers", "heads", "width"}
+_OF_GPT2 = {*_OF_ALL, "context", "kv_heads", "positions", "norm", "qk_norm"}
+_OF_ENCODERS = {*_OF_ALL, "feed_forward"}
+
+
 def gpt2_shape(model: Model, vocabulary: int) -> Shape:
     """Return the numbers of the GPT-2 that a config describes, with so many tokens."""
-    return Shape(
-        layers=model.layers,
-        heads=model.heads,
-        width=model.width,
-        context=model.context,
-        vocabulary=vocabulary,
-        **_dropouts(model),
-        kv_heads=model.kv_heads,
-        positions=model.positions,
-        norm=model.norm,
-        qk_norm=model.qk_norm,
-    )
-
-
-def _dropouts(model: Model) -> dict[str, Any]:
-    return {f"{place}_dropout": share for place, share in model.dropout}
+    return Shape(**model.model_dump(include=_OF_GPT2), vocabulary=vocabulary, **_dropouts(model))
 
 
 def encoder_numbers(model: Model) -> dict[str, Any]:
     """Return what the shape of a BERT and that of a ViT have in common."""
-    names = ("layers", "heads", "width", "feed_forward")
-    return {**{name: getattr(model, name) for name in names}, **_dropouts(model)}
+    return {**model.model_dump(include=_OF_ENCODERS), **_dropouts(model)}
+
+
+def _dropouts(model: Model) -> dict[str, Any]:
+    return {f"{place}_dropout": share for place, share in model.dropout}
 
 
 def bert_of(

@@ -14,10 +14,7 @@ from tests.inputs import Inputs, build
 from tests.oracle import problem_of, refer
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended, has_extended_precision
-from tilewise import masks
-from tilewise.reference.blocks import Block
 from tilewise.reference.philox import keep_mask
-from tilewise.reference.programs import visible
 
 
 def _case(name: str) -> Case:
@@ -121,27 +118,3 @@ def test_runs_in_any_dtype(dtype: torch.dtype) -> None:
     assert result.out.dtype == result.lse.dtype == dtype
     rounding = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(result.out.double(), truth.out, atol=rounding, rtol=rounding)
-
-
-def test_masks_mean_what_they_say() -> None:
-    """The mask leaves on a rectangle, cell by cell."""
-    block, device = Block(range(4), range(6), 4, 6, range(1), range(1)), torch.device("cpu")
-    cells = [(m, n) for m in range(4) for n in range(6)]
-
-    def grid(mask: masks.Mask, tensors: tuple[Tensor, ...] = ()) -> list[bool]:
-        seen = visible(mask.program, tensors, block, device)
-        return [bool(seen[0, 0, m, n]) for m, n in cells]
-
-    assert grid(masks.causal()) == [n <= m + 2 for m, n in cells]
-    assert grid(masks.causal(align="top_left")) == [n <= m for m, n in cells]
-    assert grid(masks.window(1, 0)) == [m + 1 <= n <= m + 2 for m, n in cells]
-    assert grid(masks.window(None, 1, align="top_left")) == [n <= m + 1 for m, n in cells]
-    assert grid(masks.prefix(4)) == [n <= m + 2 or n < 4 for m, n in cells]
-    assert grid(masks.lengths(torch.tensor([2])), (torch.tensor([2]),)) == [n < 2 for _, n in cells]
-    ids_q, ids_k = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 2, 0, 1]])
-    expected = [int(ids_q[0, m]) == int(ids_k[0, n]) for m, n in cells]
-    assert grid(masks.document(ids_k[0], ids_q[0]), (ids_q, ids_k)) == expected
-    both = ~masks.causal() & masks.window(0, 3) | masks.prefix(1)
-    assert grid(both) == [
-        (n > m + 2 and m + 2 <= n <= m + 5) or n <= m + 2 or n < 1 for m, n in cells
-    ]

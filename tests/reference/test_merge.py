@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cases import Case
-from tests.inputs import build
-from tests.oracle import problem_of
-from tilelab.oracles.dense import dense
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Result
 from tilewise.reference.merge import merge, merge_partial
-from tilewise.reference.tiled import forward
 
 lses = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4), st.floats(-3, 3))
 
@@ -69,33 +63,6 @@ def test_empty_is_neutral(rows: list[tuple[float, float, float]]) -> None:
     assert bool((both.lse == -math.inf).all())
 
 
-def _split(at: tuple[int, ...], length_of_keys: int = 50) -> tuple[list[Result], Result, Tensor]:
-    inputs = build(Case("split", queries=20, keys=length_of_keys, dtype=torch.float64))
-    problem, operands = problem_of(inputs)
-    bounds = [0, *at, length_of_keys]
-    pieces = []
-    for start, stop in pairwise(bounds):
-        keys = slice(start, stop)
-        pieces.append(
-            dense(
-                problem._replace(keys=stop - start),
-                operands._replace(k=operands.k[:, :, keys], v=operands.v[:, :, keys]),
-            )
-        )
-    return pieces, dense(problem, operands), operands.k
-
-
-def test_split_keys() -> None:
-    """Attention over parts of the keys, merged, is attention over all of them; gradients too."""
-    pieces, whole, k = _split((7, 7, 31))
-    merged = merge(*pieces)
-    _close(merged, whole)
-    weights = torch.randn(whole.out.shape, dtype=torch.float64)
-    (got,) = torch.autograd.grad((merged.out * weights).sum() + merged.lse.sum(), k)
-    (expected,) = torch.autograd.grad((whole.out * weights).sum() + whole.lse.sum(), k)
-    torch.testing.assert_close(got, expected)
-
-
 def test_gradcheck() -> None:
     """In outputs and lse, with a row that one part does not see."""
     outs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -117,18 +84,6 @@ def test_no_gradient_is_nan_where_nothing_was_seen() -> None:
     merged, merged_lse = merge_partial([out, out], [lse, lse])
     grads = torch.autograd.grad([merged.sum(), merged_lse.exp().sum()], [out, lse])
     assert all(bool((grad == 0).all()) for grad in grads)
-
-
-def test_low_precision_outputs_keep_their_dtype() -> None:
-    """Merged in float32, returned as they came."""
-    inputs = build(Case("low", queries=5, keys=9, dtype=torch.bfloat16))
-    problem, operands = problem_of(inputs)
-    with torch.no_grad():
-        result = forward(problem, operands)
-    merged = merge(result, result)
-    assert merged.out.dtype == torch.bfloat16
-    assert merged.lse.dtype == torch.float32
-    torch.testing.assert_close(merged.lse, result.lse + math.log(2))
 
 
 def test_wrong_shapes_are_refused() -> None:

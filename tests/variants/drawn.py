@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilewise.reference.expressions import evaluate
-from tilewise.variants.expr import Expr, Graph
+from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.program import Instr, Program
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (5, 1, 2), (0,), (2, 0))
 
@@ -147,6 +148,24 @@ class Drawing:
         if op in ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "pow"):
             return self.graph.apply(op, first, self._float(depth - 1))
         return self.graph.apply(op, first)
+
+
+def own_slots(expr: Expr) -> tuple[Expr, list[int]]:
+    """The expression with its slots counted from 0, and which they were."""
+    used = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
+    nodes = tuple(
+        node._replace(value=used.index(int(node.value or 0)))
+        if node.op.startswith("load_")
+        else node
+        for node in expr.nodes
+    )
+    return expr._replace(nodes=nodes), used
+
+
+def program_of(expr: Expr) -> Program:
+    """The program of an expression, whatever kernels may know it by."""
+    slots = {node.value for node in expr.nodes if node.op.startswith("load_")}
+    return (Instr("expr", (encode(expr),), tuple(range(len(slots)))),)
 
 
 @st.composite

@@ -26,6 +26,10 @@ PAIRS: dict[str, tuple[masks.Mask, Callable[[Any, Any], Any]]] = {
     "window-open": (masks.window(None, 2, "top_left"), lambda m, n: n <= m + 2),
     "prefix": (masks.prefix(9), lambda m, n: (n <= m + OWN) | (n < 9)),
     "prefix-each": (masks.prefix(torch.tensor([9])), lambda m, n: (n <= m + OWN) | (n < 9)),
+    "prefix-composed": (
+        ~masks.causal() & masks.window(0, 3) | masks.prefix(1),
+        lambda m, n: ((n > m + OWN) & (n <= m + OWN + 3)) | (n <= m + OWN) | (n < 1),
+    ),
     "lengths": (masks.lengths(torch.tensor([6])), lambda m, n: n < 6),
     "document": (masks.document(IDS, IDS[OWN:]), lambda m, n: IDS[OWN:][m] == IDS[n]),
     "dense": (masks.dense(SEEN), lambda m, n: SEEN[m, n]),

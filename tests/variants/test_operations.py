@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.variants.drawn import program_of
 from tilewise import attention
 from tilewise.kernels.cpu.core import absence
 from tilewise.variants.derive import differentiate
-from tilewise.variants.expr import OPS, Graph, encode
+from tilewise.variants.expr import OPS, Graph
 from tilewise.variants.intervals import Interval, bounds
-from tilewise.variants.program import Instr
 from tilewise.variants.values import Score
 
 M, N = 9, 21
@@ -57,7 +57,7 @@ def test_an_operation_is_known_by_the_reference_the_core_and_the_derivative(
     assert len(differentiate(expr).expr.outputs) == 2
     known = bounds(expr, {**BOX, "s": Interval(-2.0, 2.0)})
     assert isinstance(known, Interval) or op == "pow"  # which may have any value
-    score = Score((Instr("expr", (encode(expr),)),))
+    score = Score(program_of(expr))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, 2, rows, 8, generator=generator, dtype=torch.float64, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,15 +111,9 @@ def test_the_environment_checks_every_call() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**_environment(), "TILEWISE_CHECKED": "1"},
+        env={**os.environ, "TILEWISE_CHECKED": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert "the index 3 into dimension 0" in done.stderr
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import tilewise
-from tests.engine.samples import packed, qkv, transformer
+from tests.engine.samples import packed, qkv
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -53,34 +53,6 @@ def _everything(backend: str) -> tuple[Function, tuple[Tensor, ...]]:
         return found.out, found.lse
 
     return call, (*qkv(dtype=DOUBLE), _leaf(4, 1, 7), _leaf(4))
-
-
-def _dense(mask: Any, backend: str, dropout_p: float = 0.0) -> Function:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        found = tilewise.attention(
-            q, k, v, mask=mask, dropout_p=dropout_p, seed=3, return_lse=True, backend=backend
-        )
-        return found.out, torch.where(found.lse.isinf(), 0.0, found.lse)
-
-    return call
-
-
-MASKS: dict[str, Any] = {
-    "plain": None,
-    "causal": masks.causal(),
-    "dead rows": masks.window(1, 0, align="top_left") & ~masks.prefix(1),
-    "document": masks.document(torch.arange(7) // 3, torch.arange(5) // 3),
-    "boolean": torch.arange(35).reshape(5, 7) % 3 > 0,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MASKS)
-def test_gradgradcheck_of_masks(name: str, backend: str) -> None:
-    call = _dense(MASKS[name], backend)
-    arguments = tuple(qkv(dtype=DOUBLE))
-    assert torch.autograd.gradcheck(call, arguments, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, arguments, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("of", ["cpu", pytest.param("tiled", marks=pytest.mark.slow)])
@@ -184,36 +156,6 @@ def test_a_held_plan_and_a_bias_inside_of_transforms(backend: str) -> None:
     torch.testing.assert_close(torch.func.grad(held)(bias), wanted)
     _, slope, *_ = torch.func.jvp(held, (bias,), (torch.ones_like(bias),))
     torch.testing.assert_close(slope, wanted.sum())
-
-
-def test_torch_func_trains_a_module(backend: str) -> None:
-    """functional_call and grad, as meta-learning writes them, with autocast inside."""
-    model = transformer(backend)
-    x = torch.linspace(-1, 1, 2 * 9 * 16).view(2, 9, 16)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-
-    def loss(weights: dict[str, Tensor]) -> Tensor:
-        out: Tensor = torch.func.functional_call(model, weights, (x,))
-        return out.square().mean()
-
-    found = torch.func.grad(loss)(weights)
-    model(x).square().mean().backward()
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad)
-
-
-def test_one_step_of_meta_learning(backend: str) -> None:
-    """The gradient through a gradient step equals finite differences."""
-    k, v = qkv(grad=False, dtype=DOUBLE)[1:]
-
-    def after_a_step(q: Tensor) -> Tensor:
-        loss = tilewise.attention(q, k, v, mask=masks.causal(), backend=backend).square().sum()
-        (grad,) = torch.autograd.grad(loss, q, create_graph=True)
-        out: Tensor = tilewise.attention(q - 0.1 * grad, k, v, backend=backend)
-        return out.sin().sum()
-
-    q = Q.clone().requires_grad_()
-    assert torch.autograd.gradcheck(after_a_step, (q,), fast_mode=True)
 
 
 def test_a_gradient_with_create_graph_is_the_same_gradient(backend: str) -> None:

@@ -32,8 +32,8 @@ def _operands(device: str, **keywords: Any) -> Operands:
     )
     score = scores.bias(torch.zeros(5, 5, device=device))
     backend = keywords.get("backend")
-    asked = read_keywords(mask, score, None, 0.0, None, backend, (cu, cu))
-    return build_operands(build_problem(q, k, v, asked), q, k, v, asked, None)
+    read = read_keywords(mask, score, None, 0.0, None, backend, (cu, cu))
+    return build_operands(build_problem(q, k, v, read), q, k, v, read, None)
 
 
 def test_cu_seqlens_of_a_device_stay_there_unread() -> None:
@@ -60,10 +60,10 @@ def test_checked_mode_reads_them() -> None:
 def test_on_the_cpu_they_are_checked_as_ever() -> None:
     """A wrong end is an error."""
     q, k, v, cu = _packed("cpu")
-    asked = read_keywords(None, None, None, 0.0, None, "gpu", (cu, cu - 1))
-    problem = build_problem(q, k, v, asked)
+    read = read_keywords(None, None, None, 0.0, None, "gpu", (cu, cu - 1))
+    problem = build_problem(q, k, v, read)
     with pytest.raises(InvalidArgument, match="cu_seqlens_k"):
-        build_operands(problem, q, k, v, asked, None)
+        build_operands(problem, q, k, v, read, None)
     assert issubclass(InvalidArgument, TilewiseError)
 
 

@@ -111,9 +111,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "name", "slow"), CHOICES)
-def test_choose(asked: list[Candidate], name: str | None, slow: bool) -> None:
-    assert choose(asked) == (name, slow)
+@pytest.mark.parametrize(("candidates", "name", "slow"), CHOICES)
+def test_choose(candidates: list[Candidate], name: str | None, slow: bool) -> None:
+    assert choose(candidates) == (name, slow)
 
 
 def test_explain_says_why_for_every_other_backend(

@@ -42,13 +42,13 @@ def test_a_cheap_last_resort_is_still_the_last() -> None:
 @pytest.mark.parametrize("loops", [SMALL, LARGE])
 def test_a_cost_knows_neither_batch_nor_heads(loops: Loops) -> None:
     """What decides about rounding depends on a row's own sequence."""
-    asked = problem(1, 1, 1, 200, 300, mask=masks.causal().program)
+    case = problem(1, 1, 1, 200, 300, mask=masks.causal().program)
     costs = {
-        cost(asked._replace(batch=b, heads=h, kv_heads=k), loops)
+        cost(case._replace(batch=b, heads=h, kv_heads=k), loops)
         for b, h, k in ((1, 1, 1), (7, 1, 1), (3, 6, 6), (3, 6, 2))
     }
     assert len(costs) == 1
-    assert cost(asked, SMALL) != cost(asked, LARGE)
+    assert cost(case, SMALL) != cost(case, LARGE)
 
 
 def test_no_cost_where_tensors_would_be_looked_at() -> None:
@@ -58,12 +58,12 @@ def test_no_cost_where_tensors_would_be_looked_at() -> None:
 
 
 def test_each_backend_has_its_order() -> None:
-    asked = problem(queries=4096, keys=4096)
-    found = {name: registry.load(name).loops(asked, "sm_90") for name in registry.BACKEND_NAMES}
+    case = problem(queries=4096, keys=4096)
+    found = {name: registry.load(name).loops(case, "sm_90") for name in registry.BACKEND_NAMES}
     assert found["cpu"].order == "keys_outside"
     assert found["gpu"].order == "by_tiles"
     assert found["tiled"].order == "rows_outside"
-    made = {name: account(asked, loops).backward.ours for name, loops in found.items()}
+    made = {name: account(case, loops).backward.ours for name, loops in found.items()}
     assert [one.name for one in made["gpu"].passes] == ["delta", "dq", "dkdv"]
     assert [one.name for one in made["cpu"].passes] == ["delta", "dqkv"]
     assert made["gpu"].flops == made["cpu"].flops * 7 // 5
@@ -104,9 +104,9 @@ def test_a_plan_without_its_tensors_says_where_they_are_wanted() -> None:
 
 def test_keys_in_parts() -> None:
     """A group that walks together reads its keys once; partial results come on top."""
-    asked = problem(2, 8, 2, 1, 4096)
-    whole = account(asked, LARGE).forward.ours
-    split = account(asked, LARGE._replace(split_keys=512, shared=True)).forward.ours
+    case = problem(2, 8, 2, 1, 4096)
+    whole = account(case, LARGE).forward.ours
+    split = account(case, LARGE._replace(split_keys=512, shared=True)).forward.ours
     named = {one.name: one for one in split.operands}
     assert named["k"].read * 4 == next(x for x in whole.operands if x.name == "k").read
     assert named["partial"].read == named["partial"].written == 2 * 8 * 8 * (32 + 2) * 4

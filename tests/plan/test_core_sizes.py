@@ -73,14 +73,14 @@ def test_few_queries_read_keys_once_for_a_group(
 ) -> None:
     """As often as the heads of a group are cut, and in splits of 4 blocks or a 32nd of all."""
     kv_heads, keys = 2, 20000
-    asked = problem(queries=queries, heads=kv_heads * group, kv_heads=kv_heads, keys=keys)
-    found = registry.load("cpu").loops(asked)
+    case = problem(queries=queries, heads=kv_heads * group, kv_heads=kv_heads, keys=keys)
+    found = registry.load("cpu").loops(case)
     assert found.forward == (tile, 128)
     assert found.split_keys == 5 * 128
-    parts, merge = account(asked, found).forward.ours.passes
-    head = asked.batch * kv_heads * keys * asked.dtype.itemsize
+    parts, merge = account(case, found).forward.ours.passes
+    head = case.batch * kv_heads * keys * case.dtype.itemsize
     read = {each.name: each.read for each in parts.operands}
-    assert read["k"] == times * head * asked.head_dim
-    assert read["v"] == times * head * asked.value_dim
+    assert read["k"] == times * head * case.head_dim
+    assert read["v"] == times * head * case.value_dim
     assert merge.name == "merge"
-    assert registry.load("cpu").loops(asked._replace(queries=9)).split_keys == 0
+    assert registry.load("cpu").loops(case._replace(queries=9)).split_keys == 0

@@ -93,8 +93,10 @@ def in_pages_of(
     )
 
 
-def assert_counted(traffic: Traffic, ledger: Ledger) -> None:
+def assert_counted(traffic: Traffic, walk: Walk) -> None:
     """Each operand's bytes, the operations and the exponentials."""
+    ledger = walk.ledger
+    assert ledger is not None
     said = {each.name: (each.read, each.written) for each in traffic.operands}
     names = {*ledger.read, *ledger.written}
     seen = {name: (ledger.read[name], ledger.written[name]) for name in names}
@@ -113,22 +115,20 @@ def prepared(case: Case, tile: tuple[int, int]) -> tuple[Problem, Operands, Walk
 @SMALL
 def test_forward(case: Case, tile: tuple[int, int], sinks: bool, wanted: Any) -> None:
     problem, operands, walk, visited = prepared(replace(case, sinks=sinks), tile)
-    assert walk.ledger is not None
     tiled.forward(problem, operands, wanted, walk)
-    assert_counted(model.forward(problem, visited, wanted), walk.ledger)
+    assert_counted(model.forward(problem, visited, wanted), walk)
 
 
 @given(case=drawn_cases(), tile=TILES, lse=st.booleans())
 @SMALL
 def test_backward_with_queries_outside(case: Case, tile: tuple[int, int], lse: bool) -> None:
     problem, operands, walk, visited = prepared(case, tile)
-    assert walk.ledger is not None
     result = tiled.forward(problem, operands)
     grad_lse = torch.ones_like(result.lse) if lse else None
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
     grad_out = torch.ones_like(result.out)
     tiled.backward(problem, operands, result, grad_out, grad_lse, needs, walk=walk)
-    assert_counted(model.backward_rows_outside(problem, visited, lse), walk.ledger)
+    assert_counted(model.backward_rows_outside(problem, visited, lse), walk)
 
 
 def close(case: Case, got: Any, expected: Any) -> None:
@@ -140,11 +140,10 @@ def close(case: Case, got: Any, expected: Any) -> None:
 @SMALL
 def test_backward_by_tiles(case: Case, tile: tuple[int, int]) -> None:
     problem, operands, walk, visited = prepared(case, tile)
-    assert walk.ledger is not None
     result = tiled.forward(problem, operands)
     grad_out = torch.ones_like(result.out)
     grads = backward_by_tiles(problem, operands, result, grad_out, walk)
-    assert_counted(model.backward_by_tiles(problem, visited), walk.ledger)
+    assert_counted(model.backward_by_tiles(problem, visited), walk)
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
     expected = tiled.backward(problem, operands, result, grad_out, None, needs)
     close(case, grads[:3], expected[:3])
@@ -161,12 +160,11 @@ def test_backward_with_keys_outside(
     case: Case, tile: tuple[int, int], delta: Any, partial: torch.dtype | None
 ) -> None:
     problem, operands, walk, visited = prepared(case, tile)
-    assert walk.ledger is not None
     result = tiled.forward(problem, operands)
     grad_out = torch.ones_like(result.out)
     grads = backward_keys_outside(problem, operands, result, grad_out, walk, partial, delta)
     size = None if partial is None else partial.itemsize
-    assert_counted(model.backward_keys_outside(problem, visited, size, delta), walk.ledger)
+    assert_counted(model.backward_keys_outside(problem, visited, size, delta), walk)
     if case.dtype != torch.float64:
         needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
         expected = tiled.backward(problem, operands, result, grad_out, None, needs)
@@ -177,11 +175,10 @@ def test_backward_with_keys_outside(
 @SMALL
 def test_forward_with_keys_outside(case: Case, tile: tuple[int, int], narrow: bool) -> None:
     problem, operands, walk, visited = prepared(case, tile)
-    assert walk.ledger is not None
     partial = problem.dtype if narrow else None
     out, stats = forward_keys_outside(problem, operands, walk, partial)
     size = problem.dtype.itemsize if narrow else None
-    assert_counted(model.forward_keys_outside(problem, visited, size), walk.ledger)
+    assert_counted(model.forward_keys_outside(problem, visited, size), walk)
     expected = tiled.forward(problem, operands)
     close(case, out, expected.out)
     torch.testing.assert_close(stats[1] == 0, expected.stats[1] == 0)
@@ -191,11 +188,10 @@ def test_forward_with_keys_outside(case: Case, tile: tuple[int, int], narrow: bo
 @SMALL
 def test_forward_in_parts(case: Case, tile: tuple[int, int], parts: int, shared: bool) -> None:
     problem, operands, walk, visited = prepared(case, tile)
-    assert walk.ledger is not None
     shared = shared and case.sequences is None and case.queries <= tile[0]
     out, lse = forward_in_parts(problem, operands, walk, parts * tile[1], shared)
     said = model.forward_in_parts(problem, visited, parts * tile[1], shared)
-    assert_counted(said, walk.ledger)
+    assert_counted(said, walk)
     expected = tiled.forward(problem, operands)
     close(case, out, expected.out)
     close(case, lse, expected.lse)
@@ -222,7 +218,6 @@ def test_block_tables(
     packed = problem_of(inputs)
     problem, operands = in_pages_of(*packed, inputs, page_size)
     walk = Walk(*tile, Ledger())
-    assert walk.ledger is not None
     visited = visits_of(problem, tile, operands, together=True)
     if split:
         forward_in_parts(problem, operands, walk, split * tile[1])
@@ -230,7 +225,7 @@ def test_block_tables(
     else:
         tiled.forward(problem, operands, walk=walk)
         said = model.forward(problem, visited)
-    assert_counted(said, walk.ledger)
+    assert_counted(said, walk)
     without = visits_of(packed[0], tile, packed[1], together=True)
     assert visited._replace(pages=0) == without
     least = visited.tiles * -(-tile[1] // page_size) if page_size < tile[1] else visited.tiles
@@ -250,7 +245,7 @@ def test_a_group_that_walks_together_looks_pages_up_together() -> None:
         assert walk.ledger is not None
         forward_in_parts(problem, operands, walk, 16, shared)
         visited = visits_of(problem, (4, 16), operands, together=True)
-        assert_counted(model.forward_in_parts(problem, visited, 16, shared), walk.ledger)
+        assert_counted(model.forward_in_parts(problem, visited, 16, shared), walk)
         read.append(walk.ledger.read["block_table"])
     assert read == [4 * 4 * (3 + 3), 2 * 4 * (3 + 3)]
 
@@ -265,10 +260,9 @@ def test_eight_bits(case: Case, tile: tuple[int, int]) -> None:
     operands = operands._replace(q=eight[0], k=eight[1], v=eight[2])
     problem = problem._replace(dtype=torch.float8_e4m3fn)
     walk = Walk(*tile, Ledger())
-    assert walk.ledger is not None
     tiled.forward(problem, operands, walk=walk)
     visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk.ledger)
+    assert_counted(model.forward(problem, visited), walk)
 
 
 @given(
@@ -293,10 +287,9 @@ def test_block_masks(queries: int, keys: int, block: Any, times: Any, odd: bool,
     operands = operands._replace(mask_tensors=lowered)
     tile = (block[0] * times[0] + odd, block[1] * times[1])
     walk = Walk(*tile, Ledger())
-    assert walk.ledger is not None
     tiled.forward(problem, operands, walk=walk)
     visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk.ledger)
+    assert_counted(model.forward(problem, visited), walk)
     apart = visits_of(problem, tile, operands)
     assert apart.pairs <= visited.pairs
 
@@ -314,10 +307,9 @@ def test_a_table_of_sequences(tile: tuple[int, int]) -> None:
     problem = plain._replace(mask=mask.program)
     operands = operands._replace(mask_tensors=mask.captured)
     walk = Walk(*tile, Ledger())
-    assert walk.ledger is not None
     tiled.forward(problem, operands, walk=walk)
     visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk.ledger)
+    assert_counted(model.forward(problem, visited), walk)
     assert visited.density < 1
 
 

@@ -41,26 +41,26 @@ def test_algorithm_3() -> None:
 
 
 def test_mask_and_dropout_make_it_18_passes() -> None:
-    asked = problem(mask=CAUSAL, dropout_p=0.1)
-    forward, backward = plain.forward(asked), plain.backward(asked)
+    case = problem(mask=CAUSAL, dropout_p=0.1)
+    forward, backward = plain.forward(case), plain.backward(case)
     mask = 64 * 64 * 2
     assert forward.bytes + backward.bytes == 18 * MATRIX + 12 * ROWS + mask
     assert names(forward) == ["scores", "mask", "softmax", "dropout", "product"]
-    filled = plain.backward(asked, mask="fill")
+    filled = plain.backward(case, mask="fill")
     assert filled.bytes - backward.bytes == 2 * MATRIX + mask
 
 
 def test_a_score_is_a_pass_for_each_step() -> None:
     score = (*scores.softcap(5.0).program, *scores.softcap(3.0).program)
-    asked = problem(score=score)
-    assert plain.forward(asked).bytes - plain.forward(problem()).bytes == 4 * MATRIX
-    assert plain.backward(asked).bytes - plain.backward(problem()).bytes == 4 * MATRIX
-    assert plain.forward(asked).omitted
+    case = problem(score=score)
+    assert plain.forward(case).bytes - plain.forward(problem()).bytes == 4 * MATRIX
+    assert plain.backward(case).bytes - plain.backward(problem()).bytes == 4 * MATRIX
+    assert plain.forward(case).omitted
 
 
 def test_groups_are_repeated_and_summed() -> None:
-    asked = problem(kv_heads=2)
-    forward, backward = plain.forward(asked), plain.backward(asked)
+    case = problem(kv_heads=2)
+    forward, backward = plain.forward(case), plain.backward(case)
     assert names(forward)[0] == "repeat"
     assert forward.passes[0].bytes == 2 * (ROWS // 2 + ROWS)
     assert names(backward)[-1] == "sum groups"
@@ -69,9 +69,9 @@ def test_groups_are_repeated_and_summed() -> None:
 
 def test_eight_bits_become_sixteen_first() -> None:
     """q, k and v are read in one byte and written in two; all else is as in bfloat16."""
-    asked = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
-    forward = plain.forward(asked)
-    wide = plain.forward(asked._replace(dtype=torch.bfloat16))
+    case = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
+    forward = plain.forward(case)
+    wide = plain.forward(case._replace(dtype=torch.bfloat16))
     assert names(forward) == ["convert", *names(wide)]
     convert = forward.passes[0]
     assert [(each.name, each.read * 2 == each.written) for each in convert.operands] == [
@@ -88,22 +88,22 @@ def test_eight_bits_become_sixteen_first() -> None:
 def test_pages_are_gathered_first() -> None:
     """Copied by a table of four bytes an entry, once for the keys and once for the values."""
     lengths = [(3, 33), (5, 16), (1, 0)]
-    asked = problem(batch=3, queries=9, keys=48, kv_heads=2, layout="varlen")
-    packed = plain.forward(asked, lengths)
-    paged = plain.forward(asked._replace(page_size=16), lengths)
+    case = problem(batch=3, queries=9, keys=48, kv_heads=2, layout="varlen")
+    packed = plain.forward(case, lengths)
+    paged = plain.forward(case._replace(page_size=16), lengths)
     assert names(paged) == ["gather", *names(packed)]
     copied = 2 * 49 * 32 * 2  # of k, and of v
     assert paged.passes[0].bytes == 2 * (3 + 1) * 4 + 2 * 2 * copied
     with pytest.raises(InvalidArgument, match="lengths"):
-        plain.forward(asked._replace(page_size=16, layout="dense"))
+        plain.forward(case._replace(page_size=16, layout="dense"))
 
 
 def test_sequences_are_done_one_by_one() -> None:
     lengths = [(3, 5), (0, 4), (7, 1)]
-    asked = problem(batch=3, queries=10, keys=10, layout="varlen")
+    case = problem(batch=3, queries=10, keys=10, layout="varlen")
     pairs = 4 * (15 + 0 + 7)
-    forward = plain.forward(asked, lengths)
+    forward = plain.forward(case, lengths)
     assert forward.exponentials == pairs
     assert forward.bytes == 4 * pairs * 2 + 4 * (4 * 10 * 32 * 2)
     with pytest.raises(InvalidArgument, match="lengths"):
-        plain.forward(asked)
+        plain.forward(case)

@@ -61,9 +61,9 @@ def test_the_ridge() -> None:
 
 
 def test_a_cache_that_holds_all_heads_in_flight_lets_each_byte_through_once() -> None:
-    asked = problem(8, 4, 2, 1024, 1024)
-    visited = visits_of(asked, (128, 64))
-    traffic = tiled.forward(asked, visited)
+    case = problem(8, 4, 2, 1024, 1024)
+    visited = visits_of(case, (128, 64))
+    traffic = tiled.forward(case, visited)
     k = next(each for each in traffic.operands if each.name == "k")
     assert k.read == 8 * 4 * 8 * 1024 * 32 * 2
     through = {each.name: each for each in traffic.behind(2**20, 16).operands}
@@ -73,8 +73,8 @@ def test_a_cache_that_holds_all_heads_in_flight_lets_each_byte_through_once() ->
 
 def test_without_room_programs_share_what_they_walk_over_in_step() -> None:
     """16 tiles of queries a key head, 4 at a time: four rounds over the keys."""
-    asked = problem(1, 4, 2, 1024, 1024)
-    traffic = tiled.forward(asked, visits_of(asked, (128, 64)))
+    case = problem(1, 4, 2, 1024, 1024)
+    traffic = tiled.forward(case, visits_of(case, (128, 64)))
     through = {each.name: each for each in traffic.behind(1024, 4).operands}
     assert through["k"].read == 4 * 2 * 1024 * 32 * 2
     alone = {each.name: each for each in traffic.behind(1024, 1).operands}
@@ -101,14 +101,14 @@ def test_an_intensity_of_nothing_is_nothing() -> None:
 @pytest.mark.parametrize("what", ["batch", "length"])
 @pytest.mark.parametrize("layers", [1, 12])
 def test_the_largest_fits_and_the_next_does_not(training: bool, what: str, layers: int) -> None:
-    room, asked = 10**8, problem(kv_heads=2, dropout_p=0.1)
-    found = fit(asked, room, what, layers, training)
+    room, case = 10**8, problem(kv_heads=2, dropout_p=0.1)
+    found = fit(case, room, what, layers, training)
     assert found.plain < found.tiled
 
     def sized(size: int) -> Problem:
         if what == "batch":
-            return asked._replace(batch=size)
-        return asked._replace(queries=size, keys=size)
+            return case._replace(batch=size)
+        return case._replace(queries=size, keys=size)
 
     for held, size in ((plain_held, found.plain), (tiled_held, found.tiled)):
         assert held(sized(size), training).peak(layers) <= room
@@ -122,21 +122,21 @@ def test_ours_grows_with_the_length_and_plain_with_its_square() -> None:
 
 
 def test_the_softmax_holds_two_matrices() -> None:
-    asked = problem()
+    case = problem()
     matrix, operand = 2 * 4 * 64 * 64 * 2, 2 * 4 * 64 * 32 * 2
-    assert plain_held(asked, training=False).peak() == 4 * operand + 2 * matrix
-    assert plain_held(asked).kept == 4 * operand + matrix
-    with_dropout = plain_held(asked._replace(dropout_p=0.1))
+    assert plain_held(case, training=False).peak() == 4 * operand + 2 * matrix
+    assert plain_held(case).kept == 4 * operand + matrix
+    with_dropout = plain_held(case._replace(dropout_p=0.1))
     assert with_dropout.kept == 4 * operand + 2 * matrix + matrix // 2
 
 
 def test_eight_bits() -> None:
     """Ours reads a byte a number and gives two; plain attention has copies in sixteen bits."""
-    asked = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
+    case = problem(kv_heads=2, dtype=torch.float8_e4m3fn)
     number, rows = 2 * 4 * 64 * 32, 3 * 2 * 4 * 64 * 4
-    assert tiled_held(asked, training=False).peak() == 2 * number + 2 * number + rows
-    wide = plain_held(asked._replace(dtype=torch.bfloat16), training=False)
-    assert plain_held(asked, training=False).peak() == wide.peak() + 2 * number
+    assert tiled_held(case, training=False).peak() == 2 * number + 2 * number + rows
+    wide = plain_held(case._replace(dtype=torch.bfloat16), training=False)
+    assert plain_held(case, training=False).peak() == wide.peak() + 2 * number
 
 
 def test_nothing_fits_into_next_to_nothing() -> None:

@@ -51,12 +51,12 @@ def find(store: Store | None = None, check: tuned.Check = lambda family, entry: 
 
 
 def refused(match: str, **keywords: Any) -> tuned.Found:
-    with pytest.warns(TunedBlocksWarning, match=match) as told:
+    with pytest.warns(TunedBlocksWarning, match=match) as caught:
         found = find(**keywords)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert found.entries == {}
     assert found.refusal
-    assert str(found.path) in str(told[0].message)
+    assert str(found.path) in str(caught[0].message)
     return found
 
 
@@ -176,9 +176,9 @@ def test_it_is_read_once_and_said_once(place: Path, monkeypatch: pytest.MonkeyPa
         barrier.wait()
         return find(store)
 
-    with pytest.warns(TunedBlocksWarning) as told, ThreadPoolExecutor(8) as pool:
+    with pytest.warns(TunedBlocksWarning) as caught, ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(8)))
-    assert (len(reads), len(told)) == (1, 1)
+    assert (len(reads), len(caught)) == (1, 1)
     assert all(each is found[0] for each in found)
     tuned.write(place, FILE)
     assert find(store) is found[0], "it stands for the process"

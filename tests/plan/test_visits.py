@@ -35,11 +35,11 @@ def test_runs_are_what_judging_finds(
     mask = masks.window(left, right, align=align)
     if prefix is not None:
         mask = mask & masks.prefix(prefix)
-    asked = problem(2, 2, 1, queries, keys, mask=mask.program)
+    case = problem(2, 2, 1, queries, keys, mask=mask.program)
     # Negated twice it is the same mask, but not one that arithmetic knows.
     twice = (*mask.program, Instr("not"), Instr("not"))
-    judged = visits_of(asked._replace(mask=twice), tile) if mask.program else visits_of(asked, tile)
-    assert visits_of(asked, tile) == judged
+    judged = visits_of(case._replace(mask=twice), tile) if mask.program else visits_of(case, tile)
+    assert visits_of(case, tile) == judged
 
 
 def test_sums_without_a_mask() -> None:
@@ -59,27 +59,27 @@ def test_nothing_to_visit() -> None:
 
 def test_sequences_add_up() -> None:
     lengths = [(10, 30), (0, 3), (17, 17)]
-    asked = problem(3, 2, 1, 27, 50, layout="varlen", mask=masks.causal().program)
-    whole = visits_of(asked, (8, 8), lengths=lengths)
-    each = [visits_of(problem(1, 2, 1, m, n, mask=asked.mask), (8, 8)) for m, n in lengths]
+    case = problem(3, 2, 1, 27, 50, layout="varlen", mask=masks.causal().program)
+    whole = visits_of(case, (8, 8), lengths=lengths)
+    each = [visits_of(problem(1, 2, 1, m, n, mask=case.mask), (8, 8)) for m, n in lengths]
     assert whole.pairs == sum(one.pairs for one in each)
     assert whole.keys_walked == sum(one.keys_walked for one in each)
 
 
 def test_batch_items_with_masks_of_their_own() -> None:
     """Item 0 sees 10 keys and item 1 all of them; the reference judges both at once."""
-    asked = problem(2, 3, 1, 40, 64, mask=masks.lengths(torch.tensor([1, 2])).program)
+    case = problem(2, 3, 1, 40, 64, mask=masks.lengths(torch.tensor([1, 2])).program)
     nothing = torch.empty(2, 1, 1, 1)
     operands = Operands(nothing, nothing, nothing, (torch.tensor([10, 64]),))
-    apart = visits_of(asked, (40, 16), operands)
+    apart = visits_of(case, (40, 16), operands)
     assert apart.pairs == 3 * 40 * (16 + 64)
-    assert visits_of(asked, (40, 16), operands, together=True).pairs == 3 * 40 * (64 + 64)
+    assert visits_of(case, (40, 16), operands, together=True).pairs == 3 * 40 * (64 + 64)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    asked = problem()
+    case = problem()
     with pytest.raises(InvalidArgument, match=r"key_tile.*at least 1"):
-        visits_of(asked, (8, 0))
+        visits_of(case, (8, 0))
     captured = masks.dense(torch.ones(4, 4, dtype=torch.bool)).program
     with pytest.raises(InvalidArgument, match="operands"):
         visits_of(problem(mask=captured), (8, 8))
@@ -91,16 +91,16 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_too_many_tiles_to_judge_are_refused() -> None:
     size = 300
-    asked = problem(1, 1, 1, size, size, mask=masks.dense(torch.ones(1, 1).bool()).program)
+    case = problem(1, 1, 1, size, size, mask=masks.dense(torch.ones(1, 1).bool()).program)
     nothing = torch.empty(1, 1, 1, 1)
     operands = Operands(nothing, nothing, nothing, (torch.ones(1, 1, 1, 1, dtype=torch.bool),))
     with pytest.raises(Unsupported, match="BlockMask"):
-        visits_of(asked, (1, 1), operands)
+        visits_of(case, (1, 1), operands)
 
 
 def test_parts_are_whole_tiles() -> None:
-    asked = problem()
+    case = problem()
     with pytest.raises(InvalidArgument, match="multiple of the tile's 16"):
-        tiled.forward_in_parts(asked, visits_of(asked, (8, 16)), 24)
+        tiled.forward_in_parts(case, visits_of(case, (8, 16)), 24)
     with pytest.raises(InvalidArgument, match="delta"):
-        tiled.backward_keys_outside(asked, visits_of(asked, (8, 16)), None, "never")
+        tiled.backward_keys_outside(case, visits_of(case, (8, 16)), None, "never")

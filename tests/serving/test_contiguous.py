@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
-from tests.plain import attend
+from tests.contract import assert_same_bits
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.serving import KVCache
@@ -18,30 +17,6 @@ from tilewise.serving import KVCache
 
 def drawn(seed: int, heads: int, rows: int) -> Tensor:
     return torch.randn(2, heads, rows, 16, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [128, 256, 100, 37])
-def test_a_prompt_in_pieces(chunk: int, dtype: torch.dtype) -> None:
-    """Exact by the 2x rule; to the bit where pieces end with blocks of keys."""
-    length = 512
-    q, k, v = (drawn(seed, heads, length).to(dtype) for seed, heads in ((1, 4), (2, 2), (3, 2)))
-    expected = tilewise.attention(q, k, v, mask=masks.causal())
-    cache = KVCache(batch=2, kv_heads=2, head_dim=16, capacity=length, dtype=dtype)
-    pieces = []
-    for first in range(0, length, chunk):
-        rows = slice(first, first + chunk)
-        cache.append(k[:, :, rows], v[:, :, rows])
-        pieces.append(cache.attend(q[:, :, rows]))
-    found = torch.cat(pieces, 2)
-    assert len(cache) == length
-    if chunk % 128 == 0:
-        assert_same_bits(found, expected, "out")
-    plain, oracle = (
-        attend(*(x.to(kind) for x in (q, k, v)), mask=lambda b, h, m, n: n <= m)
-        for kind in (dtype, torch.float64)
-    )
-    assert_exact(found, plain.out, oracle.out, "out")
 
 
 def test_what_is_kept_and_what_is_asked_for() -> None:

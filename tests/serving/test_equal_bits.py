@@ -130,21 +130,3 @@ def test_company_in_pages(queries: int, dtype: torch.dtype, kv_heads: int, threa
     for i, sequence in enumerate(chosen):
         alone = cache.attend([sequence], q[i : i + 1])
         assert_same_bits(alone, together.out[i : i + 1], f"sequence {i}")
-
-
-@pytest.mark.parametrize("queries", [1, 8, 9])
-def test_company_in_one_piece(queries: int, threads: int) -> None:
-    rows = 2200
-    k, v = (
-        torch.cat([drawn(KV_HEADS, rows, s + i, torch.float32) for i in range(5)]) for s in (0, 9)
-    )
-    q = torch.cat([drawn(HEADS, queries, 20 + i, torch.float32) for i in range(5)])
-    sizes: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": WIDTH, "capacity": rows}
-    cache = KVCache(batch=5, **sizes)
-    cache.append(k, v)
-    together = cache.attend(q)
-    torch.set_num_threads(2)
-    for i in range(5):
-        own = KVCache(batch=1, **sizes)
-        own.append(k[i : i + 1], v[i : i + 1])
-        assert_same_bits(own.attend(q[i : i + 1]), together[i : i + 1], f"sequence {i}")

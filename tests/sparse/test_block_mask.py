@@ -140,72 +140,46 @@ def test_changed_tensors_are_refused() -> None:
 
 MASK = masks.causal()
 PER_HEAD: Callable[..., Any] = lambda b, h, m, n: n < h  # noqa: E731
-REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
-    ("no-queries", lambda: BlockMask.of(MASK), InvalidArgument, "queries"),
-    ("negative", lambda: BlockMask.of(MASK, 8, -1), InvalidArgument, "keys: got -1"),
-    ("half", lambda: BlockMask.of(MASK, 8.0), InvalidType, "queries"),  # type: ignore[arg-type]
-    ("no-heads", lambda: BlockMask.of(PER_HEAD, 8), InvalidArgument, "heads: got None"),
-    ("zero-heads", lambda: BlockMask.of(PER_HEAD, 8, heads=0), InvalidArgument, "heads: got 0"),
-    (
-        "no-batch",
-        lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8),
-        InvalidArgument,
-        "batch: got None",
-    ),
-    (
-        "other-batch",
-        lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8, batch=3),
-        InvalidArgument,
-        "with B = 3",
-    ),
-    ("block", lambda: BlockMask.of(MASK, 8, block=(64, 0)), InvalidArgument, r"block\[1\]: got 0"),
-    ("blocks", lambda: BlockMask.of(MASK, 8, block=64), InvalidType, "a pair"),  # type: ignore[arg-type]
-    ("mask", lambda: BlockMask.of(3, 8), InvalidType, "mask"),  # type: ignore[arg-type]
-    ("dtype", lambda: BlockMask.of(MASK, 8, dtype=torch.int64), InvalidArgument, "dtype"),
-    (
-        "one-cu",
-        lambda: BlockMask.of(MASK, cu_seqlens_q=torch.tensor([0, 5])),
-        InvalidArgument,
-        "cu_seqlens_k: got None",
-    ),
-    (
-        "both-ways",
-        lambda: BlockMask.of(
+REFUSED: dict[type[Exception], dict[str, Callable[[], object]]] = {
+    InvalidArgument: {
+        "queries": lambda: BlockMask.of(MASK),
+        "keys: got -1": lambda: BlockMask.of(MASK, 8, -1),
+        "heads: got None": lambda: BlockMask.of(PER_HEAD, 8),
+        "heads: got 0": lambda: BlockMask.of(PER_HEAD, 8, heads=0),
+        "batch: got None": lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8),
+        "with B = 3": lambda: BlockMask.of(masks.lengths(torch.tensor([1, 2])), 8, batch=3),
+        r"block\[1\]: got 0": lambda: BlockMask.of(MASK, 8, block=(64, 0)),
+        "dtype": lambda: BlockMask.of(MASK, 8, dtype=torch.int64),
+        "cu_seqlens_k: got None": lambda: BlockMask.of(MASK, cu_seqlens_q=torch.tensor([0, 5])),
+        "queries: got 5; required: nothing beside": lambda: BlockMask.of(
             MASK, 5, cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_k=torch.tensor([0, 5])
         ),
-        InvalidArgument,
-        "queries: got 5; required: nothing beside",
-    ),
-    (
-        "falling",
-        lambda: BlockMask.of(
+        "never decrease": lambda: BlockMask.of(
             MASK, cu_seqlens_q=torch.tensor([0, 5, 4]), cu_seqlens_k=torch.tensor([0, 5, 9])
         ),
-        InvalidArgument,
-        "never decrease",
-    ),
-    ("layout", lambda: BlockMask.from_layout(torch.ones(2, 2)), InvalidArgument, "tiles"),
-    (
-        "layout-1d",
-        lambda: BlockMask.from_layout(torch.ones(2, dtype=torch.bool)),
-        InvalidArgument,
-        "tiles",
-    ),
-    ("layout-list", lambda: BlockMask.from_layout([[True]]), InvalidType, "tiles"),  # type: ignore[arg-type]
-    ("no-table", lambda: BlockMask((Instr("band", (-1, 0, 1)),)), InvalidArgument, "table"),
-    ("empty", lambda: BlockMask(()), InvalidArgument, "table"),
-    ("picture", lambda: of("heads").picture(head=3), InvalidArgument, "head: got 3"),
-    ("width", lambda: of("heads").picture(width=0), InvalidArgument, "width"),
-    ("iteration", lambda: list(of("heads")), InvalidType, "iteration"),
-]
+        "tiles.*float32": lambda: BlockMask.from_layout(torch.ones(2, 2)),
+        "tiles": lambda: BlockMask.from_layout(torch.ones(2, dtype=torch.bool)),
+        "band.*table": lambda: BlockMask((Instr("band", (-1, 0, 1)),)),
+        r"\(\).*table": lambda: BlockMask(()),
+        "head: got 3": lambda: of("heads").picture(head=3),
+        "width": lambda: of("heads").picture(width=0),
+    },
+    InvalidType: {
+        "queries": lambda: BlockMask.of(MASK, 8.0),  # type: ignore[arg-type]
+        "a pair": lambda: BlockMask.of(MASK, 8, block=64),  # type: ignore[arg-type]
+        "mask": lambda: BlockMask.of(3, 8),  # type: ignore[arg-type]
+        "tiles": lambda: BlockMask.from_layout([[True]]),  # type: ignore[arg-type]
+        "iteration": lambda: list(of("heads")),
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "says"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+    ("kind", "message"), [(kind, message) for kind, rows in REFUSED.items() for message in rows]
 )
-def test_refused(make: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        make()
+def test_refused(kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        REFUSED[kind][message]()
 
 
 def test_not_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:

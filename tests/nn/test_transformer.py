@@ -145,7 +145,7 @@ def test_in_torchs_encoder_in_eval_mode(
     calls = spied(monkeypatch)
     x = rows(ours.layers[0], S)
     pads = padding()
-    asked: list[dict[str, Any]] = [
+    given: list[dict[str, Any]] = [
         {},
         {"src_key_padding_mask": pads},
         {"mask": hidden(S, S)},
@@ -153,10 +153,10 @@ def test_in_torchs_encoder_in_eval_mode(
         {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=x.dtype)},
     ]
     with torch.set_grad_enabled(grad):
-        for call in asked:
+        for call in given:
             found, wanted = ours(x, **call), theirs(x, **call)
             torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
-    kernels = ["attention"] * len(asked)
+    kernels = ["attention"] * len(given)
     if enable_nested_tensor and batch_first and not grad:
         kernels[1] = "attention_varlen"
     assert calls == [name for name in kernels for _ in ours.layers]

@@ -58,41 +58,6 @@ def keywords_of(inputs: Inputs) -> dict[str, Any]:
     return {name: inputs.keywords()[name] for name in names}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dense_queries(dtype: torch.dtype) -> None:
-    """Each batch item is a call of its own over its keys, in whatever memory order q has."""
-    case = next(case for case in CASES if case.name == "equal")
-    inputs = build(case.of(dtype)).detached()
-    keys, values = sequences_of(inputs)
-    rows = inputs.q.unflatten(0, (len(keys), -1)).transpose(1, 2)
-    assert inputs.score is not None
-    bias = inputs.score.captured[0]
-    for q in (rows, rows.contiguous()):
-        got, lse, _ = tilewise.attention_paged(
-            q,
-            *in_pages(keys, values, 16),
-            mask=masks.causal(),
-            score=inputs.score,
-            sinks=inputs.sinks,
-            return_lse=True,
-            backend="tiled",
-        )
-        assert (got.transpose(1, 2) if q is rows else got).is_contiguous()
-        for b, (k, v) in enumerate(zip(keys, values, strict=True)):
-            alone = tilewise.attention(
-                q[b : b + 1],
-                k[None],
-                v[None],
-                mask=masks.causal(),
-                score=scores.bias(bias[..., : k.shape[1]]),
-                sinks=inputs.sinks,
-                return_lse=True,
-                backend="tiled",
-            )
-            assert_same_bits(got[b : b + 1], alone.out, f"out {b}")
-            assert_same_bits(lse[b : b + 1], alone.lse, f"lse {b}")
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_oracles_read_pages_too(packed: bool) -> None:
     """Plain attention in float64 and beyond it."""
@@ -124,32 +89,32 @@ def small(seed: int = 0, **changes: Any) -> dict[str, Any]:
 def test_captured_functions_count_within_sequences() -> None:
     """b, n and N of a user's mask and score are the sequence's own."""
     table = torch.randn(2, 4)
-    asked = small(
+    given = small(
         mask=lambda b, h, m, n: n % 2 == b % 2,
         score=lambda s, b, h, m, n: s + table[b, h] * n,
     )
-    got = tilewise.attention_paged(**asked)
-    lengths, pages, where = asked["key_lengths"], asked["k_pages"], asked["block_table"]
+    got = tilewise.attention_paged(**given)
+    lengths, pages, where = given["key_lengths"], given["k_pages"], given["block_table"]
     for b in range(2):
         count = int(lengths[b])
         used = where[b, : -(-count // 4)].long()
         k, v = (
             x[used].transpose(0, 1).flatten(1, 2)[:, :count].repeat_interleave(2, 0)
-            for x in (pages, asked["v_pages"])
+            for x in (pages, given["v_pages"])
         )
         n = torch.arange(count)
-        s = asked["q"][b] @ k.mT / math.sqrt(8) + table[b][:, None, None] * n
+        s = given["q"][b] @ k.mT / math.sqrt(8) + table[b][:, None, None] * n
         s = s.masked_fill(n % 2 != b, -math.inf)
         torch.testing.assert_close(got[b], s.softmax(-1) @ v)
 
 
 def test_tables_of_64_bits_and_slices_of_larger_ones() -> None:
-    asked = small()
-    expected = tilewise.attention_paged(**asked)
-    wide = torch.nn.functional.pad(asked["block_table"], (0, 5), value=-1)
-    for table in (asked["block_table"].long(), wide, wide[:, :3]):
-        lengths = asked["key_lengths"].to(table.dtype)
-        got = tilewise.attention_paged(**{**asked, "block_table": table, "key_lengths": lengths})
+    given = small()
+    expected = tilewise.attention_paged(**given)
+    wide = torch.nn.functional.pad(given["block_table"], (0, 5), value=-1)
+    for table in (given["block_table"].long(), wide, wide[:, :3]):
+        lengths = given["key_lengths"].to(table.dtype)
+        got = tilewise.attention_paged(**{**given, "block_table": table, "key_lengths": lengths})
         assert_same_bits(got, expected, str(table.shape))
 
 
@@ -273,54 +238,54 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
 
 
 def test_what_nobody_can_do_names_the_pages() -> None:
-    asked = small(backend=None)
-    q, k, v = (asked.pop(name).to(FLOAT8) for name in ("q", "k_pages", "v_pages"))
+    given = small(backend=None)
+    q, k, v = (given.pop(name).to(FLOAT8) for name in ("q", "k_pages", "v_pages"))
     with pytest.raises(Unsupported, match="keys in pages of 4") as caught:
-        tilewise.attention_paged(q, k, v, **asked)
+        tilewise.attention_paged(q, k, v, **given)
     assert "backend='tiled'" in str(caught.value)
-    told = str(tilewise.explain(q, k, v, **{**asked, "backend": "tiled"}))
-    assert "pages     of 4 keys" in told
+    text = str(tilewise.explain(q, k, v, **{**given, "backend": "tiled"}))
+    assert "pages     of 4 keys" in text
 
 
 def test_a_held_plan() -> None:
-    asked = small(mask=masks.causal())
-    arguments = tuple(asked.pop(name) for name in ("q", "k_pages", "v_pages"))
-    plan = tilewise.plan(*arguments, **asked)
-    expected = tilewise.attention_paged(*arguments, **asked)
-    assert_same_bits(tilewise.attention_paged(*arguments, **asked, plan=plan), expected, "out")
-    wider = torch.nn.functional.pad(asked["block_table"], (0, 1))
+    given = small(mask=masks.causal())
+    arguments = tuple(given.pop(name) for name in ("q", "k_pages", "v_pages"))
+    plan = tilewise.plan(*arguments, **given)
+    expected = tilewise.attention_paged(*arguments, **given)
+    assert_same_bits(tilewise.attention_paged(*arguments, **given, plan=plan), expected, "out")
+    wider = torch.nn.functional.pad(given["block_table"], (0, 1))
     with pytest.raises(InvalidArgument, match=r"^plan: got a plan for a block table \[2, 4\]"):
-        tilewise.attention_paged(*arguments, **{**asked, "block_table": wider}, plan=plan)
+        tilewise.attention_paged(*arguments, **{**given, "block_table": wider}, plan=plan)
     with pytest.raises(InvalidArgument, match=r"^plan: "):
         tilewise.attention(*arguments, plan=plan, mask=masks.causal(), backend="tiled")
     for missing in ("block_table", "key_lengths"):
         with pytest.raises(InvalidArgument, match=f"^{missing}: got None"):
-            tilewise.plan(*arguments, **{**asked, missing: None})
+            tilewise.plan(*arguments, **{**given, missing: None})
     with pytest.raises(InvalidArgument, match=r"^cu_seqlens_k: "):
-        tilewise.plan(*arguments, **{**asked, "cu_seqlens_k": _cu(0, 3)})
+        tilewise.plan(*arguments, **{**given, "cu_seqlens_k": _cu(0, 3)})
     with pytest.raises(InvalidArgument, match=r"^dropout_p: "):
-        tilewise.plan(*arguments, **asked, dropout_p=0.1)
+        tilewise.plan(*arguments, **given, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "sinks", "score"])
 def test_gradients_are_refused_and_never_dropped(name: str) -> None:
-    asked = small(sinks=torch.zeros(4))
+    given = small(sinks=torch.zeros(4))
     if name == "score":
-        asked["score"] = scores.bias(torch.zeros(1, 4, 1, 1, requires_grad=True))
+        given["score"] = scores.bias(torch.zeros(1, 4, 1, 1, requires_grad=True))
     else:
-        asked[name] = asked[name].requires_grad_()
+        given[name] = given[name].requires_grad_()
     with pytest.raises(Unsupported, match=r"no gradients of paged keys\n.*no_grad"):
-        tilewise.attention_paged(**asked)
+        tilewise.attention_paged(**given)
     with torch.no_grad():
-        assert not tilewise.attention_paged(**asked).requires_grad
+        assert not tilewise.attention_paged(**given).requires_grad
 
 
 def test_transforms_are_refused() -> None:
-    asked = small()
-    q = asked.pop("q")
+    given = small()
+    q = given.pop("q")
 
     def call(x: Tensor) -> Tensor:
-        found: Tensor = tilewise.attention_paged(x, **asked)
+        found: Tensor = tilewise.attention_paged(x, **given)
         return found.sum()
 
     calls: list[Callable[[], Any]] = [
@@ -335,8 +300,8 @@ def test_transforms_are_refused() -> None:
 
 
 def _op_arguments(packed: bool, statistics: str) -> tuple[Any, ...]:
-    asked = small()
-    q, pages = asked.pop("q"), [asked[name] for name in Paged._fields]
+    given = small()
+    q, pages = given.pop("q"), [given[name] for name in Paged._fields]
     cu_q = None
     if packed:
         q, cu_q = q[0].transpose(0, 1).contiguous(), _cu(0, 1, 3)
@@ -389,21 +354,21 @@ def test_compiled_equals_eager(dynamic: bool) -> None:
 
 def test_a_compiled_call_refuses_gradients_too() -> None:
     torch._dynamo.reset()
-    asked = small()
-    q = asked.pop("q").requires_grad_()
-    compiled = torch.compile(lambda x: tilewise.attention_paged(x, **asked), backend="aot_eager")
+    given = small()
+    q = given.pop("q").requires_grad_()
+    compiled = torch.compile(lambda x: tilewise.attention_paged(x, **given), backend="aot_eager")
     with pytest.raises(Exception, match="no gradients of paged keys"):
         compiled(q).sum().backward()
 
 
 def test_what_traces_sees_the_op() -> None:
-    asked = small()
+    given = small()
     names = ("q", *Paged._fields)
 
     def call(*tensors: Tensor) -> Any:
         return tilewise.attention_paged(*tensors, backend="tiled")
 
-    arguments = [asked[name] for name in names]
+    arguments = [given[name] for name in names]
     graph = make_fx(call)(*arguments)
     assert "attention_paged" in graph.code
     other = small(seed=1)
@@ -422,20 +387,20 @@ class Call(torch.nn.Module):
 
 
 def test_autocast_chooses_the_dtype() -> None:
-    asked = small()
+    given = small()
     with torch.autocast("cpu", torch.bfloat16):
-        got = tilewise.attention_paged(**asked)
+        got = tilewise.attention_paged(**given)
     for name in ("q", "k_pages", "v_pages"):
-        asked[name] = asked[name].bfloat16()
-    assert_same_bits(got, tilewise.attention_paged(**asked), "out")
+        given[name] = given[name].bfloat16()
+    assert_same_bits(got, tilewise.attention_paged(**given), "out")
 
 
 def test_checked_mode_looks_within_sequences() -> None:
     """An index is looked at where a sequence has a key, and not beyond."""
     positions = torch.zeros(9)
-    asked = small(score=lambda s, b, h, m, n: s + positions[n])
+    given = small(score=lambda s, b, h, m, n: s + positions[n])
     with tilewise.checked():
-        tilewise.attention_paged(**asked)
-        asked["score"] = lambda s, b, h, m, n: s + positions[n + 1]
+        tilewise.attention_paged(**given)
+        given["score"] = lambda s, b, h, m, n: s + positions[n + 1]
         with pytest.raises(InvalidArgument, match=r"^score: got the index 9 .*b 1, h 0, m 0, n 8"):
-            tilewise.attention_paged(**asked)
+            tilewise.attention_paged(**given)

@@ -89,9 +89,9 @@ def run(backend: str, *qkv: Tensor, **keywords: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("asked", [True, "top1"], ids=str)
+@pytest.mark.parametrize("wanted", [True, "top1"], ids=str)
 def test_a_nan_is_seen(
-    target: Target, sizes: tuple[int, int], dtype: torch.dtype, asked: Any
+    target: Target, sizes: tuple[int, int], dtype: torch.dtype, wanted: Any
 ) -> None:
     qkv = _inputs(*sizes, dtype)
     table = _holes(*sizes)
@@ -101,7 +101,7 @@ def test_a_nan_is_seen(
         def score(s: Any, _b: Any, _h: Any, m: Any, n: Any, rolled: Tensor = rolled) -> Any:
             return s + rolled[m if rolled.shape[0] > 1 else 0, n]
 
-        stats = run(target.backend, *qkv, score=score, return_stats=asked).stats
+        stats = run(target.backend, *qkv, score=score, return_stats=wanted).stats
         _check(stats, _scores(*qkv[:2], rolled))
 
 

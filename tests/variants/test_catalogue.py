@@ -39,19 +39,8 @@ def small_tiles() -> Iterator[None]:
 each_variant = pytest.mark.parametrize("variant", CATALOGUE, ids=str)
 
 
-@each_variant
-def test_the_dense_reference_is_plain_torch(variant: Variant) -> None:
-    call = Call(variant, torch.float64)
-    assert_all_close(call.dense(torch.float64), call.plain())
-
-
-@each_variant
-def test_the_tiled_reference_is_plain_torch(variant: Variant) -> None:
-    call = Call(variant, torch.float64)
-    assert_all_close(call.run("tiled"), call.plain())
-
-
-ODD = (
+SIZES = (
+    Sizes(),
     Sizes(1, 4, 1, 9),
     Sizes(2, 4, 33, 1),
     Sizes(2, 4, 0, 5),
@@ -60,10 +49,10 @@ ODD = (
 )
 
 
-@pytest.mark.parametrize("sizes", ODD, ids=lambda sizes: "x".join(map(str, sizes)))
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 @each_variant
-def test_odd_sizes(variant: Variant, sizes: Sizes) -> None:
-    """One row, one key, no rows, no keys, no batch."""
+def test_the_references_are_plain_torch(variant: Variant, sizes: Sizes) -> None:
+    """Several tiles; one row, one key, no rows, no keys, no batch."""
     call = Call(variant, torch.float64, sizes)
     expected = call.plain()
     assert_all_close(call.dense(torch.float64), expected)
@@ -98,15 +87,18 @@ def test_the_extended_oracle_is_plain_torch(variant: Variant) -> None:
 
 
 SINGLE = ("alibi", "t5", "swin", "learned-softcap", "kerple", "forgetting", "power", "everything")
+each_single = pytest.mark.parametrize(
+    "variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str
+)
 
 
-@pytest.mark.parametrize("variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str)
+@each_single
 def test_the_tiled_reference_is_exact_in_float32(variant: Variant) -> None:
     """The contract, with the captured gradients in it."""
     check_exact(variant, torch.float32, "tiled")
 
 
-@pytest.mark.parametrize("variant", [v for v in CATALOGUE if v.name in SINGLE], ids=str)
+@each_single
 def test_captured_gradients_keep_their_bits(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

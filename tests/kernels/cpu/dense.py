@@ -13,9 +13,8 @@ from torch import Tensor
 import tilewise
 from tests.contract import InexactError, assert_exact, assert_same_bits
 from tests.plain import attend, attend_packed, joined
-from tilewise.variants.expr import encode
+from tests.variants.drawn import program_of
 from tilewise.variants.lower import statistics_dtype
-from tilewise.variants.program import Instr
 from tilewise.variants.trace import trace_mask, trace_score
 from tilewise.variants.values import Mask, Score
 
@@ -99,13 +98,13 @@ def inputs(variant: Variant, sizes: Sizes, dtype: torch.dtype, seed: int = 1) ->
 def as_score(function: Function) -> Score:
     """The score of a function as an expression, whatever kernels may know it by."""
     expr, tensors = trace_score(function)
-    return Score((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+    return Score(program_of(expr), tensors)
 
 
 def as_mask(function: Function) -> Mask:
     """The same of a mask."""
     expr, tensors = trace_mask(function)
-    return Mask((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+    return Mask(program_of(expr), tensors)
 
 
 def run(variant: Variant, x: Inputs) -> list[Tensor]:

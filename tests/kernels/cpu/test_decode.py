@@ -151,10 +151,10 @@ def test_functions_of_few_queries() -> None:
     """A mask and a score of one's own, which know heads, queries and keys."""
     q, k, v = (torch.randn(2, heads, rows, 24) for heads, rows in ((4, 3), (2, 700), (2, 700)))
     slopes = torch.rand(4)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mask": lambda b, h, m, n: ((n + h) % 3 != 0) | (n > 500),
         "score": lambda s, b, h, m, n: s - slopes[h] * (n - m) / 50,
     }
-    found = tilewise.attention(q, k, v, **asked, backend="cpu")
-    expected = tilewise.attention(q.double(), k.double(), v.double(), **asked, backend="tiled")
+    found = tilewise.attention(q, k, v, **options, backend="cpu")
+    expected = tilewise.attention(q.double(), k.double(), v.double(), **options, backend="tiled")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

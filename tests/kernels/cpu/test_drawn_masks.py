@@ -12,9 +12,16 @@ from torch import Tensor
 
 import tilewise
 from tests.kernels.targets import TARGETS, Target, forced
-from tests.variants.drawn import SHAPES, Extents, expressions, quarters, run
+from tests.variants.drawn import (
+    SHAPES,
+    Extents,
+    expressions,
+    own_slots,
+    program_of,
+    quarters,
+    run,
+)
 from tilewise.variants.expr import Expr, encode, kinds
-from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask
 
 CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
@@ -27,18 +34,6 @@ def _captured(slot: int, dtype: torch.dtype) -> Tensor:
     if KINDS[slot] == "float":
         return values.to(dtype)
     return (values * 4).long() if KINDS[slot] == "int" else values > 0
-
-
-def _own_slots(expr: Expr) -> tuple[Expr, list[int]]:
-    """The expression with its slots counted from 0, and which they were."""
-    used = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
-    nodes = tuple(
-        node._replace(value=used.index(int(node.value or 0)))
-        if node.op.startswith("load_")
-        else node
-        for node in expr.nodes
-    )
-    return expr._replace(nodes=nodes), used
 
 
 def _open(expr: Expr, values: Sequence[Tensor]) -> Tensor:
@@ -64,11 +59,11 @@ def _check(expr: Expr, dtype: torch.dtype, target: Target) -> None:
     loads = [node for node in expr.nodes if node.op.startswith("load_")]
     if len(expr.nodes) > 256 or len(loads) > 16:
         return
-    expr, used = _own_slots(expr)
+    expr, used = own_slots(expr)
     tensors = tuple([_captured(slot, dtype) for slot in used])
     every = expr._replace(outputs=tuple(range(len(expr.nodes))))
     values = run(every, tensors, extents=EXTENTS, dtype=dtype)
-    mask = Mask((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
+    mask = Mask(program_of(expr), tensors)
     batch, heads, queries, keys = EXTENTS
     q = torch.zeros(batch, heads, queries, 2, dtype=dtype)
     k = torch.zeros(batch, heads, keys, 2, dtype=dtype)
@@ -79,26 +74,21 @@ def _check(expr: Expr, dtype: torch.dtype, target: Target) -> None:
     assert not bool(wrong.any()), f"{target}: {encode(expr)} at {wrong.nonzero()[0].tolist()}"
 
 
-@pytest.mark.skipif(not CPU_TARGETS, reason="the compiled core is not built")
-@given(
-    expr=expressions("bool", kinds=KINDS, depth=5),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
-    index=st.integers(0, 9),
-)
+pytestmark = pytest.mark.skipif(not CPU_TARGETS, reason="the compiled core is not built")
+targets = st.integers(0, 9).map(lambda index: CPU_TARGETS[index % len(CPU_TARGETS)])
+dtypes = st.sampled_from((torch.float32, torch.float64))
+
+
+@given(expr=expressions("bool", kinds=KINDS, depth=5), dtype=dtypes, target=targets)
 @settings(max_examples=60)
-def test_drawn_masks(expr: Expr, dtype: torch.dtype, index: int) -> None:
+def test_drawn_masks(expr: Expr, dtype: torch.dtype, target: Target) -> None:
     """Every pair, on whichever instruction set is drawn."""
-    _check(expr, dtype, CPU_TARGETS[index % len(CPU_TARGETS)])
+    _check(expr, dtype, target)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CPU_TARGETS, reason="the compiled core is not built")
-@given(
-    expr=expressions("bool", kinds=KINDS, depth=6),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
-    index=st.integers(0, 9),
-)
+@given(expr=expressions("bool", kinds=KINDS, depth=6), dtype=dtypes, target=targets)
 @settings(max_examples=600)
-def test_more_drawn_masks(expr: Expr, dtype: torch.dtype, index: int) -> None:
+def test_more_drawn_masks(expr: Expr, dtype: torch.dtype, target: Target) -> None:
     """The same at length."""
-    _check(expr, dtype, CPU_TARGETS[index % len(CPU_TARGETS)])
+    _check(expr, dtype, target)

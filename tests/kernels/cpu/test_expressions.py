@@ -22,10 +22,10 @@ from tests.kernels.cpu.dense import (
     run,
 )
 from tests.kernels.targets import TARGETS, Target
+from tests.variants.drawn import program_of
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
-from tilewise.variants.expr import Expr, Graph, encode
-from tilewise.variants.program import Instr
+from tilewise.variants.expr import Expr, Graph
 from tilewise.variants.values import Mask, Score
 
 CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
@@ -342,12 +342,8 @@ def test_lowest_numbers_as_masks(target: Target) -> None:
     assert lse[0, 0, 0].item() == pytest.approx(lowest, rel=1e-6)
 
 
-def _expr_score(expr: Expr, *tensors: Tensor) -> Score:
-    return Score((Instr("expr", (encode(expr),), tuple(range(len(tensors)))),), tensors)
-
-
-def _reason(score: Score) -> str:
-    q = torch.randn(1, 1, 3, 4)
+def _reason(expr: Expr, *tensors: Tensor) -> str:
+    q, score = torch.randn(1, 1, 3, 4), Score(program_of(expr), tensors)
     with pytest.raises(Unsupported) as caught:
         tilewise.attention(q, q, q, score=score, backend="cpu")
     return str(caught.value)
@@ -361,18 +357,18 @@ def test_limits() -> None:
     value = graph.leaf("s")
     for i in range(150):
         value = graph.apply("add", value, graph.constant(float(i + 2)))
-    assert "301 nodes; its limit is 256" in _reason(_expr_score(graph.expr(value)))
+    assert "301 nodes; its limit is 256" in _reason(graph.expr(value))
     graph = Graph()
     value = graph.leaf("s")
     for i in range(17):
         value = graph.apply("add", value, graph.load("float", 0, [graph.constant(i)]))
     assert "17 elements that it loads; its limit is 16" in _reason(
-        _expr_score(graph.expr(value), torch.randn(20))
+        graph.expr(value), torch.randn(20)
     )
     graph = Graph()
     load = graph.load("float", 0, [graph.leaf("m")] * 7)
     assert "7 dimensions in a tensor that it loads; its limit is 6" in _reason(
-        _expr_score(graph.expr(graph.apply("add", graph.leaf("s"), load)), torch.randn([1] * 7))
+        graph.expr(graph.apply("add", graph.leaf("s"), load)), torch.randn([1] * 7)
     )
 
 

@@ -15,7 +15,7 @@ from tests.kernels.targets import TARGETS, Target, forced, pairs
 from tests.oracle import call
 from tests.paged import in_pages, sequences_of
 from tests.test_paged import CASES, keywords_of, paged_of
-from tilewise import BlockMask, masks
+from tilewise import BlockMask, masks, scores
 
 GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 24, "value_dim": 20}
 LONG = ((1, 700), (70, 600), (8, 130), (9, 260), (0, 3), (3, 0), (130, 130))
@@ -34,40 +34,44 @@ def test_it_is_attention_over_sequences(target: Target, case: Case) -> None:
     inputs = build(case).detached()
     assert inputs.cu_seqlens is not None
     expected = call(inputs, target.backend, return_lse=True, return_stats="top1")
-    asked = {**keywords_of(inputs), "backend": target.backend}
-    asked |= {"return_lse": True, "return_stats": "top1"}
+    options = {**keywords_of(inputs), "backend": target.backend}
+    options |= {"return_lse": True, "return_stats": "top1"}
     for page_size in PAGES:
         paged = paged_of(inputs, page_size, rows_first=page_size % 2 == 0)
-        got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **asked)
+        got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **options)
         assert_same_bits(got.out, expected.out, f"out, pages of {page_size}")
         assert_same_bits(got.lse, expected.lse, f"lse, pages of {page_size}")
         for name, mine, theirs in zip(got.stats._fields, got.stats, expected.stats, strict=True):
             assert_same_bits(mine, theirs, f"{name}, pages of {page_size}")
 
 
-CPU = [target for target in TARGETS if target.backend == "cpu"]
-
-
-@pytest.mark.parametrize("target", CPU, ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("queries", [1, 8, 9, 65])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dense_queries(target: Target, queries: int, dtype: torch.dtype) -> None:
-    """Each batch item has the bits of a call of its own, with one thread and with several."""
+    """Each batch item has the bits of a call of its own, in any memory order, on many threads."""
     generator = torch.Generator().manual_seed(queries)
     keys, values = (
         [torch.randn(2, n, 24, generator=generator).to(dtype) for n in (700, 9, 0, 260)]
         for _ in range(2)
     )
-    q = torch.randn(4, 6, queries, 24, generator=generator).to(dtype)
-    asked: dict[str, Any] = {"mask": masks.causal(), "backend": "cpu"}
+    rows = torch.randn(4, queries, 6, 24, generator=generator).to(dtype)
+    bias = torch.randn(6, 1, 700, generator=generator).to(dtype)
+    options: dict[str, Any] = {"mask": masks.causal(), "backend": target.backend}
+    options |= {"sinks": torch.randn(6, generator=generator), "return_lse": True}
     with forced(target):
-        got = tilewise.attention_paged(q, *in_pages(keys, values, 16, spare=3), **asked)
-        torch.set_num_threads(3)
-        again = tilewise.attention_paged(q, *in_pages(keys, values, 48, seed=1), **asked)
-        assert_same_bits(again, got, "other pages and threads")
-        for b, (k, v) in enumerate(zip(keys, values, strict=True)):
-            alone = tilewise.attention(q[b : b + 1], k[None], v[None], **asked)
-            assert_same_bits(got[b : b + 1], alone, f"sequence {b}")
+        for q, pages in (
+            (rows.transpose(1, 2), in_pages(keys, values, 16, spare=3)),
+            (rows.transpose(1, 2).contiguous(), in_pages(keys, values, 48, seed=1)),
+        ):
+            got = tilewise.attention_paged(q, *pages, **options, score=scores.bias(bias))
+            assert got.out.stride() == q.stride()
+            torch.set_num_threads(3)
+            for b, (k, v) in enumerate(zip(keys, values, strict=True)):
+                score = scores.bias(bias[..., : k.shape[1]])
+                alone = tilewise.attention(q[b : b + 1], k[None], v[None], **options, score=score)
+                assert_same_bits(got.out[b : b + 1], alone.out, f"out {b}")
+                assert_same_bits(got.lse[b : b + 1], alone.lse, f"lse {b}")
 
 
 def test_pages_whose_elements_lie_apart() -> None:
@@ -106,12 +110,12 @@ def test_functions_over_pages() -> None:
     offsets = torch.tensor([3, 5, 7])
     for queries in (2, 30):
         q = torch.randn(3, 4, queries, 8)
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mask": lambda b, h, m, n: (n + m) % offsets[b] != 0,
             "score": lambda s, b, h, m, n: s + (n % 4) * 0.25 * (h + 1),
         }
-        found = tilewise.attention_paged(q, *paged, **asked, backend="cpu")
-        expected = tilewise.attention_paged(q, *paged, **asked, backend="tiled")
+        found = tilewise.attention_paged(q, *paged, **options, backend="cpu")
+        expected = tilewise.attention_paged(q, *paged, **options, backend="tiled")
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

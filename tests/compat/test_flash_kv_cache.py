@@ -279,9 +279,9 @@ def test_what_a_gpu_reads_in_place(flags: Flags, leftpad: bool) -> None:
     starts = torch.tensor([2, 0, 14]) if leftpad else None
     lengths, table = case.said["cache_seqlens"], torch.tensor([[0], [1], [2]])
     words, slopes = flags_of(flags)
-    asked = read(BATCH, HEADS, 0.0, **words)
+    call = read(BATCH, HEADS, 0.0, **words)
     cache = Cache(case.k_cache, case.v_cache, lengths, table, starts)
-    got = in_place(case.q, cache, asked, backend="tiled")
+    got = in_place(case.q, cache, call, backend="tiled")
     assert got.lse is not None
     first = [0] * BATCH if starts is None else starts.tolist()
     keys = [

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.compat import extended
 from tests.compat.flash_reference import Flags, attend, attend_packed, seen_of, slopes_of
-from tests.compat.ring import PackedRing, Ring
 from tests.compat.test_flash_interface import FLAGS, LENGTHS, check, cu_seqlens, draw, words
 from tests.contract import assert_exact, assert_same_bits
 from tilewise.compat.flash_attn import flash_attn_interface as interface
@@ -253,39 +252,85 @@ def test_keys_that_do_not_count(flags: Flags) -> None:
         )
 
 
+def _merged(past: Any, rows: Any, out: Tensor, lse: Tensor) -> None:
+    """Add a result over other keys to those of the rows so far, as the ranks of a ring do."""
+    both = torch.logaddexp(past[1][rows], lse)
+    past[0][rows] = past[0][rows] * (past[1][rows] - both).exp() + out.float() * (lse - both).exp()
+    past[1][rows] = both
+
+
+def _assert_full(
+    out: Tensor, grads: list[Tensor], leaves: tuple[Tensor, ...], dout: Tensor, plain: Any
+) -> None:
+    """The output and the gradients of attention in blocks of keys, by the contract."""
+    near, true = plain(out.dtype), plain(torch.float64)
+    assert_exact(out, near, true, "out")
+    due = [torch.autograd.grad((x * dout.to(x.dtype)).sum(), leaves) for x in (near, true)]
+    for name, one, two, three in zip("qkv", grads, *due, strict=True):
+        assert_exact(one.to(out.dtype), two, three, f"gradient of {name}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_zigzag_ring_is_full_attention(ranks: int, dtype: torch.dtype) -> None:
-    q, k, v = (draw(2, 64, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+def test_blocks_of_keys_are_full_attention(dtype: torch.dtype) -> None:
+    """As in a ring: each backward pass takes the output and the lse of all keys of its rows."""
+    q, k, v, dout = (draw(2, 64, heads, 16, dtype=dtype) for heads in (4, 2, 2, 4))
+    first, second = (slice(None), slice(32)), (slice(None), slice(32, 64))
+    blocks = ((first, first, True), (second, first, False), (second, second, True))
     flags = Flags(causal=True, softmax_scale=0.3)
-    out: Any = Ring.apply(q, k, v, ranks, 0.3)
-    _assert_full(out, (q, k, v), lambda kind: attend(q, k, v, flags, None, kind)[0], dtype)
+    said = {**said_of(flags, None), "dropout_p": 0.0}
+    past = torch.zeros(2, 64, 4, 16), torch.full((2, 64, 4, 1), -torch.inf)
+    for rows, keys, causal in blocks:
+        found = passes._flash_attn_forward(
+            q[rows], k[keys], v[keys], **{**said, "causal": causal}, return_softmax=False
+        )
+        _merged(past, rows, found[0], found[1].transpose(1, 2)[..., None])
+    out, lse = past[0].to(dtype), past[1][..., 0].transpose(1, 2)
+    sums = [torch.zeros(x.shape) for x in (q, k, v)]
+    for rows, keys, causal in blocks:
+        given = q[rows], k[keys], v[keys]
+        room = [torch.empty_like(x) for x in given]
+        passes._flash_attn_backward(
+            *(dout[rows], *given, out[rows], lse[:, :, rows[1]].contiguous(), *room),
+            **{**said, "causal": causal},
+            deterministic=True,
+        )
+        for total, where, gradient in zip(sums, (rows, keys, keys), room, strict=True):
+            total[where] += gradient.float()
+    leaves = (q, k, v)
+    _assert_full(out, sums, leaves, dout, lambda kind: attend(*leaves, flags, None, kind)[0])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_ring_over_packed_sequences_is_full_attention(ranks: int) -> None:
+def test_packed_blocks_of_keys_are_full_attention() -> None:
+    """Each of three ranks has a third of every sequence's keys."""
     lengths = [(5, 9), (12, 12), (3, 17)]
-    q, k, v = draw(20, 4, 16), draw(38, 2, 16), draw(38, 2, 16)
-    cu_q, cu_k = (torch.tensor([0, *x], dtype=torch.int32).cumsum(0) for x in zip(*lengths))  # noqa: B905
-    out: Any = PackedRing.apply(q, k, v, cu_q.int(), cu_k.int(), ranks)
+    q, k, v, dout = draw(20, 4, 16), draw(38, 2, 16), draw(38, 2, 16), draw(20, 4, 16, seed=9)
+    cu_q = torch.tensor([0, 5, 17, 20], dtype=torch.int32)
     flags = Flags(softmax_scale=0.3)
+    said = {**said_of(flags, None), "dropout_p": 0.0}
+    blocks = []
+    for rank in range(3):
+        own = [keys.tensor_split(3)[rank] for keys in torch.arange(38).split([9, 12, 17])]
+        counts = torch.tensor([0, *map(len, own)], dtype=torch.int32)
+        blocks.append((torch.cat(own), counts.cumsum(0, dtype=torch.int32)))
+    past = torch.zeros(20, 4, 16), torch.full((20, 4, 1), -torch.inf)
+    for keys, cu in blocks:
+        found = passes._flash_attn_varlen_forward(q, k[keys], v[keys], cu_q, cu, 12, 6, **said)
+        _merged(past, ..., found[0], found[1].T[..., None])
+    out, lse = past[0], past[1][..., 0].T.contiguous()
+    sums = [torch.zeros(x.shape) for x in (q, k, v)]
+    for keys, cu in blocks:
+        given = q, k[keys], v[keys]
+        room = [torch.empty_like(x) for x in given]
+        passes._flash_attn_varlen_backward(
+            *(dout, *given, out, lse, *room, cu_q, cu, 12, 6), **said, deterministic=True
+        )
+        sums[0] += room[0]
+        sums[1][keys], sums[2][keys] = room[1:]
 
     def plain(kind: torch.dtype) -> Tensor:
         return attend_packed(q, k, v, lengths, flags, None, kind)[0]
 
-    _assert_full(out, (q, k, v), plain, torch.float32)
-
-
-def _assert_full(out: Tensor, leaves: tuple[Tensor, ...], plain: Any, dtype: torch.dtype) -> None:
-    """The output and the gradients of a ring, by the contract."""
-    near, true = plain(dtype), plain(torch.float64)
-    assert_exact(out, near, true, "out")
-    weights = draw(*out.shape, seed=9).detach()
-    grads = [
-        torch.autograd.grad((x * weights.to(x.dtype)).sum(), leaves) for x in (out, near, true)
-    ]
-    for name, one, two, three in zip("qkv", *grads, strict=True):
-        assert_exact(one, two, three, f"gradient of {name}")
+    _assert_full(out, sums, (q, k, v), dout, plain)
 
 
 def test_a_gradient_through_a_pass_is_refused_when_it_is_asked_for() -> None:

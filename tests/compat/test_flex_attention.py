@@ -82,8 +82,8 @@ def gradients(found: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
 def ours(leaves: list[Tensor], block_mask: Any, scored: bool) -> list[Tensor]:
     q, k, v, *captured = leaves
     score_mod = relative(*captured) if scored else None
-    asked: Any = AuxRequest(lse=True, max_scores=True)
-    out, aux = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_aux=asked)
+    request: Any = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_aux=request)
     assert not aux.max_scores.requires_grad
     return [out, aux.lse, aux.max_scores]
 
@@ -118,14 +118,14 @@ def test_torchs_function_says_the_same() -> None:
     q, k, v, bias, slopes = (x.detach() for x in build(torch.float32))
     block_mask = create_block_mask(few, B, H, M, N, device="cpu", BLOCK_SIZE=32)
     request: Any = torchs.AuxRequest(lse=True, max_scores=True)
-    asked = (q, k, v, relative(bias, slopes), block_mask, 0.4, True)
+    inputs = (q, k, v, relative(bias, slopes), block_mask, 0.4, True)
     only: Any = torchs.AuxRequest(lse=True)  # torch has no largest scores on the CPU
-    want, aux = torchs_own(*asked, return_aux=only)
-    got, ours_aux = flex_attention(*asked, return_aux=request)
+    want, aux = torchs_own(*inputs, return_aux=only)
+    got, ours_aux = flex_attention(*inputs, return_aux=request)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(ours_aux.lse, aux.lse)
-    assert flex_attention(*asked, return_aux=only)[1].max_scores is None
-    out, lse = flex_attention(*asked, return_lse=True)
+    assert flex_attention(*inputs, return_aux=only)[1].max_scores is None
+    out, lse = flex_attention(*inputs, return_lse=True)
     assert torch.equal(out, got)
     assert torch.equal(lse, ours_aux.lse)
 
@@ -134,7 +134,7 @@ def test_torchs_function_says_the_same() -> None:
 def test_block_masks_are_torchs(apart: bool) -> None:
     # torch 2.11 has no such option.
     names = inspect.signature(torchs.create_block_mask).parameters
-    asked: Any = {"separate_full_blocks": apart} if "separate_full_blocks" in names else {}
+    option: Any = {"separate_full_blocks": apart} if "separate_full_blocks" in names else {}
     joined = {
         "and": (and_masks(causal, documents), torchs.and_masks(causal, documents)),
         "or": (or_masks(causal, few), torchs.or_masks(causal, few)),
@@ -147,10 +147,10 @@ def test_block_masks_are_torchs(apart: bool) -> None:
         found = create_block_mask(
             own, *sizes, device="cpu", BLOCK_SIZE=(32, 16), separate_full_blocks=apart
         )
-        want = torchs.create_block_mask(other, *sizes, device="cpu", BLOCK_SIZE=(32, 16), **asked)
+        want = torchs.create_block_mask(other, *sizes, device="cpu", BLOCK_SIZE=(32, 16), **option)
         assert torch.equal(found.to_dense(), want.to_dense()), name
         counts = want.kv_num_blocks
-        if not apart and not asked:  # that torch always has them apart
+        if not apart and not option:  # that torch always has them apart
             assert want.full_kv_num_blocks is not None
             counts = counts + want.full_kv_num_blocks
         assert torch.equal(found.kv_num_blocks, counts), name
@@ -211,10 +211,10 @@ def test_the_empty_block_mask_is_for_any_lengths(rows: int, compiled: bool) -> N
     torch.compiler.reset()
     q, k, v, *_ = (x.detach() for x in build(torch.float32))
     empty = torchs._create_empty_block_mask(q, k)
-    asked = (q[:, :, :rows], k, v, None, empty)
+    inputs = (q[:, :, :rows], k, v, None, empty)
     ours_compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    got = (ours_compiled if compiled else flex_attention)(*asked, enable_gqa=True)
-    torch.testing.assert_close(got, torchs_own(*asked, enable_gqa=True))
+    got = (ours_compiled if compiled else flex_attention)(*inputs, enable_gqa=True)
+    torch.testing.assert_close(got, torchs_own(*inputs, enable_gqa=True))
 
 
 def moved(mask_mod: Any, offset: int | Tensor) -> Any:
@@ -311,10 +311,10 @@ def test_a_cropped_mask_of_ours_counts_from_the_keys_it_was_made_for(compiled: b
     torch.compiler.reset()
     q, k, v, *_ = (x.detach() for x in build(torch.float32))
     whole = tilewise.BlockMask.of(masks.causal(), M, N, block=(32, 32)).to_flex()
-    asked = (q[:, :, :31], k[:, :, :100], v[:, :, :100], None, whole._adjust(31, 100))
+    inputs = (q[:, :, :31], k[:, :, :100], v[:, :, :100], None, whole._adjust(31, 100))
     step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    got = (step if compiled else flex_attention)(*asked, enable_gqa=True)
-    want = tilewise.attention(*asked[:3], mask=lambda b, h, m, n: n <= m + N - M)
+    got = (step if compiled else flex_attention)(*inputs, enable_gqa=True)
+    want = tilewise.attention(*inputs[:3], mask=lambda b, h, m, n: n <= m + N - M)
     torch.testing.assert_close(got, want)
 
 
@@ -331,9 +331,9 @@ def test_rounded_lengths_are_taken_only_where_torch_rounds_them(
         torch.testing.assert_close(got, tilewise.attention(q, k, v, mask=causal))
     wrong = [(60, N), (M, 120), (97, N)] + ([] if forgets else [(M, N)])
     for rows, keys in wrong:
-        asked = (torch.ones(B, H, rows, D), k[:, :, :keys], v[:, :, :keys])
+        inputs = (torch.ones(B, H, rows, D), k[:, :, :keys], v[:, :, :keys])
         with pytest.raises(InvalidArgument, match="one for 96 queries and 160 keys; required"):
-            flex_attention(*asked, block_mask=rounded, enable_gqa=True)
+            flex_attention(*inputs, block_mask=rounded, enable_gqa=True)
 
 
 def test_new_values_of_the_shape_of_an_index() -> None:

@@ -151,10 +151,10 @@ def test_many_threads_at_once() -> None:
 
 def test_who_patched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes to whoever was there before; what came later stays."""
-    asked: list[str] = []
+    calls: list[str] = []
 
     def before(*args: Any, **keywords: Any) -> Tensor:
-        asked.append("before")
+        calls.append("before")
         return BUILTIN(*args, **keywords)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", before)
@@ -163,9 +163,9 @@ def test_who_patched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
         call(*tensors())
         call(*tensors(2, 600))
     assert functional.scaled_dot_product_attention is before
-    assert (report.taken, asked) == (1, ["before"])
+    assert (report.taken, calls) == (1, ["before"])
     held(*tensors())  # a name that somebody kept: as if it had not been there
-    assert (report.calls, asked) == (2, ["before"] * 2)
+    assert (report.calls, calls) == (2, ["before"] * 2)
     with tilewise.sdpa():
         functional.scaled_dot_product_attention = BUILTIN
     assert functional.scaled_dot_product_attention is BUILTIN

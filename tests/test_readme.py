@@ -111,12 +111,12 @@ def test_stored_suites_are_told_with_their_figures(
     record.end("accuracy: 1 of 2 steps fit into the time", 3.0)
     record.write(folder / "accuracy.json")
     (folder / "accuracy-0.svg").touch()
-    (told,) = script.suites(folder)
-    assert told.startswith("### accuracy\n")
-    assert "([tables](chip/suites/accuracy.md))" in told
-    assert "Not everything is here: accuracy: 1 of 2 steps" in told
-    assert "- Largest share of the allowed error that was used: tilewise 25%." in told
-    assert told.endswith("![accuracy](chip/suites/accuracy-0.svg)")
+    (section,) = script.suites(folder)
+    assert section.startswith("### accuracy\n")
+    assert "([tables](chip/suites/accuracy.md))" in section
+    assert "Not everything is here: accuracy: 1 of 2 steps" in section
+    assert "- Largest share of the allowed error that was used: tilewise 25%." in section
+    assert section.endswith("![accuracy](chip/suites/accuracy-0.svg)")
 
 
 def test_the_verdicts_of_a_report_are_shown_with_their_questions() -> None:

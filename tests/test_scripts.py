@@ -81,8 +81,8 @@ def test_a_stored_study_is_whole(tmp_path: Path) -> None:
         "report.md",
         "study.json",
     }
-    told = json.loads((tmp_path / "first" / "study.json").read_text())
-    assert told == {"command": "tilewise study run a --jobs 2", "hash": "abc"}
+    record = json.loads((tmp_path / "first" / "study.json").read_text())
+    assert record == {"command": "tilewise study run a --jobs 2", "hash": "abc"}
     report = (tmp_path / "first" / "report.md").read_text()
     assert report == "before\ntilewise study run a --jobs 2\nafter"
     with tarfile.open(first) as archive:

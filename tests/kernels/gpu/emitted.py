@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.variants.drawn import Extents, own_slots, program_of, run
 from tilewise.kernels.gpu.expressions.variant import Variant, captures, variant_of
 from tilewise.problem import Problem
-from tilewise.reference.expressions import evaluate
-from tilewise.variants.expr import Expr, encode, kinds
-from tilewise.variants.program import Instr, Program
+from tilewise.variants.expr import Expr, kinds
+from tilewise.variants.program import Program
 
 BLOCK = 64
-
-
-class Extents(NamedTuple):
-    """Of a small problem."""
-
-    batch: int = 2
-    heads: int = 3
-    queries: int = 5
-    keys: int = 7
 
 
 def problem(extents: Extents, mask: Program = (), score: Program = ()) -> Problem:
@@ -36,11 +27,11 @@ def problem(extents: Extents, mask: Program = (), score: Program = ()) -> Proble
 
 
 def emitted(
-    asked: Problem, mask_tensors: Sequence[Tensor] = (), score_tensors: Sequence[Tensor] = ()
+    problem: Problem, mask_tensors: Sequence[Tensor] = (), score_tensors: Sequence[Tensor] = ()
 ) -> Variant:
     """The functions of a problem."""
     ranks = [tuple([each.dim() for each in given]) for given in (mask_tensors, score_tensors)]
-    return variant_of(asked, ranks[0], ranks[1])
+    return variant_of(problem, ranks[0], ranks[1])
 
 
 def reference(
@@ -51,33 +42,14 @@ def reference(
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """The results of an expression for all pairs."""
-    B, H, M, N = extents
-    found = evaluate(
-        expr,
-        s=torch.zeros((), dtype=dtype) if s is None else s.to(dtype),
-        b=torch.arange(B)[:, None, None, None],
-        h=torch.arange(H)[:, None, None],
-        m=torch.arange(M)[:, None],
-        n=torch.arange(N),
-        queries=M,
-        keys=N,
-        loads=[each.detach() for each in loads],
-        dtype=dtype,
-    )
-    return [value.expand(*extents) for value in found]
+    s = torch.zeros((), dtype=dtype) if s is None else s.to(dtype)
+    return run(expr, [each.detach() for each in loads], extents=extents, s=s, dtype=dtype)
 
 
 def instruction(expr: Expr, loads: Sequence[Tensor]) -> tuple[Program, list[Tensor]]:
     """The program of an expression, and those of the tensors that are left after folding."""
-    slots = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
-    nodes = [
-        node._replace(value=slots.index(int(node.value or 0)))
-        if node.op.startswith("load_")
-        else node
-        for node in expr.nodes
-    ]
-    text = encode(expr._replace(nodes=tuple(nodes)))
-    return (Instr("expr", (text,), tuple(range(len(slots)))),), [loads[slot] for slot in slots]
+    expr, slots = own_slots(expr)
+    return program_of(expr), [loads[slot] for slot in slots]
 
 
 def value(expr: Expr, extents: Extents, loads: Sequence[Tensor], s: Tensor | None = None) -> Tensor:

@@ -103,7 +103,7 @@ def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 "name": f"{case.name} / {launch.kernel.__name__}",
                 "launches": stub.launches - before,
                 "grid": stub.grid,
-                "asked": (*launch.grid, 1, 1)[:3],
+                "expected": (*launch.grid, 1, 1)[:3],
                 "threads": stub.threads,
                 "warps": launch.warps,
             }

@@ -199,7 +199,10 @@ def test_hidden_tiles_do_not_leak(banded: bool) -> None:
         assert bool(getattr(got, name)[:, :, 32:48].isnan().all())
 
 
-@pytest.mark.parametrize("rectangle", [(8, 8), (16, 32), (24, 40)])
+@pytest.mark.parametrize(
+    "rectangle",
+    [(24, 40), *(pytest.param(each, marks=pytest.mark.thorough) for each in ((8, 8), (16, 32)))],
+)
 def test_tables(rectangle: tuple[int, int]) -> None:
     """A BlockMask changes no gradient, whatever its rectangles are to the tiles."""
     biases = ("bias", "bias_rows", "bias_keys")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gpu import emitted as run
-from tests.kernels.gpu.emitted import Extents, emitted, problem, reference, value
+from tests.kernels.gpu.emitted import emitted, problem, reference, value
+from tests.variants.drawn import Extents
 from tilewise.variants.expr import OPS, Expr, Graph, Kind
 
 _LEAST, _MOST = -(2**63), 2**63 - 1

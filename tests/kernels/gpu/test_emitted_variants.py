@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.gpu import emitted as run
-from tests.kernels.gpu.emitted import Extents, emitted, problem, reference, value
+from tests.kernels.gpu.emitted import emitted, problem, reference, value
 from tests.variants.calls import Call
-from tests.variants.drawn import SHAPES, expressions
+from tests.variants.drawn import SHAPES, Extents, expressions
 from tests.variants_catalogue import CATALOGUE, Sizes, Variant
 from tilelab.cases.variants import MASKS, SCORES, Draw
 from tilewise.reference.blocks import Block
@@ -144,14 +144,14 @@ def test_catalogue_in_other_sizes(variant: Variant, sizes: Sizes) -> None:
 
 
 def _check_call(call: Call) -> None:
-    asked, operands = call.asked()
-    extents = Extents(asked.batch, asked.heads, asked.queries, asked.keys)
+    problem, operands = call.asked()
+    extents = Extents(problem.batch, problem.heads, problem.queries, problem.keys)
     seen = torch.ones(*extents, dtype=torch.bool)
-    if asked.mask:
-        seen = _check_mask(asked.mask, extents, operands.mask_tensors)
-    if asked.score:
+    if problem.mask:
+        seen = _check_mask(problem.mask, extents, operands.mask_tensors)
+    if problem.score:
         tensors = [tensor.detach() for tensor in operands.score_tensors]
-        _check_derivatives(asked.score, extents, tensors, seen)
+        _check_derivatives(problem.score, extents, tensors, seen)
 
 
 def _check_derivatives(

@@ -29,7 +29,7 @@ from tests.kernels.gpu.passes import (
     on_meta,
     prepare_forward,
 )
-from tests.oracle import attend, call, problem_of, refer_cached
+from tests.oracle import attend, problem_of, refer_cached
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Parts, config_for
@@ -276,14 +276,3 @@ def test_scores_that_are_the_lowest_float() -> None:
         (out, lse),
         tilewise.attention(q, k, v, score=score, backend="tiled", return_lse=True)[:2],
     )
-
-
-def test_statistics_by_the_public_call() -> None:
-    """max_logit, entropy and top key of a case with everything."""
-    case = CASES[-2]
-    inputs = build(case).detached()
-    keywords: dict[str, Any] = {"return_lse": True, "return_stats": "top1"}
-    got = call(inputs, "gpu", **keywords)[2]
-    expected = call(inputs, "tiled", **keywords)[2]
-    torch.testing.assert_close(got.entropy, expected.entropy)
-    torch.testing.assert_close(got.top1, expected.top1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import build
-from tests.kernels.gpu import passes
+from tests.kernels.gpu import passes, test_forward
 from tests.kernels.gpu.passes import (
     BLOCKS,
     GQA,
@@ -39,30 +40,11 @@ from tilewise.problem import Operands, Problem, Result, Statistics
 from tilewise.variants.float8 import FLOAT8, Scales
 
 SMALL = {**passes.SMALL, "batch": 2}
+OTHERS = ("wide", "widest", "holes", "nested", "packed-all", "diagonal")
 CASES = [
-    Case("plain", **SMALL),
-    Case("one-row", **{**SMALL, "queries": 1}),
-    Case("one-key", **{**SMALL, "keys": 1}),
-    Case("no-rows", **{**SMALL, "queries": 0}),
-    Case("no-keys", **{**SMALL, "keys": 0}, sinks=True),
-    Case("grouped", **{**SMALL, "head_dim": 20, "value_dim": 40}, **GQA, mask=("causal",)),
-    Case("dead-rows", **{**SMALL, "queries": 61}, mask=("causal",), sinks=True, layout="bshd"),
-    Case("window", **SMALL, mask=("window",), layout="sliced"),
-    Case("holes", **SMALL, mask=("document_each",), score=("softcap_tight",), layout="strided"),
-    Case("scored", **SMALL, **GQA, score=("softcap", "alibi", "bias_heads"), mask=("causal",)),
-    Case("dropout", **SMALL, **GQA, dropout_p=0.4),
-    Case("negative", **SMALL, scale=-0.7),
-    Case("zero", **SMALL, scale=0.0, mask=("window",)),
-    Case(
-        "packed",
-        **GQA,
-        head_dim=16,
-        value_dim=8,
-        mask=("causal",),
-        sequences=((33, 20), (0, 5), (1, 40), (17, 0), (16, 16)),
-        sinks=True,
-    ),
-    Case("packed-none", sequences=(), mask=("causal",)),
+    case if case.sequences is not None else replace(case, batch=max(case.batch, 2))
+    for case in test_forward.CASES
+    if case.name not in OTHERS
 ]
 KINDS = ("none", "tensor", "heads", "items")
 HOW = ("whole", "short", "halves")
@@ -140,7 +122,7 @@ def test_the_2x_rule_everywhere(case: Case, kind: str, how: str) -> None:
         _check(*_call(case, kind), blocks, "top1")
 
 
-@_turns([CASES[13], CASES[0], CASES[6]])
+@_turns([case for case in CASES if case.name in ("plain", "causal-dead", "packed")])
 def test_statistics(case: Case, how: str) -> None:
     """They are the reference's, and change no bit of the rest."""
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from tests.kernels.gpu.emitted import Extents, emitted, problem
+from tests.kernels.gpu.emitted import emitted, problem
+from tests.variants.drawn import Extents
 from tilewise.kernels.gpu.expressions.text import OPERATIONS, Source, body
 from tilewise.kernels.gpu.expressions.variant import Table, captures, shape_numbers, variant_of
 from tilewise.variants.expr import OPS, decode, encode
@@ -119,22 +116,3 @@ def test_tables(program: str, expected: list[Table]) -> None:
     mask = program_of(program)
     ranks = (4,) * (1 + max(slot for instr in mask for slot in instr.slots))
     assert list(variant_of(problem(Extents(), mask), ranks, ()).tables) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942", "hip:gfx1100"])
-def test_compiles(target: str) -> None:
-    """A sample of the catalogue for chips that are not there."""
-    names = ["prefix", "documents", "layout", "alibi", "softcap", "power", "sawtooth", "everything"]
-    assert sorted(_compiled(target, names)) == sorted(names)
-
-
-def _compiled(target: str, names: Sequence[str]) -> list[str]:
-    """What a process that does not interpret compiles."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.gpu.compiling", target, *names]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [line.split()[0] for line in done.stdout.splitlines()]

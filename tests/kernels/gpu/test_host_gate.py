@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.gpu import variant_cases
 from tilelab.gate.__main__ import main
 from tilelab.gate.cases import CASES
 from tilelab.gate.compilers import compile_all, environment
@@ -33,10 +34,10 @@ GOOD = Record(
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def compiled(target: str, *names: str, limit_s: int = 300) -> list[Record]:
-    """What the gate's children make of the small cases on one chip."""
+def compiled(target: str, *names: str, module: str = OWN, limit_s: int = 300) -> list[Record]:
+    """What the gate's children make of some cases of a module on one chip."""
     chip = target_named(target)
-    (found,) = compile_all([chip], {target: list(names)}, OWN, 1, limit_s)
+    (found,) = compile_all([chip], {target: list(names)}, module, 1, limit_s)
     assert found.target == chip
     return found.records
 
@@ -342,6 +343,15 @@ def test_the_whole_gate(target: str, capsys: pytest.CaptureFixture[str]) -> None
     """Every kernel for every chip is good; some minutes each."""
     status = main(["--targets", target, "--jobs", "1"])
     assert status == 0, capsys.readouterr().out
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "gfx942", "gfx1100"])
+def test_functions_of_the_catalogue_compile(target: str) -> None:
+    records = compiled(target, *variant_cases.NAMES, module=variant_cases.__name__)
+    assert {each.case for each in records} == set(variant_cases.NAMES)
+    assert {each.error for each in records} == {""}
 
 
 @needs_triton

@@ -69,7 +69,7 @@ def test_every_kind_of_argument_arrives(tmp_path: Path) -> None:
 def check_cases(said: list[dict[str, Any]]) -> None:
     for each in said:
         assert each["launches"] == 1, each
-        assert each["grid"] == each["asked"], each
+        assert each["grid"] == each["expected"], each
         assert each["threads"] == 32 * each["warps"], each
 
 

@@ -79,10 +79,10 @@ def test_a_measured_entry_is_of_its_place_and_no_other(place: Path) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for width in (1, 64, 65, 100, 128, 129, 512):
                 for kind, said in KIND_OF.items():
-                    asked = problem(width, dtype, **said)
+                    one = problem(width, dtype, **said)
                     own = (name, dtype, kind) == ("dq", torch.float16, "+") and 64 < width <= 128
-                    table = Config(FAMILY).blocks(name, asked)
-                    assert chip.blocks(name, asked) == (MINE if own else table)
+                    table = Config(FAMILY).blocks(name, one)
+                    assert chip.blocks(name, one) == (MINE if own else table)
                     changed += own
     assert changed == 3
 

@@ -176,7 +176,14 @@ def _agree(mask: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.testing.assert_close(got[:2], expected[:2])
 
 
-@pytest.mark.parametrize("block", [(64, 32), (32, 32), (128, 64), (20, 50)], ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [
+        *((64, 32), (20, 50)),
+        *(pytest.param(block, marks=pytest.mark.thorough) for block in ((32, 32), (128, 64))),
+    ],
+    ids=str,
+)
 def test_a_block_mask_is_its_mask(block: tuple[int, int]) -> None:
     """Documents, by themselves and with a mask beside the table."""
     q, k, v = (torch.randn(2, 2, 200, 16) for _ in range(3))

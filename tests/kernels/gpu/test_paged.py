@@ -93,8 +93,8 @@ def attend(inputs: Inputs, paged: Paged, **keywords: Any) -> Any:
     """The public call over packed inputs."""
     assert inputs.cu_seqlens is not None
     given = {name: inputs.keywords()[name] for name in ("mask", "score", "sinks", "scale")}
-    asked = {**given, "backend": "gpu", "return_lse": True, **keywords}
-    return tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **asked)
+    options = {**given, "backend": "gpu", "return_lse": True, **keywords}
+    return tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **options)
 
 
 @pytest.mark.parametrize("name", ["causal", pytest.param("document", marks=pytest.mark.slow)])
@@ -124,11 +124,11 @@ def test_a_sequence_alone_has_the_same_bits() -> None:
         [torch.randn(2, n, 16, generator=generator) for n in (70, 9, 33)] for _ in range(2)
     )
     q = torch.randn(3, 4, 5, 16, generator=generator)
-    asked: dict[str, Any] = {"mask": masks.causal(), "backend": "gpu"}
-    whole = tilewise.attention_paged(q, *in_pages(keys, values, 16, spare=3), **asked)
+    options: dict[str, Any] = {"mask": masks.causal(), "backend": "gpu"}
+    whole = tilewise.attention_paged(q, *in_pages(keys, values, 16, spare=3), **options)
     for b in range(3):
         alone = in_pages([keys[b]], [values[b]], 16, seed=b, spare=0)
-        got = tilewise.attention_paged(q[b : b + 1], *alone, **asked)
+        got = tilewise.attention_paged(q[b : b + 1], *alone, **options)
         assert_same_bits(got, whole[b : b + 1], f"sequence {b}")
 
 

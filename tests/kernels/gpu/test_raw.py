@@ -20,13 +20,14 @@ from tests.conftest import ROOT
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.kernels.gpu import emitted as run
-from tests.kernels.gpu.emitted import Extents, emitted, problem
+from tests.kernels.gpu.emitted import emitted, problem
 from tests.kernels.gpu.guard import GuardError
 from tests.oracle import Sent, attend, call, check, problem_of, refer
+from tests.variants.drawn import Extents
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.variants.values import Score, as_score
+from tilewise.variants.values import as_score
 
 
 @triton.jit
@@ -191,7 +192,13 @@ def _chains() -> dict[str, tuple[list[Any], list[Any]]]:
     }
 
 
-@pytest.mark.parametrize("name", _chains())
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("before", "after")),
+        *("between", "two", "one-by-one"),
+    ],
+)
 def test_composition(name: str) -> None:
     """Value and derivative go through scores before and after, to q, k and a bias."""
     case = Case(f"chain-{name}", **SIZES, **GQA, mask=("causal",), gain=2.0)
@@ -327,25 +334,12 @@ def test_the_functions_are_part_of_what_is_compiled() -> None:
     """The user's functions are called, not copied: Triton hashes the sources of what is called."""
     score = as_score([_saturated, *_chains()["two"][0]])
     inputs = build(Case("text", **SIZES, **GQA))._replace(score=score)
-    asked, operands = problem_of(inputs.detached())
-    variant = variant_of(asked, (), tuple(x.dim() for x in operands.score_tensors))
+    problem, operands = problem_of(inputs.detached())
+    variant = variant_of(problem, (), tuple(x.dim() for x in operands.score_tensors))
     names = [name for name in variant.score.fn.__code__.co_names if name.startswith("score_")]
     used = [variant.score.fn.__globals__[name].fn.__globals__ for name in names]
     assert [names["score_saturate"] for names in used if "score_saturate" in names] == [saturate]
     assert [names["score_weigh"] for names in used if "score_weigh" in names] == [weigh]
-
-
-def test_values_are_the_function_s_own() -> None:
-    """A score that depends on nothing but the batch item is broadcast to its block."""
-    q, v = torch.randn(2, 1, 20, 16), torch.randn(2, 1, 30, 16)
-    k = torch.randn(2, 1, 30, 16)
-    out, lse, _ = tilewise.attention(
-        q, k, v, score=scores.raw("level"), backend="gpu", return_lse=True
-    )
-    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
-    expected = torch.tensor([0.0, -0.25])[:, None, None] + torch.tensor(30.0).log()
-    torch.testing.assert_close(lse, expected.expand_as(lse))
-    assert isinstance(scores.raw("level"), Score)
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from tests.kernels.test_statistics_nan import _check, _holes, _inputs, _scores
 from tilewise import masks
 
 
-@pytest.mark.parametrize("asked", [True, "top1"], ids=str)
+@pytest.mark.parametrize("wanted", [True, "top1"], ids=str)
 @pytest.mark.parametrize(("sizes", "shift"), [((70, 150), 0), *(((1, 300), n) for n in range(8))])
-def test_a_nan_is_seen(sizes: tuple[int, int], shift: int, asked: Any) -> None:
+def test_a_nan_is_seen(sizes: tuple[int, int], shift: int, wanted: Any) -> None:
     """By rows of every kind at once; by one query, of each kind of row in turn."""
     qkv = _inputs(*sizes, torch.float32)
     table = _holes(max(8, sizes[0]), sizes[1])[shift : shift + sizes[0]]
     score = [lambda s, b, h, m, n: s + table[m, n]]
-    stats = tilewise.attention(*qkv, score=score, backend="gpu", return_stats=asked).stats
+    stats = tilewise.attention(*qkv, score=score, backend="gpu", return_stats=wanted).stats
     _check(stats, _scores(*qkv[:2], table))
 
 

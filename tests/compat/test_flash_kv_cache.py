@@ -412,7 +412,7 @@ def test_a_gradient_is_refused_when_it_is_asked_for(name: str, rotated: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
-@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize("new", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_a_gradient_of_a_compiled_call_is_refused_when_it_is_asked_for(new: int) -> None:
     torch._dynamo.reset()
     case = build(new=new)

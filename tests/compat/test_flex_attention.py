@@ -289,7 +289,7 @@ def test_a_slice_is_for_the_rows_of_its_blocks_alone() -> None:
 
 @pytest.mark.parametrize("rows", [1, 31, 64])
 @pytest.mark.parametrize("keys", [40, 64, 150])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_lists_may_say_more_than_the_lengths(rows: int, keys: int, compiled: bool) -> None:
     """Cropped by ``_adjust``, or by its lengths alone, as code that decodes does it."""
     torch.compiler.reset()
@@ -356,7 +356,7 @@ def test_new_values_of_the_shape_of_an_index() -> None:
     torch.testing.assert_close(got, torchs_own(q, k, v, score_mod, want_mask, enable_gqa=True))
 
 
-@pytest.mark.parametrize("name", ["causal", "few"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("few", marks=pytest.mark.thorough)])
 def test_compiled(name: str) -> None:
     leaves = build(torch.float32)
     block_mask = torchs.create_block_mask(MODS[name], B, H, M, N, device="cpu", BLOCK_SIZE=32)

@@ -16,6 +16,7 @@ from tests.cases import Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
+from tests.plain import attend
 from tilelab.oracles.dense import dense
 from tilelab.oracles.extended import extended
 from tilewise import BlockMask, masks, scores
@@ -94,18 +95,15 @@ def test_captured_functions_count_within_sequences() -> None:
         score=lambda s, b, h, m, n: s + table[b, h] * n,
     )
     got = tilewise.attention_paged(**given)
-    lengths, pages, where = given["key_lengths"], given["k_pages"], given["block_table"]
-    for b in range(2):
-        count = int(lengths[b])
-        used = where[b, : -(-count // 4)].long()
+    functions = {name: given[name] for name in ("mask", "score")}
+    for b, count in enumerate(given["key_lengths"].tolist()):
+        used = given["block_table"][b, : -(-count // 4)].long()
         k, v = (
-            x[used].transpose(0, 1).flatten(1, 2)[:, :count].repeat_interleave(2, 0)
-            for x in (pages, given["v_pages"])
+            given[name][used].transpose(0, 1).flatten(1, 2)[None, :, :count]
+            for name in ("k_pages", "v_pages")
         )
-        n = torch.arange(count)
-        s = given["q"][b] @ k.mT / math.sqrt(8) + table[b][:, None, None] * n
-        s = s.masked_fill(n % 2 != b, -math.inf)
-        torch.testing.assert_close(got[b], s.softmax(-1) @ v)
+        alone = attend(given["q"][b : b + 1], k, v, **functions, first_batch=b)
+        torch.testing.assert_close(got[b], alone.out[0])
 
 
 def test_tables_of_64_bits_and_slices_of_larger_ones() -> None:

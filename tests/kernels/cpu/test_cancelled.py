@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.plain import attend
 from tilewise import masks, scores
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -135,13 +136,15 @@ def test_wide_tables_do_not_see_the_rounded_output(
     out = tilewise.attention(q, k, v, score=chain, sinks=sinks, scale=0.2, backend="cpu")
     got = torch.autograd.grad(out, tables, grad)
 
-    logits = 0.2 * (q.double() @ k.double().mT)
     wide = [table.detach().double().requires_grad_() for table in tables]
-    scored = logits * wide[0][:, None, None] + wide[1][:, None, None] + wide[2]
-    extra = torch.full((1, 2, 70, 1 if sink else 0), 0.5, dtype=torch.float64)
-    p = torch.cat([scored, extra], -1).softmax(-1)[..., :keys]
-    true = torch.autograd.grad(p @ v.double(), wide, grad.double())
+    plain = attend(
+        *(x.double() for x in (q, k, v)),
+        scale=0.2,
+        score=lambda s, b, h, m, n: s * wide[0][h] + wide[1][h] + wide[2],
+        sinks=sinks,
+    )
+    true = torch.autograd.grad(plain.out, wide, grad.double())
     for one, other, name in zip(got, true, ("factor", "summand", "bias"), strict=True):
         # What adds up: 70 rows of |dP|, which is some 14 here, times the score for the factor.
-        size = 70 * 14 * (logits.abs().max().item() if name == "factor" else 1.0)
+        size = 70 * 14 * (plain.s.abs().max().item() if name == "factor" else 1.0)
         assert (one - other).abs().max().item() < 2e-5 * size, name

@@ -22,6 +22,7 @@ from tests.kernels.cpu.dense import (
     run,
 )
 from tests.kernels.targets import TARGETS, Target
+from tests.plain import attend
 from tests.variants.drawn import program_of
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
@@ -226,10 +227,11 @@ def test_later_steps(target: Target) -> None:
     leaves = [q, k, v, table, bias]
     score = [first, scores.softcap(3.0), scores.bias(bias)]
     out = tilewise.attention(q, k, v, score=score, mask=masks.causal(), backend="cpu")
-    m, n = torch.arange(40)[:, None], torch.arange(40)
-    s = q @ k.transpose(-1, -2) / 8**0.5 * table[torch.arange(2)[:, None, None], m - n + 40]
-    s = (3 * torch.tanh(s / 3) + bias).masked_fill(n > m, -torch.inf)
-    expected = torch.softmax(s, -1) @ v
+
+    def whole(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return 3 * torch.tanh(s * table[h, m - n + 40] / 3) + bias
+
+    expected = attend(q, k, v, score=whole, mask=lambda b, h, m, n: n <= m).out
     grad = torch.randn_like(out)
     torch.testing.assert_close(out, expected)
     for got, right in zip(
@@ -246,12 +248,13 @@ def test_gradient_of_the_entropy(target: Target) -> None:
     torch.manual_seed(6)
     q, k, v = (torch.randn(1, 2, 150, 8, dtype=torch.float64) for _ in "qkv")
     table = torch.randn(2, 300, dtype=torch.float64, requires_grad=True)
-    score = as_score(lambda s, b, h, m, n: s * table[h, m - n + 150])
-    result = tilewise.attention(q, k, v, score=score, backend="cpu", return_stats=True)
-    m, n = torch.arange(150)[:, None], torch.arange(150)
-    s = q @ k.transpose(-1, -2) / 8**0.5
-    log_p = torch.log_softmax(s * table[torch.arange(2)[:, None, None], m - n + 150], -1)
-    (expected,) = torch.autograd.grad(-(log_p.exp() * log_p).sum(), table)
+
+    def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s * table[h, m - n + 150]
+
+    words: dict[str, Any] = {"backend": "cpu", "return_stats": True}
+    result = tilewise.attention(q, k, v, score=as_score(score), **words)
+    (expected,) = torch.autograd.grad(attend(q, k, v, score=score).entropy.sum(), table)
     assert result.stats is not None
     (got,) = torch.autograd.grad(result.stats.entropy.sum(), table)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
@@ -316,9 +319,8 @@ def test_indices_are_clamped(target: Target) -> None:
         score=as_score(lambda s, b, h, m, n: s + table[h + 2, m - n]),
         backend="cpu",
     )
-    m, n = torch.arange(40)[:, None], torch.arange(40)
-    picked = table[2, (m - n).clamp(0, 4)]
-    expected = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + picked, -1) @ v
+    picked = lambda s, b, h, m, n: s + table[2, (m - n).clamp(0, 4)]  # noqa: E731
+    expected = attend(q, k, v, score=picked).out
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     got, right = (torch.autograd.grad(x, table, torch.ones_like(x))[0] for x in (out, expected))
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)

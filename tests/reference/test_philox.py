@@ -84,6 +84,7 @@ def test_threshold() -> None:
     """Rounded to the nearest word, and never past the last one."""
     assert threshold(0.0) == 0
     assert threshold(0.5) == 1 << 31
+    assert threshold(3 * 2.0**-32) == 3
     assert threshold(math.nextafter(1.0, 0.0)) == FULL
 
 

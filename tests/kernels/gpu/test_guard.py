@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -181,10 +182,13 @@ def meet(x, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
         do_one(x, out + 1, SECOND)
 
 
-@pytest.mark.parametrize("second", ["read", "write", "update"])
-@pytest.mark.parametrize("first", ["read", "write", "update"])
-def test_every_way_of_meeting(watched: Watch, first: str, second: str) -> None:
+DEEDS = ("read", "write", "update")
+
+
+@pytest.mark.parametrize("deeds", list(product(DEEDS, repeat=2)), ids="-".join)
+def test_every_way_of_meeting(watched: Watch, deeds: tuple[str, str]) -> None:
     """In this order of the two; only readers, and only updaters, may meet."""
+    first, second = deeds
     watched.reseed(None)
     x, out = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     if first == second != "write":

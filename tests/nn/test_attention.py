@@ -214,7 +214,10 @@ def test_rotary_of_half_types_is_rotated_in_float32() -> None:
     assert torch.equal(rotary(x, positions), rotary(x.float(), positions).bfloat16())
 
 
-@pytest.mark.parametrize("implementation", ["plain", "sdpa", "tilewise"])
+@pytest.mark.parametrize(
+    "implementation",
+    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("plain", "sdpa")), "tilewise"],
+)
 def test_compiles_into_one_graph(implementation: Any) -> None:
     layer = _layer(
         kv_heads=2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+import itertools
 from typing import Any
 
 import pytest
@@ -185,7 +185,7 @@ def meet(x, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
 DEEDS = ("read", "write", "update")
 
 
-@pytest.mark.parametrize("deeds", list(product(DEEDS, repeat=2)), ids="-".join)
+@pytest.mark.parametrize("deeds", list(itertools.product(DEEDS, repeat=2)), ids="-".join)
 def test_every_way_of_meeting(watched: Watch, deeds: tuple[str, str]) -> None:
     """In this order of the two; only readers, and only updaters, may meet."""
     first, second = deeds

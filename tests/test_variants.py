@@ -206,16 +206,13 @@ BAD_SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_MASKS)
-def test_a_mask_of_no_program_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((Mask, name) for name in BAD_MASKS), *((Score, name) for name in BAD_SCORES)],
+)
+def test_no_program_is_refused(kind: type[Mask | Score], name: str) -> None:
     with pytest.raises(InvalidArgument, match=r"^program: "):
-        Mask(BAD_MASKS[name])
-
-
-@pytest.mark.parametrize("name", BAD_SCORES)
-def test_a_score_of_no_program_is_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"^program: "):
-        Score(BAD_SCORES[name])
+        kind((BAD_MASKS if kind is Mask else BAD_SCORES)[name])
 
 
 def test_named_scores_are_these_programs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import tilewise
 from tests.fuzz import build as building
+from tests.fuzz import check as checking
 from tests.fuzz.build import build, run
 from tests.fuzz.case import Case, Layout, Node, Table, reread
 from tests.fuzz.check import FaultError, check
@@ -97,6 +99,22 @@ def test_a_planted_error_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch
     assert small.extents == (1, 2, 1, 17)
     assert (small.kv_heads, small.head_dim, small.mask, small.scores) == (1, 1, None, ())
     assert len(repr(small)) < 130
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind"), [(("out", "lse", "grad of q"), ""), (("out",), "inexact")]
+)
+def test_an_excess_shows_again_in_the_same_output(
+    monkeypatch: pytest.MonkeyPatch, outputs: tuple[str, ...], kind: str
+) -> None:
+    """Three outputs, each over in a third of all draws by luck, are no fault."""
+    over = itertools.cycle(outputs)
+
+    def excesses(_: object) -> list[checking.ExcessError]:
+        return [checking.ExcessError("over", 3.0, next(over), 6)]
+
+    monkeypatch.setattr(checking, "_excesses", excesses)
+    assert judge(Case(queries=3, keys=3, head_dim=2))[0] == kind
 
 
 def test_bits_that_depend_on_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,39 @@
 
 namespace tilewise {
 
-// Which operation takes which kinds is said in expressions/compile.cc.
+// The functions of one float: X(name, vector code, range). The vector code is of a Vec<C> `a`
+// (expressions/functions.h), the range of a Range `a` (expressions/ranges.cc). The row is all that the core needs of a
+// function, so that the interpreter, compiled code and the ranges cannot disagree on which there are.
 // clang-format off
+#define TILEWISE_FUNCTIONS(X) \
+  X(exp, rounded(exp_full(a, C{}), C{}), increasing(a, std::exp, 0, INFINITY)) \
+  X(exp2, rounded(exp2_full(a, C{}), C{}), increasing(a, std::exp2, 0, INFINITY)) \
+  X(log, log_full(a, C{}), logarithm(a, std::log)) \
+  X(log2, log2_full(a, C{}), logarithm(a, std::log2)) \
+  X(tanh, tanh_of(a, C{}), increasing(a, std::tanh, -1, 1)) \
+  X(sigmoid, sigmoid(a, C{}), increasing(a, logistic, 0, 1)) \
+  X(sqrt, square_root(a), root(a)) \
+  X(rsqrt, static_cast<C>(1) / square_root(a), inverse_root(a)) \
+  X(sin, sin_or_cos<false>(a), wave(a)) \
+  X(cos, sin_or_cos<true>(a), wave(a)) \
+  X(floor, (round_to<Toward::down>(a, C{})), rounded(a, std::floor)) \
+  X(ceil, (round_to<Toward::up>(a, C{})), rounded(a, std::ceil)) \
+  X(round, (round_to<Toward::nearest>(a, C{})), rounded(a, std::nearbyint)) \
+  X(trunc, (round_to<Toward::zero>(a, C{})), rounded(a, std::trunc))
+
+// Which of the others takes which kinds is said in expressions/compile.cc.
+#define TILEWISE_NAME(name, code, range) name,
 enum class ExprOp : unsigned char {
   score, batch, head, query, key, queries, keys,  // leaves: s b h m n M N
   constant, load,
   add, sub, mul, floordiv, mod, min, max, neg, abs, sign, div, pow,
-  exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, cos, floor, ceil, round, trunc,
+  TILEWISE_FUNCTIONS(TILEWISE_NAME)
   shl, shr, all, any, differ, negate,  // the last four: and, or, xor, not of booleans or of bits
   lt, le, eq, ne, where, to_float, to_int,
   shr_by, bits_of, power_by,  // by a constant: what becomes of divisions of integers, and of pow
   difference                  // of positions: what becomes of m - n and n - m
 };
+#undef TILEWISE_NAME
 // clang-format on
 enum class ExprKind : unsigned char { boolean, integer, real };
 

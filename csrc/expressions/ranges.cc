@@ -425,43 +425,29 @@ class Ranges {
     r.infinity |= a.infinity;
     return r;
   }
+  static double logistic(double x) { return 1 / (1 + std::exp(-x)); }
+  Range root(const Range& a) const {
+    Range r = real(std::sqrt(std::max(a.low, 0.0)), std::sqrt(std::max(a.high, 0.0)));
+    r.nan |= a.nan || a.low < 0 || a.minus_infinity;
+    r.infinity |= a.infinity;
+    return r;
+  }
+  Range inverse_root(const Range& a) const {
+    if (!(a.low > 0) || !finite(a)) return any_real();
+    return real(1 / std::sqrt(a.high), 1 / std::sqrt(a.low));
+  }
+  Range wave(const Range& a) const {
+    Range r = real(-1, 1);
+    r.nan = !finite(a);
+    return r;
+  }
   Range function(ExprOp op, const Range& a) const {
     switch (op) {
-      case ExprOp::exp:
-        return increasing(a, std::exp, 0, INFINITY);
-      case ExprOp::exp2:
-        return increasing(a, std::exp2, 0, INFINITY);
-      case ExprOp::tanh:
-        return increasing(a, std::tanh, -1, 1);
-      case ExprOp::sigmoid:
-        return increasing(a, [](double x) { return 1 / (1 + std::exp(-x)); }, 0, 1);
-      case ExprOp::log:
-        return logarithm(a, std::log);
-      case ExprOp::log2:
-        return logarithm(a, std::log2);
-      case ExprOp::sqrt: {
-        Range r = real(std::sqrt(std::max(a.low, 0.0)), std::sqrt(std::max(a.high, 0.0)));
-        r.nan |= a.nan || a.low < 0 || a.minus_infinity;
-        r.infinity |= a.infinity;
-        return r;
-      }
-      case ExprOp::rsqrt:
-        if (!(a.low > 0) || !finite(a)) return any_real();
-        return real(1 / std::sqrt(a.high), 1 / std::sqrt(a.low));
-      case ExprOp::sin:
-      case ExprOp::cos: {
-        Range r = real(-1, 1);
-        r.nan = !finite(a);
-        return r;
-      }
-      case ExprOp::floor:
-        return rounded(a, std::floor);
-      case ExprOp::ceil:
-        return rounded(a, std::ceil);
-      case ExprOp::round:
-        return rounded(a, std::nearbyint);
-      case ExprOp::trunc:
-        return rounded(a, std::trunc);
+#define TILEWISE_CASE(name, code, range) \
+  case ExprOp::name:                     \
+    return range;
+      TILEWISE_FUNCTIONS(TILEWISE_CASE)
+#undef TILEWISE_CASE
       default:
         return any_real();
     }

@@ -459,49 +459,26 @@ class ExprRun {
   }
 
   template <class I>
-  void of_real(const ExprValue& x, Operand to, Operand a, int rows, int columns) const {
+  void of_real(const ExprValue& x, Operand to, Operand from, int rows, int columns) const {
     using V = Vec<C>;
     switch (x.op) {
       case ExprOp::neg:
-        return map<C>(to, a, rows, columns, [](V p) { return opposite(p, C{}); });
+        return map<C>(to, from, rows, columns, [](V p) { return opposite(p, C{}); });
       case ExprOp::abs:
-        return map<C>(to, a, rows, columns, [](V p) { return magnitude(p, C{}); });
+        return map<C>(to, from, rows, columns, [](V p) { return magnitude(p, C{}); });
       case ExprOp::sign:
-        return map<C>(to, a, rows, columns, [](V p) { return sign_of(p, C{}); });
-      case ExprOp::exp:
-        return map<C>(to, a, rows, columns, [](V p) { return exp_full(p, C{}); });
-      case ExprOp::exp2:
-        return map<C>(to, a, rows, columns, [](V p) { return exp2_full(p, C{}); });
-      case ExprOp::log:
-        return map<C>(to, a, rows, columns, [](V p) { return log_full(p, C{}); });
-      case ExprOp::log2:
-        return map<C>(to, a, rows, columns, [](V p) { return log2_full(p, C{}); });
-      case ExprOp::tanh:
-        return map<C>(to, a, rows, columns, [](V p) { return tanh_of(p, C{}); });
-      case ExprOp::sigmoid:
-        return map<C>(to, a, rows, columns, [](V p) { return sigmoid(p, C{}); });
-      case ExprOp::sqrt:
-        return map<C>(to, a, rows, columns, [](V p) { return square_root(p); });
-      case ExprOp::rsqrt:
-        return map<C>(to, a, rows, columns, [](V p) { return static_cast<C>(1) / square_root(p); });
-      case ExprOp::sin:
-        return map<C>(to, a, rows, columns, [](V p) { return sin_or_cos<false>(p); });
-      case ExprOp::cos:
-        return map<C>(to, a, rows, columns, [](V p) { return sin_or_cos<true>(p); });
-      case ExprOp::floor:
-        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::down>(p, C{}); });
-      case ExprOp::ceil:
-        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::up>(p, C{}); });
-      case ExprOp::round:
-        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::nearest>(p, C{}); });
-      case ExprOp::trunc:
-        return map<C>(to, a, rows, columns, [](V p) { return round_to<Toward::zero>(p, C{}); });
+        return map<C>(to, from, rows, columns, [](V p) { return sign_of(p, C{}); });
+#define TILEWISE_CASE(name, code, range) \
+  case ExprOp::name:                     \
+    return map<C>(to, from, rows, columns, [](V a) { return code; });
+        TILEWISE_FUNCTIONS(TILEWISE_CASE)
+#undef TILEWISE_CASE
       case ExprOp::power_by:
-        return power(static_cast<C>(x.real), to, a, rows, columns);
+        return power(static_cast<C>(x.real), to, from, rows, columns);
       case ExprOp::to_int:
-        return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
+        return turn<I, C, I>(to, from, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
       default:  // to_float
-        return map<C>(to, a, rows, columns, [](V p) { return p; });
+        return map<C>(to, from, rows, columns, [](V p) { return p; });
     }
   }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.reference.expressions import evaluate
 from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.program import Instr, Program
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (5, 1, 2), (0,), (2, 0))
@@ -137,8 +138,7 @@ class Drawing:
             return leaf
         op = self._one(
             *("add", "sub", "mul", "mul", "div", "floordiv", "mod", "min", "max", "pow", "neg"),
-            *("abs", "sign", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt"),
-            *("sin", "cos", "floor", "ceil", "round", "trunc", "where", "to_float"),
+            *("abs", "sign", *FUNCTIONS, "where", "to_float"),
         )
         if op == "to_float":
             return self.graph.apply(op, self.place(self._one("int", "bool"), depth - 1))

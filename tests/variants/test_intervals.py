@@ -16,6 +16,7 @@ from tests.variants.drawn import SHAPES, expressions
 from tilewise.reference.expressions import evaluate
 from tilewise.variants.expr import OPS, Expr, Graph
 from tilewise.variants.float_intervals import OF_FLOATS, Interval
+from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.intervals import EVERY_INT, Bounds, bounds, every_bound
 from tilewise.variants.trace import trace_mask
 
@@ -129,7 +130,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("op", sorted(OF_FLOATS))
+@pytest.mark.parametrize("op", sorted([*OF_FLOATS, *FUNCTIONS]))
 def test_every_operation_on_floats_is_sound_by_itself(op: str) -> None:
     """Infinite, tiny and huge arguments included: NaN only where nothing is known."""
     graph = Graph()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.variants.expr import LEAVES, Expr, Node, kinds
+from tilewise.variants.functions import FUNCTIONS
 
 __all__ = ["evaluate", "load_indices"]
 
@@ -66,7 +67,7 @@ def evaluate(
         elif node.op == "to_float":
             values.append(args[0].to(dtype))
         else:
-            values.append(_FUNCTIONS[node.op](*args))
+            values.append(_OPERATIONS[node.op](*args))
     return [values[output] for output in expr.outputs]
 
 
@@ -131,7 +132,7 @@ def _shr(a: Tensor, b: Tensor) -> Tensor:
     return torch.bitwise_right_shift(a, b.clamp(0, _LARGEST_SHIFT))
 
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+_OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -144,20 +145,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sign": torch.sign,
     "div": torch.div,
     "pow": torch.pow,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "log": torch.log,
-    "log2": torch.log2,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "round": torch.round,
-    "trunc": torch.trunc,
+    **{name: function.torch for name, function in FUNCTIONS.items()},
     "shl": _shl,
     "shr": _shr,
     "and": torch.bitwise_and,

@@ -16,16 +16,13 @@ Where a function has no derivative, torch's convention holds:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument
 from tilewise.variants.expr import Expr, Graph, decode, encode, kinds
-
-__all__ = ["Derivative", "differentiate"]
-
-_LN2 = math.log(2.0)
+from tilewise.variants.functions import FUNCTIONS
 
 
 class Derivative(NamedTuple):
@@ -107,10 +104,11 @@ class _Shares:
     def _handed_on(self, place: int, share: _Share) -> Iterator[tuple[int, _Share]]:
         """(argument, its share) of a node; what goes to arguments that need none is dropped."""
         node = self.graph.nodes[place]
-        slope = _SLOPES.get(node.op)
-        if slope is not None:
-            factor, by = slope(self.graph, node.args[0], place)
-            yield node.args[0], self._times(share, by, factor)
+        function = FUNCTIONS.get(node.op)
+        if function is not None and function.slope is not None:
+            factor, by, divides = function.slope(self.graph, node.args[0], place)
+            part = self._over(share, by) if divides else self._times(share, by)
+            yield node.args[0], part._replace(factor=part.factor * factor)
             return
         first, second = node.args[:2] if len(node.args) > 1 else (*node.args, -1)
         match node.op:
@@ -125,10 +123,8 @@ class _Shares:
             case "div":
                 yield first, self._over(share, second)
                 yield second, _negative(self._over(self._times(share, place), second))
-            case "log" | "log2" | "sqrt":
-                below = place if node.op == "sqrt" else first
-                part = self._over(share, below)
-                yield first, part._replace(factor=part.factor * _INVERSES[node.op])
+            case "abs":
+                yield first, self._times(share, self.graph.apply("sign", first))
             case "mod":
                 yield first, share
                 steps = self.graph.apply("floordiv", first, second)
@@ -239,36 +235,7 @@ def _active(graph: Graph, value: int) -> list[bool]:
     return active
 
 
-def _one_minus_square(graph: Graph, _x: int, value: int) -> tuple[float, int]:
-    square = graph.apply("mul", value, value)
-    return 1.0, graph.apply("sub", graph.constant(1.0), square)
-
-
-def _sigmoid_slope(graph: Graph, _x: int, value: int) -> tuple[float, int]:
-    rest = graph.apply("sub", graph.constant(1.0), value)
-    return 1.0, graph.apply("mul", value, rest)
-
-
-def _rsqrt_slope(graph: Graph, _x: int, value: int) -> tuple[float, int]:
-    return -0.5, graph.apply("mul", graph.apply("mul", value, value), value)
-
-
-# Of a function of one argument: from the places of argument and value, the derivative as a number
-# times the node at a place.
-_SLOPES: dict[str, Callable[[Graph, int, int], tuple[float, int]]] = {
-    "abs": lambda graph, x, _: (1.0, graph.apply("sign", x)),
-    "exp": lambda _graph, _x, value: (1.0, value),
-    "exp2": lambda _graph, _x, value: (_LN2, value),
-    "tanh": _one_minus_square,
-    "sigmoid": _sigmoid_slope,
-    "rsqrt": _rsqrt_slope,
-    "sin": lambda graph, x, _: (1.0, graph.apply("cos", x)),
-    "cos": lambda graph, x, _: (-1.0, graph.apply("sin", x)),
-}
-# Of functions whose derivative is a number by an inverse, the number: 1 / x, and of sqrt 1 / value.
-_INVERSES = {"log": 1.0, "log2": 1.0 / _LN2, "sqrt": 0.5}
 _SMOOTH = {
-    *_SLOPES,
-    *_INVERSES,
-    *("add", "sub", "neg", "mul", "div", "mod", "min", "max", "pow", "where"),
+    *(name for name, function in FUNCTIONS.items() if function.slope is not None),
+    *("add", "sub", "neg", "abs", "mul", "div", "mod", "min", "max", "pow", "where"),
 }

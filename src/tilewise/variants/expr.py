@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from tilewise.errors import InvalidArgument
+from tilewise.variants.functions import FUNCTIONS
 
 __all__ = ["LEAVES", "OPS", "Expr", "Graph", "Kind", "Node", "Op", "decode", "encode", "kinds"]
 
@@ -90,11 +91,7 @@ OPS: dict[str, Op] = {
     "sign": Op(("if",), "=", _sign),
     "div": Op(("f", "f"), "f"),
     "pow": Op(("f", "f"), "f"),
-    **{
-        name: Op(("f",), "f")
-        for name in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
-    },
-    **{name: Op(("f",), "f") for name in ("floor", "ceil", "round", "trunc")},
+    **dict.fromkeys(FUNCTIONS, Op(("f",), "f")),
     "shl": Op(("i", "i"), "i"),
     "shr": Op(("i", "i"), "i"),
     "and": Op(("bi", "bi"), "=", lambda a, b: a & b),

@@ -1,4 +1,4 @@
-"""Intervals of floats through each operation, for float32 and float64 at once.
+"""Intervals of floats through operations, for float32 and float64 at once.
 
 The ends are rounded as both types round them. That is sound for correctly rounded operations, since
 rounding keeps order; other functions are widened by more than they err. None stands for anything,
@@ -139,28 +139,28 @@ def _step(function: Callable[[float], int]) -> Callable[[float], float]:
     return lambda x: float(function(x)) if math.isfinite(x) else x
 
 
-def _stepped(function: Callable[[float], int]) -> Callable[[Interval], Interval]:
+def stepped(function: Callable[[float], int]) -> Callable[[Interval], Interval]:
     """Return the interval function of a step, whose values are whole numbers and so exact."""
     step = _step(function)
     return lambda a: Interval(step(a.low), step(a.high))
 
 
-def _rising(function: Callable[[float], float]) -> Callable[[Interval], Interval]:
+def rising(function: Callable[[float], float]) -> Callable[[Interval], Interval]:
+    """Return the interval function of one that never falls."""
     return lambda a: _widened(function(a.low), function(a.high))
 
 
-def _exp(x: float, base: float = math.e) -> float:
+def exponential(x: float, base: float = math.e) -> float:
+    """``base ** x``, infinite where Python's overflows."""
     try:
         return math.exp(x) if base == math.e else base**x
     except OverflowError:
         return math.inf
 
 
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + _exp(-x))
+def logarithm(log: Callable[[float], float]) -> Callable[[Interval], Interval | None]:
+    """Return the interval function of a logarithm, -infinity at 0."""
 
-
-def _logarithm(log: Callable[[float], float]) -> Callable[[Interval], Interval | None]:
     def of(a: Interval) -> Interval | None:
         if a.low < 0:
             return None
@@ -172,17 +172,20 @@ def _logarithm(log: Callable[[float], float]) -> Callable[[Interval], Interval |
     return of
 
 
-def _sqrt(a: Interval) -> Interval | None:
+def square_root(a: Interval) -> Interval | None:
+    """``sqrt(a)``."""
     return None if a.low < 0 else _widened(math.sqrt(a.low), math.sqrt(a.high))
 
 
-def _rsqrt(a: Interval) -> Interval | None:
+def inverse_root(a: Interval) -> Interval | None:
+    """``1 / sqrt(a)``."""
     if a.low < _SMALLEST:
         return None
     return _widened(1.0 / math.sqrt(a.high), 1.0 / math.sqrt(a.low))
 
 
-def _wave(a: Interval) -> Interval | None:
+def wave(a: Interval) -> Interval | None:
+    """``sin(a)`` or ``cos(a)``: from -1 to 1."""
     return None if _infinite(a) else Interval(-1.0 - _WIDER, 1.0 + _WIDER)
 
 
@@ -202,18 +205,4 @@ OF_FLOATS: dict[str, Callable[..., Interval | None]] = {
     "floordiv": _floordiv,
     "mod": _mod,
     "pow": _pow,
-    "exp": _rising(_exp),
-    "exp2": _rising(lambda x: _exp(x, 2.0)),
-    "log": _logarithm(math.log),
-    "log2": _logarithm(math.log2),
-    "tanh": _rising(math.tanh),
-    "sigmoid": _rising(_sigmoid),
-    "sqrt": _sqrt,
-    "rsqrt": _rsqrt,
-    "sin": _wave,
-    "cos": _wave,
-    "floor": _stepped(math.floor),
-    "ceil": _stepped(math.ceil),
-    "round": _stepped(round),
-    "trunc": _stepped(math.trunc),
 }

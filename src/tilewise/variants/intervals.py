@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
 from tilewise.variants.float_intervals import OF_BOTH, OF_FLOATS, Interval, rounded
+from tilewise.variants.functions import FUNCTIONS
 
 __all__ = ["EVERY_INT", "Bounds", "Extremes", "Interval", "bounds", "every_bound"]
 
@@ -94,6 +95,8 @@ def _node_bounds(
         return None
     if kind == "bool":
         return _COMPARISONS[op](*intervals)
+    if op in FUNCTIONS:
+        return FUNCTIONS[op].interval(*intervals)
     return _OF_INTS[op](*intervals) if kind == "int" else OF_FLOATS[op](*intervals)
 
 

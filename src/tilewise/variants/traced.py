@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.expr import Graph, Kind
+from tilewise.variants.functions import FUNCTIONS
 
 __all__ = [
     "FLOATING",
@@ -39,7 +40,7 @@ __all__ = [
 # terms of what is below.
 Handler: TypeAlias = Callable[..., "Traced"]
 METHODS: dict[str, Handler] = {}
-FUNCTIONS: dict[Any, Handler] = {}
+DISPATCHED: dict[Any, Handler] = {}
 
 _LENGTHS = {"m": "M", "n": "N"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -347,7 +348,7 @@ class Traced:
         kwargs = kwargs or {}
         operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
         recording = operands[0].recording
-        handler = FUNCTIONS.get(func)
+        handler = DISPATCHED.get(func)
         if handler is None:
             required = f"one of: {', '.join(sorted(METHODS))}"
             raise InvalidArgument(
@@ -445,9 +446,7 @@ def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced
 
 
 _SIGNS = {"and": "&", "or": "|", "xor": "^", "not": "~", "shl": "<<", "shr": ">>"}
-FLOATING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
-ROUNDING = ("floor", "ceil", "round", "trunc")
-_TAKE_FLOATS = frozenset(("div", "pow", *FLOATING, *ROUNDING))
+_TAKE_FLOATS = frozenset(("div", "pow", *FUNCTIONS))
 
 
 def common(given: list[Kind]) -> Kind:

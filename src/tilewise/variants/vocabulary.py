@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
+from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.traced import (
-    FLOATING,
-    FUNCTIONS,
+    DISPATCHED,
     METHODS,
-    ROUNDING,
     Recording,
     Traced,
     apply,
@@ -205,7 +204,7 @@ def _like(like: Traced, value: Traced) -> Traced:
 
 # What torch's functions and methods mean here, by their names.
 _TORCH: dict[str, Callable[..., Traced]] = {
-    **{name: _plain(name) for name in (*FLOATING, *ROUNDING)},
+    **{name: _plain(name) for name in FUNCTIONS},
     **{name: _plain("abs") for name in ("abs", "absolute")},
     **{name: _plain("neg") for name in ("neg", "negative")},
     "sign": _plain("sign"),
@@ -267,7 +266,7 @@ def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
 
 
 METHODS.update(_TORCH)
-FUNCTIONS.update(_functions())
+DISPATCHED.update(_functions())
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

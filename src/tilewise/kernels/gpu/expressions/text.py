@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
+from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.intervals import Bounds, Interval, every_bound
 
 __all__ = ["OPERATIONS", "Source", "body", "place_in_tensor"]
@@ -93,20 +94,7 @@ OPERATIONS: dict[tuple[str, Kind], str] = {
     ("sign", "float"): "words.sign_float({0})",
     ("div", "float"): "tl.div_rn({0}, {1})",
     ("pow", "float"): "words.power({0}, {1})",
-    ("exp", "float"): "words.exponential({0})",
-    ("exp2", "float"): "tl.exp2({0})",
-    ("log", "float"): "tl.log({0})",
-    ("log2", "float"): "tl.log2({0})",
-    ("tanh", "float"): "words.tangent({0})",
-    ("sigmoid", "float"): "words.logistic({0})",
-    ("sqrt", "float"): "tl.sqrt_rn({0})",
-    ("rsqrt", "float"): "tl.rsqrt({0})",
-    ("sin", "float"): "tl.sin({0})",
-    ("cos", "float"): "tl.cos({0})",
-    ("floor", "float"): "tl.floor({0})",
-    ("ceil", "float"): "tl.ceil({0})",
-    ("round", "float"): "words.round_even({0})",
-    ("trunc", "float"): "words.truncated({0})",
+    **{(name, "float"): function.triton for name, function in FUNCTIONS.items()},
     ("where", "bool"): "({0} & {1}) | (({0} == 0) & {2})",
     ("where", "int"): "tl.where({0}, {1}, {2})",
     ("where", "float"): "tl.where({0}, {1}, {2})",

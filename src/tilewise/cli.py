@@ -18,8 +18,6 @@ from tilewise.commands.visible import visible
 from tilewise.errors import TilewiseError
 from tilewise.interrupts import INTERRUPTED, ending_at_once
 
-__all__ = ["main"]
-
 
 class _Command(NamedTuple):
     name: str

@@ -20,8 +20,6 @@ from tilewise.chips import Chip, detect
 from tilewise.engine import registry
 from tilewise.kernels.cpu.core import absence, core
 
-__all__ = ["Check", "examine", "main", "openmp_runtimes", "report"]
-
 # The file names of the OpenMP runtimes there are: GNU's, LLVM's and Intel's.
 _OPENMP_NAMES = ("libgomp", "libomp", "libiomp")
 

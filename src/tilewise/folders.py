@@ -5,8 +5,6 @@ import stat
 import tempfile
 from pathlib import Path
 
-__all__ = ["NotPrivate", "cache_folder", "private_folder", "runtime_folder"]
-
 
 class NotPrivate(OSError):  # noqa: N818  reads as what is wrong
     """Another user could write into a folder that must be this user's alone."""

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "command_loads", "ending_at_once"]
-
 INTERRUPTED = 130
 
 

@@ -9,8 +9,6 @@ from tilewise.functional import AttentionResult
 from tilewise.reference.merge import check_partials, merge_partial
 from tilewise.validation import check_sinks
 
-__all__ = ["merge"]
-
 
 def merge(*results: AttentionResult, sinks: Tensor | None = None) -> AttentionResult:
     """Attention over the union of disjoint sets of keys, from the attention over each of them.

@@ -17,17 +17,6 @@ from tilewise.variants.float8 import fix_for
 from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
 from tilewise.variants.program import Program
 
-__all__ = [
-    "check_cu_seqlens",
-    "check_cu_tensors",
-    "check_page_tensors",
-    "check_sinks",
-    "dense_problem",
-    "lower_sinks",
-    "paged_problem",
-    "varlen_problem",
-]
-
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 _NUMBERS = (int, float, *_SYMBOLS, Real)
 

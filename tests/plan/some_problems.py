@@ -8,8 +8,6 @@ import torch
 
 from tilewise.problem import Problem
 
-__all__ = ["problem"]
-
 
 def problem(
     batch: int = 2,

@@ -16,8 +16,6 @@ import torch
 from tilewise.chips import Chip, ceilings_file
 from tilewise.inspect import peaks
 
-__all__ = ["keep", "measure"]
-
 _STREAM = 2**26  # float32 numbers that are streamed: beyond what caches hold
 _POWERS = 2**17  # float32 numbers of which powers are taken: within what caches hold
 _REPEATS = 5

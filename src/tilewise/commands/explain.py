@@ -16,8 +16,6 @@ from tilewise.plan.traffic.memory import fit
 from tilewise.plan.traffic.report import amount
 from tilewise.problem import Problem
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how a call of this shape would be done, what it moves, and why nothing else does it."""

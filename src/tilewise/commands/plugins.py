@@ -8,8 +8,6 @@ from typing import Any
 
 from tilewise.errors import TilewiseError
 
-__all__ = ["plugin"]
-
 _GROUP = "tilewise.commands"
 
 

@@ -14,8 +14,6 @@ from tilewise.inspect.answer import Question
 from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.variants import masks, scores
 
-__all__ = ["DTYPES", "MASK_FORMS", "read", "room"]
-
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,

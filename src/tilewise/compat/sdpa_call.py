@@ -15,8 +15,6 @@ from tilewise.functional import attention
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["Call", "attend", "cast", "joint"]
-
 _CAUSAL = masks.causal("top_left")
 _NOTHING = ~Mask(())
 _AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,8 +9,6 @@ from torch import Tensor
 from tilewise.compat.sdpa_call import Call, joint
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["TORCH", "mistake", "raise_as_torch", "raise_unsupported", "why_not"]
-
 TORCH = torch.nn.functional.scaled_dot_product_attention  # whatever replaces it later
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -20,8 +20,6 @@ from tilewise.errors import TilewiseError, Unsupported
 from tilewise.torch_private import FakeTensor
 from tilewise.variants.values import Score
 
-__all__ = ["Report", "take"]
-
 _PLAIN = frozenset((Tensor, Parameter, FakeTensor))
 _WIDEST = 512  # of every backend; torch.compile cannot ask them before the call runs
 

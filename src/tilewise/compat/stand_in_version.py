@@ -1,5 +1,3 @@
 """The version of flash-attn whose interface ``tilewise.compat.flash_attn`` has."""
 
-__all__ = ["FLASH_ATTN_VERSION"]
-
 FLASH_ATTN_VERSION = "2.8.3"

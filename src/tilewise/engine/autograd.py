@@ -18,8 +18,6 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result, Statistics
 from tilewise.torch_private import has_batch
 
-__all__ = ["Attention", "differentiable"]
-
 
 def differentiable(operands: Operands, plan: Plan, statistics: Statistics = "") -> Result:
     """Run a plan's forward so that autograd knows its backward; operands are ``for_backward``."""

@@ -26,8 +26,6 @@ from tilewise.problem import Problem
 from tilewise.torch_private import has_batch, left_alone, with_batch, without_batch
 from tilewise.variants.folding import Role, folded, roles
 
-__all__ = ["Given", "applied", "batched"]
-
 Apply = Callable[..., tuple[Tensor, ...]]
 _STATS = 2  # the place of stats among rows
 

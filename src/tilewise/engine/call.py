@@ -41,21 +41,6 @@ from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.outside import refuse_outside
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
-__all__ = [
-    "NO_KEYWORDS",
-    "Keywords",
-    "build_operands",
-    "build_problem",
-    "cached_plan",
-    "check_call_scales",
-    "check_forward_only",
-    "make_plan",
-    "read_keywords",
-    "reader",
-    "shown",
-    "with_scales",
-]
-
 _NO_MASK = Mask(())
 _NO_SCORE = Score(())
 # What reading a tensor raises that has no shape (nested), no memory, or is none.

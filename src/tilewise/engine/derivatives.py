@@ -34,8 +34,6 @@ from tilewise.reference.jets import direction
 from tilewise.reference.second import second
 from tilewise.reference.tangents import tangents
 
-__all__ = ["attend", "gradients"]
-
 
 def attend(operands: Operands, plan: Plan) -> Result:
     """Run a plan's forward inside of transforms or of a forward-mode level."""

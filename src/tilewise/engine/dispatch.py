@@ -13,8 +13,6 @@ from tilewise.plan.traffic.account import cost
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
 
-__all__ = ["PLANS", "PlanCache", "candidates", "plan_problem", "warn_slow"]
-
 
 def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for a problem.

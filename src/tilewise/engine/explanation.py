@@ -14,8 +14,6 @@ from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
 from tilewise.variants.formula import mask_formula, score_formula
 
-__all__ = ["Explanation", "chip_of", "described"]
-
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
 

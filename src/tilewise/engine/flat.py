@@ -10,8 +10,6 @@ from torch import Tensor
 from tilewise.plan.plan import Plan
 from tilewise.problem import Grads, Needs, Operands
 
-__all__ = ["Call", "Tensors", "flat", "leaves_of", "needs_of", "split", "wanted"]
-
 # Tensors as a flat list, None where there is none; differentiable ones first and last.
 Tensors = Sequence[Tensor | None]
 

@@ -16,17 +16,6 @@ from tilewise.variants.checked import is_checked
 from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
 
-__all__ = [
-    "refuse_batched",
-    "refuse_beyond_first",
-    "refuse_constants",
-    "refuse_forward_mode",
-    "refuse_second_derivative",
-    "refuse_transforms",
-    "refuse_vmap",
-    "transforms_active",
-]
-
 
 def transforms_active() -> bool:
     """Return whether a torch.func transform or a forward-mode level is active around the call."""

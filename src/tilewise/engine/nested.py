@@ -13,8 +13,6 @@ from tilewise.engine.call import Keywords
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Result
 
-__all__ = ["Packed", "any_nested", "nested", "packed"]
-
 _FORM = "a nested tensor [B, H, j, D] of layout torch.jagged, ragged in dimension 2"
 
 

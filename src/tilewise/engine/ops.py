@@ -37,8 +37,6 @@ from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["RESULTS", "call", "promised", "returned", "schema"]
-
 
 def call(
     q: Tensor,

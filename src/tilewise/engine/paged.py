@@ -20,8 +20,6 @@ from tilewise.variants.float8 import scales_of
 from tilewise.variants.program import decode
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["attend_pages", "call_paged", "refuse_paged_transforms"]
-
 
 def refuse_paged_transforms() -> None:
     """Refuse a call inside of torch.func transforms or of a forward-mode level.

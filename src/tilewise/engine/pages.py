@@ -12,8 +12,6 @@ from tilewise.validation import check_cu_seqlens
 from tilewise.variants.checked import is_checked
 from tilewise.variants.lower import Extent
 
-__all__ = ["Pages", "lower_pages", "packed_or_paged"]
-
 
 class Pages(NamedTuple):
     """The integer tensors of ``functional.attention_paged``.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.kernels.base import Backend, Reader
 
-__all__ = ["BACKEND_NAMES", "check_name", "load", "tensor_reader"]
-
 
 class _Entry(NamedTuple):
     name: str

@@ -50,8 +50,6 @@ from tilewise.validation import check_cu_tensors, check_page_tensors, check_sink
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["Road", "road", "run", "run_paged"]
-
 Road = Literal["eager", "watched", "transformed", "transformed watched"]
 
 _is_compiling = torch.compiler.is_compiling

@@ -12,8 +12,6 @@ from tilewise.problem import Problem
 from tilewise.reference.philox import seed_tensor
 from tilewise.torch_private import is_batched, without_wrappers
 
-__all__ = ["draw_seed", "read_seed"]
-
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 # torch.randint's largest bound: 63 random bits.
 _SEED_LIMIT = 2**63 - 1

@@ -21,8 +21,6 @@ from tilewise.validation import dense_problem
 from tilewise.variants import masks, scores
 from tilewise.variants.program import encode
 
-__all__ = ["Answer", "Question", "answer"]
-
 
 class Question(NamedTuple):
     """The call to explain.

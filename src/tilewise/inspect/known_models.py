@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "known_model"]
-
 
 class KnownModel(NamedTuple):
     """The attention of one model.

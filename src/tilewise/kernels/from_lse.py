@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["stats_of"]
-
 
 def stats_of(lse: Tensor, unit: float) -> Tensor:
     """Return the stats of rows: [2, *lse.shape], base and weight with exp(s - lse) in mind.

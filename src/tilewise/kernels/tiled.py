@@ -9,8 +9,6 @@ from tilewise.kernels.base import Backend, Needs, Tiles, raw_reasons
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 
-__all__ = ["TiledBackend"]
-
 
 class TiledBackend(Backend):
     """Runs ``tilewise.reference.tiled``, which mirrors the kernels in plain torch."""

@@ -21,8 +21,6 @@ from tilewise.nn.implementations import Ask, Implementation, implementation_of, 
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
-__all__ = ["Attention"]
-
 
 class Attention(nn.Module):
     """Multi-head attention with projections: out = attention(x Wq, c Wk, c Wv) Wo.

@@ -15,8 +15,6 @@ from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.nn.implementations import Ask, Implementation, implementation_of
 from tilewise.variants.masks import causal
 
-__all__ = ["Cache", "Past"]
-
 _TOP_LEFT = causal("top_left").program
 
 

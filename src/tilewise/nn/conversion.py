@@ -12,8 +12,6 @@ from tilewise.nn.attention import Attention
 from tilewise.nn.multihead import MultiheadAttention
 from tilewise.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
-__all__ = ["Conversion", "Place", "convert"]
-
 # Of each of torch's classes, the one that takes its place. Every one of ours is a subclass of
 # torch's with the same state and another forward: a module of torch's becomes ours by its class.
 _OURS: dict[type[nn.Module], type[nn.Module]] = {

@@ -24,8 +24,6 @@ from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["Ask", "Implementation", "implementation_of", "with_statistics", "with_weights"]
-
 Implementation = Literal["plain", "sdpa", "tilewise"]
 
 

@@ -21,8 +21,6 @@ from tilewise.nn.ragged import check_same, nested_as, rows_of
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask
 
-__all__ = ["MultiheadAttention", "adopt"]
-
 _NOTHING = ~Mask(())
 
 

@@ -16,8 +16,6 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score, as_score
 
-__all__ = ["Masks", "Sizes", "check_shapes", "said_by"]
-
 # Torch's bool masks name the pairs that do not attend.
 _HIDDEN = (~masks.dense(torch.zeros(1, dtype=torch.bool))).program
 _CAUSAL = masks.causal("top_left")

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Rows", "check_same", "nested_as", "rows_of"]
-
 _FORM = "a nested tensor [B, j, E] without holes"
 
 

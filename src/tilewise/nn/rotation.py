@@ -11,8 +11,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.nn.scaling import RotaryScaling
 
-__all__ = ["Rotary", "longest", "rotary"]
-
 
 class Rotary(NamedTuple):
     """How ``Attention`` rotates queries and keys: see ``rotary`` for the formula.

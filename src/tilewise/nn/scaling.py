@@ -16,15 +16,6 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
 
-__all__ = [
-    "DynamicNtkScaling",
-    "LinearScaling",
-    "Llama3Scaling",
-    "NtkScaling",
-    "RotaryScaling",
-    "YarnScaling",
-]
-
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):

@@ -11,7 +11,6 @@ from torch import Tensor
 from tilewise.nn.multihead import adopt
 
 # The constructors are torch's own, whatever its version: ``wraps`` gives them its signature.
-__all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):

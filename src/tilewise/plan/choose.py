@@ -7,8 +7,6 @@ row's own sequence, dtype, widths and variant, and never on the batch or the hea
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Candidate", "Choice", "choose"]
-
 
 class Candidate(NamedTuple):
     """A backend as the choice sees it.

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from tilewise.plan.traffic.account import Account, Loops, cached
 from tilewise.problem import Problem
 
-__all__ = ["Plan", "Tiles"]
-
 
 class Tiles(NamedTuple):
     """The blocks that a kernel works in: rows by keys, and the parts a key range is cut in."""

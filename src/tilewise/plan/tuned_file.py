@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["FORMAT", "Blocks", "Entry", "Malformed", "Place", "Tuned", "parse", "text_of"]
-
 FORMAT = 1
 _KIND = "measured blocks of tilewise"
 _LEAST, _MOST = 16, 1024  # of a block's sides

@@ -16,8 +16,6 @@ from tilewise.reference.programs import visible
 from tilewise.variants.expr import Expr, Graph, decode
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
-__all__ = ["check_indices"]
-
 _ROWS, _KEYS = 128, 1024
 _LETTERS = "bhmn"
 

@@ -16,8 +16,6 @@ from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import visible
 from tilewise.variants.lower import statistics_dtype
 
-__all__ = ["Grid", "covers"]
-
 _STRIP = 8192  # keys, at least, that are evaluated at once
 
 

@@ -9,8 +9,6 @@ from tilewise.reference.blocks import Part
 from tilewise.reference.ledger import Ledger
 from tilewise.reference.totals import Totals
 
-__all__ = ["enter_reads", "enter_result", "enter_totals"]
-
 _GRADIENTS = ("grad_q", "grad_k", "grad_v")
 
 

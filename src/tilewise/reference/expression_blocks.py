@@ -16,8 +16,6 @@ from tilewise.variants.expr import Expr, decode
 from tilewise.variants.intervals import Bounds, Interval, bounds
 from tilewise.variants.program import Instr
 
-__all__ = ["gradient", "proven", "scored", "visible"]
-
 # Of a captured tensor, the elements that a cover looks at; and how many batch items and heads.
 _MOST_SCANNED = 4096
 _MOST_BOXES = 64

@@ -16,8 +16,6 @@ from torch import Tensor
 from tilewise.variants.expr import LEAVES, Expr, Node, kinds
 from tilewise.variants.functions import FUNCTIONS
 
-__all__ = ["evaluate", "load_indices"]
-
 _LARGEST_SHIFT = 63
 
 

@@ -24,8 +24,6 @@ from tilewise.reference.programs import apply_score, score_gradient
 from tilewise.reference.tiles import base2, inner_product, keep_tile, key_tiles
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["JetTile", "Rows", "direction", "drop", "jet_tiles", "pull_score", "rows_of"]
-
 
 def direction(
     operands: Operands,

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from tilewise.variants.program import Program
 
-__all__ = ["WALK", "Ledger", "Walk"]
-
 
 class Ledger:
     """Bytes read and written by operand, operations of products, and exponentials.

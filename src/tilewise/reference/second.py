@@ -51,8 +51,6 @@ from tilewise.reference.tiles import (
 )
 from tilewise.reference.totals import Totals, accumulators, sum_group
 
-__all__ = ["second"]
-
 
 def second(
     problem: Problem,

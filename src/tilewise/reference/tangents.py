@@ -36,8 +36,6 @@ from tilewise.reference.tiles import (
     query_tiles,
 )
 
-__all__ = ["tangents"]
-
 
 def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Tensor, Tensor]:
     """Return the tangents of out and lse.

@@ -12,8 +12,6 @@ from tilewise.reference.blocks import Part, cut
 from tilewise.reference.tiles import part_view
 from tilewise.variants.program import EXPR
 
-__all__ = ["Totals", "accumulators", "sum_group"]
-
 
 class Totals(NamedTuple):
     """Accumulators of the gradients in the compute dtype; None where not wanted."""

@@ -13,8 +13,6 @@ from tilewise.variants.masks import causal
 from tilewise.variants.program import EXPR
 from tilewise.variants.values import as_mask, as_score
 
-__all__ = ["cascade_attention"]
-
 _CAUSAL = causal()
 _POSITIONS = frozenset("bhmnMN")
 # Up to 8 rows have another kernel on the CPU, which rounds otherwise. The common keys always meet

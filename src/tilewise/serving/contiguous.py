@@ -10,8 +10,6 @@ from tilewise.functional import attention
 from tilewise.serving.rows import check_rows
 from tilewise.variants.masks import causal
 
-__all__ = ["KVCache"]
-
 
 class KVCache:
     """Room for ``capacity`` keys and values of each of B sequences that grow together.

@@ -10,8 +10,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, OutOfPages
 from tilewise.serving.paged import PagedKVCache
 
-__all__ = ["Attend", "Step", "generate"]
-
 
 class Attend(Protocol):
     """A layer's attention in a step: appends the new keys and values, and attends over all."""

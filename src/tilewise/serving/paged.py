@@ -17,8 +17,6 @@ from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import Mask, as_mask
 
-__all__ = ["PagedKVCache"]
-
 
 class PagedKVCache:
     """Pages of keys and values, handed out as sequences grow.

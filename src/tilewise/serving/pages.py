@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from tilewise.errors import InvalidArgument, OutOfPages
 
-__all__ = ["PageAllocator"]
-
 
 class PageAllocator:
     """Hands out pages 0 .. pages - 1; a page that several hold is free when the last lets go.

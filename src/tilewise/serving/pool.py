@@ -6,8 +6,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.variants.float8 import FLOAT8
 
-__all__ = ["Pool", "dequantised", "quantised"]
-
 _NEAR = 1 << 17  # numbers in float32 that stay in a processor's cache from pass to pass
 _LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.validation import check_cu_seqlens
 
-__all__ = ["check_rows", "counts_of"]
-
 
 def counts_of(cu_seqlens: Tensor, sequences: int, total: int) -> list[int]:
     """Return how many of ``total`` packed rows each sequence is given.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from tilewise.errors import InvalidArgument, OutOfPages
 from tilewise.serving.pages import PageAllocator
 
-__all__ = ["Growth", "Held", "Sequences"]
-
 
 class Held:
     """Pages and length of one sequence.

@@ -14,8 +14,6 @@ from tilewise.variants.patterns import layout
 from tilewise.variants.program import Instr, Program
 from tilewise.variants.values import Mask, as_mask
 
-__all__ = ["BLOCK", "BlockMask", "Counts"]
-
 BLOCK = (64, 128)  # the kernels' own tiles: queries x keys
 _WIDTH = 64  # characters of a picture
 _EVERYTHING: Program = (Instr("band", (-1, -1, 0)),)

@@ -15,8 +15,6 @@ from tilewise.variants.masks import function
 from tilewise.variants.program import EXPR, Instr
 from tilewise.variants.values import Mask
 
-__all__ = ["Given", "read", "write"]
-
 _OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours: its mask, and M and N that it has
 
 

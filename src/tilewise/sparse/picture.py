@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["picture"]
-
 # Of a cell's tiles: none visible, few, half or more of the pairs' tiles, all of them full.
 _EMPTY, _THIN, _THICK, _FULL = "·", "░", "▒", "█"
 

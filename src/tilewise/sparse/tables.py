@@ -16,8 +16,6 @@ from tilewise.variants.lower import Extent, lower_mask, statistics_dtype
 from tilewise.variants.program import BY_USER, EXPR, Instr
 from tilewise.variants.values import Mask
 
-__all__ = ["Sizes", "Table", "build", "sizes"]
-
 
 class Sizes(NamedTuple):
     """Sizes that a table is requested for.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["checked", "is_checked"]
-
 _CHECKED = ContextVar("tilewise_checked", default=os.environ.get("TILEWISE_CHECKED") == "1")
 
 

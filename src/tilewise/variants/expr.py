@@ -20,8 +20,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from tilewise.errors import InvalidArgument
 from tilewise.variants.functions import FUNCTIONS
 
-__all__ = ["LEAVES", "OPS", "Expr", "Graph", "Kind", "Node", "Op", "decode", "encode", "kinds"]
-
 Kind: TypeAlias = Literal["bool", "int", "float"]
 Constant: TypeAlias = bool | int | float
 

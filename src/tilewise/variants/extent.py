@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Extent", "statistics_dtype"]
-
 
 class Extent(NamedTuple):
     """What captured tensors are broadcast against.

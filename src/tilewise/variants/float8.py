@@ -12,19 +12,6 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
-__all__ = [
-    "FLOAT8",
-    "NO_SCALES",
-    "Scales",
-    "check_scales",
-    "fix_for",
-    "lower_scales",
-    "output_dtype",
-    "refuse_backward",
-    "refuse_gradients",
-    "scales_of",
-]
-
 FLOAT8 = torch.float8_e4m3fn
 _NAMES = ("q_scale", "k_scale", "v_scale")
 

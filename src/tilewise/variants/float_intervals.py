@@ -10,8 +10,6 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["OF_BOTH", "OF_FLOATS", "Interval", "rounded", "sign"]
-
 
 class Interval(NamedTuple):
     """A closed interval. For floats, the ends may be infinite, and no value is NaN."""

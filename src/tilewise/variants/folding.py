@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 from tilewise.variants.expr import LEAVES, Expr, Graph, decode, encode, kinds
 from tilewise.variants.program import EXPR, RAW, Instr, Program
 
-__all__ = ["Role", "folded", "roles"]
-
 # How the tensor of a slot is folded: "each" has a row for every batch item [B, ..], "full" one or
 # a common one [B|1, ..], "indexed" is read by an expression, and "fixed" cannot be folded.
 Role: TypeAlias = Literal["each", "full", "indexed", "fixed"]

@@ -6,8 +6,6 @@ from tilewise.variants import expr as expressions
 from tilewise.variants.expr import Expr, Node
 from tilewise.variants.program import BY_USER, EXPR, Instr, decode
 
-__all__ = ["mask_formula", "score_formula"]
-
 # Signs with the precedence that they have in Python; an atom has the highest.
 _BETWEEN = {
     "lt": ("<", 0),

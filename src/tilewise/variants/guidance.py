@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tilewise.errors import InvalidType
 
-__all__ = ["named_mask", "named_score", "refuse_keywords", "uncalled"]
-
 _CAUSAL = (
     "mask=tilewise.masks.causal() sets the last query against the last key, "
     "masks.causal('top_left') the first against the first, as torch's is_causal=True does"

@@ -9,8 +9,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.program import Instr
 
-__all__ = ["lower_table"]
-
 
 def lower_table(
     instr: Instr, position: int, tensor: Tensor, extent: Extent, dtype: torch.dtype

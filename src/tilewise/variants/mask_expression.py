@@ -10,8 +10,6 @@ from functools import reduce
 from tilewise.variants.expr import Expr, Graph, Kind, decode
 from tilewise.variants.program import EXPR, Instr, Program
 
-__all__ = ["exactly_sized", "mask_expression"]
-
 
 def mask_expression(program: Program) -> Expr:
     """Return the boolean that a mask's program gives; its slots are the same. No program shows all.

@@ -19,8 +19,6 @@ from tilewise.variants.extent import Extent
 from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
-__all__ = ["refuse_outside"]
-
 _LETTERS = "bhmn"
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
 _MOST_SEQUENCES = 8

@@ -45,25 +45,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.variants import expr as expressions
 from tilewise.variants.raw import NAME, registered
 
-__all__ = [
-    "BY_USER",
-    "EXPR",
-    "LARGEST_COUNT",
-    "MASK_OPS",
-    "RAW",
-    "SCORE_OPS",
-    "Instr",
-    "Number",
-    "Program",
-    "check_mask",
-    "check_score",
-    "decode",
-    "encode",
-    "fitted",
-    "shift_slots",
-    "slot_count",
-]
-
 Number: TypeAlias = int | float | str
 
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from tilewise.errors import InvalidArgument, InvalidType
 
-__all__ = ["NAME", "RawScore", "register_triton", "registered"]
-
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAMETERS = ("s", "b", "h", "m", "n", "M", "N", "tensors", "shapes")
 

@@ -21,14 +21,6 @@ from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 from tilewise.variants.program import decode as program_of
 from tilewise.variants.program import encode as program_text
 
-__all__ = [
-    "Recognised",
-    "as_expression",
-    "in_one_step",
-    "mask_program",
-    "score_program",
-]
-
 _AXES = {"b": 0, "h": 1, "m": 2, "n": 3}
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
 

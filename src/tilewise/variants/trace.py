@@ -23,8 +23,6 @@ from tilewise.variants.guidance import uncalled
 from tilewise.variants.traced import Indexing, Recording, Row, Traced, named
 from tilewise.variants.vocabulary import maximum, minimum
 
-__all__ = ["trace_mask", "trace_score"]
-
 
 def trace_mask(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
     """Return the expression of ``f(b, h, m, n) -> bool`` and the tensors that its slots name.

@@ -19,23 +19,6 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.expr import Graph, Kind
 from tilewise.variants.functions import FUNCTIONS
 
-__all__ = [
-    "FLOATING",
-    "FUNCTIONS",
-    "METHODS",
-    "ROUNDING",
-    "Handler",
-    "Indexing",
-    "Recording",
-    "Row",
-    "Traced",
-    "apply",
-    "cast",
-    "common",
-    "named",
-    "whereabouts",
-]
-
 # What torch's methods and functions mean here: filled in by ``vocabulary.py``, which says it in
 # terms of what is below.
 Handler: TypeAlias = Callable[..., "Traced"]

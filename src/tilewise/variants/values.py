@@ -23,8 +23,6 @@ from tilewise.variants.program import (
 from tilewise.variants.recognise import in_one_step, mask_program, score_program
 from tilewise.variants.trace import trace_mask, trace_score
 
-__all__ = ["Mask", "Score", "as_mask", "as_score", "dense_mask", "mask_of", "score_of"]
-
 
 class _Variant:
     """A program with its captured tensors (slot order) and its text form (computed once)."""

@@ -23,8 +23,6 @@ from tilewise.variants.traced import (
     whereabouts,
 )
 
-__all__ = ["maximum", "minimum", "where"]
-
 _FEW = 32  # the largest exponent that is written out as products
 
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILY", "main"]
-
 FAMILY = "sm_90"
 _SOURCE = Path(__file__).with_name("driver_stub.c")
 

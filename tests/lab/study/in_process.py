@@ -24,8 +24,6 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
 from tilewise import cli
 
-__all__ = ["page_of", "quickly", "records", "run", "verdicts"]
-
 
 @contextmanager
 def quickly(folder: Path) -> Iterator[None]:

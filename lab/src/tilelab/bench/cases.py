@@ -14,8 +14,6 @@ import torch
 from tilelab.cases import case as cases
 from tilelab.peers.work import Work, causal_pairs, flops, window_pairs
 
-__all__ = ["CASES", "DTYPES", "SCALING_GOAL", "VARIANTS", "Case", "Goal", "find"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 # Two threads against one, as a share of how well the bare multiply-add loop scales.
 SCALING_GOAL = 0.9

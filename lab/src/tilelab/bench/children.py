@@ -29,16 +29,6 @@ from tilewise import masks
 from tilewise.errors import TilewiseError
 from tilewise.inspect import peaks as processor
 
-__all__ = [
-    "STEPS",
-    "STEP_BY_STEP",
-    "Peak",
-    "PeakJob",
-    "memory",
-    "peaks",
-    "scaling",
-]
-
 STEP_BY_STEP = "step by step"
 # What plain attention does, and how many matrices it holds while it does it.
 STEPS = (

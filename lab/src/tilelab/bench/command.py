@@ -26,8 +26,6 @@ from tilelab.common.worker import environment
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect.peaks import absence
 
-__all__ = ["main"]
-
 _INTERRUPTED = "stopped with Ctrl-C"
 _SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement

@@ -17,8 +17,6 @@ from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.work import call_of, draw
 from tilewise.inspect import peaks
 
-__all__ = ["FULL", "QUICK", "Effort", "measure_cases", "overhead"]
-
 _TINY = (1, 1, 8, 16)  # small enough that the call itself is all that costs
 
 

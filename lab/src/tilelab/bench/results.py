@@ -21,8 +21,6 @@ from tilewise.chips import detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
-__all__ = ["COMPLETE", "CaseResult", "Memory", "Overhead", "Record", "Samples", "Scaling"]
-
 FORMAT = 2
 COMPLETE = "complete"
 

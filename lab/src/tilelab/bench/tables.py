@@ -9,8 +9,6 @@ from tilelab.bench.cases import SCALING_GOAL
 from tilelab.bench.results import COMPLETE, CaseResult, Memory, Record
 from tilelab.common.tables import Table
 
-__all__ = ["heading", "tables"]
-
 
 def tables(record: Record, *, brief: bool = False) -> list[Table]:
     """Return every table that a record has something for.

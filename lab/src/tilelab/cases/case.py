@@ -9,8 +9,6 @@ import torch
 from tilelab.cases.variants import MaskMaker, ScoreMaker
 from tilewise.problem import Statistics
 
-__all__ = ["Case"]
-
 
 @dataclass(frozen=True)
 class Case:

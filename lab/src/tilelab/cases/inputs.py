@@ -26,8 +26,6 @@ from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
-__all__ = ["Inputs", "Sent", "build", "call", "gradients", "problem_of", "send", "variant_of"]
-
 
 class Inputs(NamedTuple):
     """The tensors of a case, and the keywords of the call.

@@ -6,8 +6,6 @@ from typing import Any
 
 from tilelab.cases.case import Case
 
-__all__ = ["LONG", "PROBLEMS", "TABLE", "find", "problem"]
-
 _WIDE: dict[str, Any] = {"queries": 200, "keys": 200}
 _GROUPED: dict[str, Any] = {"heads": 6, "kv_heads": 2}
 

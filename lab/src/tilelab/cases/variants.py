@@ -18,17 +18,6 @@ from tilewise import BlockMask, masks, scores
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, as_mask
 
-__all__ = [
-    "MASKS",
-    "MASK_FUNCTIONS",
-    "SCORES",
-    "SCORE_FUNCTIONS",
-    "Draw",
-    "MaskMaker",
-    "ScoreMaker",
-    "tabled",
-]
-
 
 class Draw(NamedTuple):
     """The sizes of a call, and the random numbers that its mask and score capture.

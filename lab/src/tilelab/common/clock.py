@@ -16,18 +16,6 @@ import torch
 
 from tilelab.common.torch_private import keep_busy
 
-__all__ = [
-    "Call",
-    "Spread",
-    "Times",
-    "interleave",
-    "once",
-    "plan",
-    "race",
-    "repeats_for",
-    "seconds_of",
-]
-
 Call = Callable[[], Any]
 _Sample = TypeVar("_Sample")
 # A shorter call is repeated within one sample.

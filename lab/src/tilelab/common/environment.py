@@ -15,8 +15,6 @@ from tilelab.common import memory
 from tilewise.chips import detect
 from tilewise.inspect.peaks import absence, isa
 
-__all__ = ["describe", "load_average", "pinnable_cores", "variables"]
-
 _OURS, _OF_ONE_RUN = "TILEWISE_", "TILEWISE_STUDY_JOB"
 _PATHS = ("TILEWISE_CACHE", "TILEWISE_DATA", "TILEWISE_TUNED")
 _PACKAGES = ("tilewise", "torch", "numpy", "schedulefree", "tokenizers", "scipy")

@@ -19,8 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["LongArray", "Verdict", "as_long", "judge"]
-
 LongArray = npt.NDArray[np.longdouble]
 
 

@@ -16,17 +16,6 @@ from typing import Any
 
 from tilewise.errors import InvalidArgument, TilewiseError
 
-__all__ = [
-    "DiskFullError",
-    "compact_json",
-    "first_of",
-    "read_json",
-    "replacing",
-    "telling_full_disk",
-    "unpacked",
-    "write_atomically",
-]
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -9,8 +9,6 @@ from markupsafe import Markup
 
 from tilelab.common.svg import style_sheet
 
-__all__ = ["page_of"]
-
 
 def page_of(package: str, **values: Any) -> str:
     """Return the page; every text that comes from outside is escaped by the template engine.

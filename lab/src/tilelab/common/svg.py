@@ -22,30 +22,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-__all__ = [
-    "ARM_COLOURS",
-    "BETTER",
-    "INK",
-    "PART_COLOURS",
-    "RULE",
-    "SOFT",
-    "arm_colour",
-    "arm_dashes",
-]
-__all__ += [
-    "WORSE",
-    "beside",
-    "canvas",
-    "finish",
-    "house_style",
-    "place",
-    "plotted",
-    "quiet",
-    "spread",
-    "standalone",
-    "style_sheet",
-]
-
 _POINTS_PER_INCH = 72
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _STYLE: dict[Any, Any] = {

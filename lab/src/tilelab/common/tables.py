@@ -6,8 +6,6 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-__all__ = ["Table", "aligned", "markdown", "plain", "show_tables"]
-
 # Columns that hold words; the others hold numbers.
 _WORDS = frozenset(
     (

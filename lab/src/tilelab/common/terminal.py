@@ -16,8 +16,6 @@ from rich.progress import Progress as Bar
 
 from tilewise.commands.visible import visible
 
-__all__ = ["Progress", "Text", "crowded", "in_words", "interrupts_ignored", "positive"]
-
 
 class Text(rich.text.Text):
     r"""Rich's text, with every control character shown by its code, like ``\x1b``."""

@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["keep_buffers", "keep_busy", "softmax_backward_data"]
-
 softmax_backward_data: Callable[..., Tensor] = torch._softmax_backward_data
 
 

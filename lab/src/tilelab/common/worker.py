@@ -25,8 +25,6 @@ import tilelab
 import tilewise
 from tilewise.errors import TilewiseError
 
-__all__ = ["Child", "ChildError", "environment", "serve"]
-
 _LAST_S = 3.0  # for a process that has closed its end to be gone
 _LAST_LINES, _LAST_LETTERS = 3, 300  # of its standard error
 

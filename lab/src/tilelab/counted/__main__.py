@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 from tilelab.counted import cachegrind
 from tilelab.counted.cases import CASES, QUICK, SWEEP, Case, Row, table, verdict
 
-__all__ = ["FORMAT", "NO_AVX2", "compared", "count", "main"]
-
 FORMAT = 1
 NO_AVX2 = 3  # the driver's exit status
 _DRIVER = Path("build/native/counted")

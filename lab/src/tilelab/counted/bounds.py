@@ -10,8 +10,6 @@ import math
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["lower_bound", "paper_tiles", "plain_form", "sparse_form", "tiled_form", "tiles_for"]
-
 
 def plain_form(length: int, width: int) -> float:
     """N d + N^2: standard attention is in Theta of this (theorem 2)."""

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from tilewise.errors import InvalidArgument, TilewiseError
 
-__all__ = ["LINE", "CountingError", "absence", "counted", "misses", "version", "ways"]
-
 LINE = 64  # bytes
 _WAYS = (16, 12, 20, 14, 18)
 _FIRST = f"32768,8,{LINE}"  # the first level: large enough for a panel, small against the rooms

@@ -14,18 +14,6 @@ from tilewise.plan.traffic import plain
 from tilewise.plan.traffic.count import Traffic
 from tilewise.problem import Problem
 
-__all__ = [
-    "CASES",
-    "QUICK",
-    "SWEEP",
-    "Case",
-    "Direction",
-    "Method",
-    "Row",
-    "table",
-    "verdict",
-]
-
 Method: TypeAlias = Literal["core", "plain"]
 Direction: TypeAlias = Literal["forward", "backward"]
 

@@ -22,8 +22,6 @@ from tilewise.plan.traffic.runs import is_run, runs_of
 from tilewise.plan.traffic.visits import Visits, visits_of
 from tilewise.problem import Problem
 
-__all__ = ["core_backward", "core_forward", "fetched", "fills"]
-
 _TILE_QUERIES = 64  # csrc/base/tile_sizes.h
 _BLOCK_KEYS = 128  # csrc/base/schedule.h
 _CHUNK_BLOCKS = 8  # csrc/passes/key_sums.h

@@ -21,19 +21,6 @@ from tilewise.plan.traffic.time import Seconds, predict
 from tilewise.plan.traffic.visits import visits_of
 from tilewise.problem import Problem
 
-__all__ = [
-    "BLOCKS",
-    "CHIP",
-    "FIRST_TILE",
-    "PRINTED",
-    "At",
-    "against_blocks",
-    "gpt2_medium",
-    "ours",
-    "standard",
-    "the_first",
-]
-
 PRINTED = {"standard": (40.3e9, 41.7e-3), "flash": (4.4e9, 7.3e-3)}  # bytes, seconds
 CHIP = CHIPS["a100-40gb"]
 FIRST_TILE = (16, 256)  # queries and keys of its kernels for d = 64 on this chip

@@ -27,8 +27,6 @@ from tilewise.plan.traffic.count import Traffic, merged
 from tilewise.plan.traffic.report import amount, lead
 from tilewise.plan.traffic.time import balance
 
-__all__ = ["page"]
-
 _WIDTH = 680.0
 _OURS, _PLAIN = arm_colour(1), arm_colour(0)
 

@@ -17,8 +17,6 @@ from tilelab.gate.verdicts import Baseline, baseline_path, faults, load, out_of_
 from tilewise.errors import TilewiseError
 from tilewise.plan.tuned import installed_triton
 
-__all__ = ["main"]
-
 DEFAULT_CASES = "tilelab.gate.cases"
 
 

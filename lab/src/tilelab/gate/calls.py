@@ -19,8 +19,6 @@ from tilewise.problem import Grads, Needs, Operands, Problem, output_like
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.values import Mask
 
-__all__ = ["backward_tensors", "call", "few_documents", "meta", "operands_of", "raw_score"]
-
 _BATCH, _HEADS, _KV_HEADS, _LENGTH = 2, 16, 8, 4096
 
 

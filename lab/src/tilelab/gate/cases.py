@@ -17,8 +17,6 @@ from tilewise.inspect import gpu
 from tilewise.inspect.gpu import FAMILIES, Launch, Overrides, holds
 from tilewise.variants.float8 import FLOAT8
 
-__all__ = ["CASES", "backward", "captured", "forward"]
-
 
 def forward(case: Attention, family: str, overrides: Overrides = ()) -> Sequence[Launch]:
     """Return the launches of the forward pass on a family of chips.

@@ -20,8 +20,6 @@ from tilelab.common.worker import Child, ChildError, serve
 from tilelab.gate.record import Record, Target, target_named
 from tilewise.errors import TilewiseError
 
-__all__ = ["Compiled", "compile_all", "environment"]
-
 PROBE = "tilelab.gate.kernels"
 _MODULE = "tilelab.gate.compilers"
 

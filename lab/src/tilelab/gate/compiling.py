@@ -16,8 +16,6 @@ from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
 from tilelab.gate.record import Record, Target
 from tilewise.inspect.gpu import Launch
 
-__all__ = ["compile_launch", "signature"]
-
 
 def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]]:
     """Return what Triton would compile for a launch: the source with its types, and the options.

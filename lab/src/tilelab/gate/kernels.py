@@ -13,8 +13,6 @@ import triton.language as tl
 from tilelab.gate.record import Case
 from tilewise.inspect.gpu import Launch
 
-__all__ = ["CASES", "weigh", "weigh_slope"]
-
 
 @triton.jit
 def weigh(s, b, h, m, n, M, N, tensors, shapes):

@@ -13,8 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MATRIX", "Machine", "of_amdgcn", "of_cubin", "of_sass"]
-
 # Kinds of matrix instructions by the opcodes that are them.
 MATRIX = {
     "mma": ("HMMA", "QMMA", "OMMA", "IMMA", "DMMA"),

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from tilelab.common.tables import aligned
 from tilewise.inspect.gpu import FAMILIES, Family, Launch
 
-__all__ = ["TARGETS", "Case", "Record", "Target", "cases_of", "table", "target_named"]
-
 
 class Case(NamedTuple):
     """The launches of a pass.

@@ -25,8 +25,6 @@ from tilelab.gate.record import TARGETS, Case, Target, target_named
 from tilelab.gate.verdicts import faults
 from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
-__all__ = ["ladder", "main"]
-
 _FORWARD = ("forward", "decode")
 _ROWS = 16  # of a block of the pass "decode"
 _SIDES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (32, 16), (16, 16))

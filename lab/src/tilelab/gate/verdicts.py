@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from tilelab.gate.record import Case, Record, Target
 
-__all__ = ["Baseline", "Entry", "baseline_path", "faults", "load", "out_of_date", "store"]
-
 FOLDER = Path(__file__).resolve().parent / "baselines"
 
 

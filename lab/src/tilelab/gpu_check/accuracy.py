@@ -36,8 +36,6 @@ from tilewise import masks
 from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales
 
-__all__ = ["check", "differing", "jobs", "jobs_of_long", "judged", "run", "run_long"]
-
 STEP = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")

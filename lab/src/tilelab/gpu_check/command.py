@@ -18,8 +18,6 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import STEPS, Step
 from tilelab.gpu_check.table import table
 
-__all__ = ["RESULTS", "TABLE", "main"]
-
 RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"
 _MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
 

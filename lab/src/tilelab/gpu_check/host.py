@@ -18,8 +18,6 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.peers.work import Given, draw
 from tilewise import masks, scores
 
-__all__ = ["jobs", "run"]
-
 STEP = "host"
 _ROUNDS, _CALLS = 9, 40
 

@@ -11,8 +11,6 @@ from tilelab.peers.methods import Method, ours, written_out
 from tilelab.peers.work import Pass, call_of, draw
 from tilewise import masks
 
-__all__ = ["jobs", "run"]
-
 STEP = "memory"
 _HEADS, _WIDTH = 8, 64
 # What may be held beside inputs and outputs, for each row of each head: lse and two statistics,

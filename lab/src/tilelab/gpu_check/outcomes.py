@@ -19,20 +19,6 @@ from tilewise.problem import Result
 from tilewise.variants.float8 import FLOAT8, Scales
 from tilewise.variants.values import Mask
 
-__all__ = [
-    "PAGE_SIZES",
-    "Outcome",
-    "attend",
-    "attend_pages",
-    "block_table",
-    "few_queries",
-    "in_pages",
-    "quantised",
-    "refer",
-    "references",
-    "sized",
-]
-
 Outcome = dict[str, Tensor]  # "out", "lse", and "grad of NAME" for each leaf
 
 

@@ -14,28 +14,6 @@ from tilelab.common.clock import Spread
 from tilelab.common.files import compact_json, read_json, write_atomically
 from tilewise.errors import Unsupported
 
-__all__ = [
-    "COMPLETE",
-    "FAILURES",
-    "FLEX",
-    "FORMAT",
-    "ONLY",
-    "OURS",
-    "Goal",
-    "Record",
-    "Row",
-    "Status",
-    "best",
-    "ceiling",
-    "fraction",
-    "goal",
-    "goal_for",
-    "in_short",
-    "met",
-    "rate",
-    "summary",
-]
-
 # "wrong": it ran and the result is not what it must be. "unsupported": the backend said that it
 # cannot. "skipped": there was no time left. "error": it did not come to an end.
 Status = Literal["ok", "wrong", "unsupported", "skipped", "error"]

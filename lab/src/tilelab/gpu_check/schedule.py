@@ -13,8 +13,6 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.steps import Step
 from tilelab.gpu_check.worker import Worker
 
-__all__ = ["Clock", "conduct"]
-
 Clock = Callable[[], float]
 _SPARE_CORES = 3
 _MOST_PROCESSES = 12

@@ -11,8 +11,6 @@ import torch
 from tilelab.common import clock
 from tilelab.peers.work import Work
 
-__all__ = ["REAL", "TINY", "Model", "Setting", "Sizes"]
-
 
 class Model(NamedTuple):
     """A model of the training step.

@@ -21,8 +21,6 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.peers.work import draw
 from tilewise import masks
 
-__all__ = ["jobs", "jobs_of_ceilings", "run", "run_ceilings"]
-
 STEP = "smoke"
 _CEILING_S = 1.0  # of the rounds of a ceiling
 

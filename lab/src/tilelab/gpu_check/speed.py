@@ -28,17 +28,6 @@ from tilelab.peers.work import Attend, Given, Pass, Work, call_of, draw
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales
 
-__all__ = [
-    "jobs",
-    "jobs_of_lengths",
-    "jobs_of_prepare",
-    "jobs_of_repeat",
-    "run",
-    "run_lengths",
-    "run_prepare",
-    "run_repeat",
-]
-
 STEP = "speed"
 _BUDGET_S = 0.5  # of the rounds of one pass of one case
 _DIRECTIONS: tuple[Pass, ...] = ("forward", "backward")

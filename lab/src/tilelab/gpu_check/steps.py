@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 
-__all__ = ["STEPS", "Step", "find"]
-
 
 class Step(NamedTuple):
     """A part of the check.

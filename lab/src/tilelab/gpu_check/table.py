@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from tilelab.common.tables import aligned
 from tilelab.gpu_check.record import COMPLETE, Record, Row, best, ceiling, fraction, goal, met, rate
 
-__all__ = ["table"]
-
 _PEERS = ("pointers", "cudnn", "flash", "efficient", "flex", "plain")
 _MOST_FAILURES, _MOST_DECLINED, _NOTE = 12, 8, 110
 

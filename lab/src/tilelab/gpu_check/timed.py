@@ -17,21 +17,6 @@ from tilelab.peers.work import Attend, Given, Pass, Work, causal_pairs, flops, w
 from tilewise import BlockMask, masks, scores
 from tilewise.inspect.gpu import by_pointers
 
-__all__ = [
-    "POINTERS",
-    "Timed",
-    "amount",
-    "cases",
-    "ends_of",
-    "find",
-    "flex",
-    "other_lengths",
-    "ours",
-    "peers",
-    "with_goals",
-    "work_of",
-]
-
 POINTERS = "pointers"
 PLAIN_KINDS = ("full", "causal")
 VARIANTS = ("alibi", "document", "window")

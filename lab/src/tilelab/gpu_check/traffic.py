@@ -30,18 +30,6 @@ from tilelab.peers.work import Pass, Work, call_of, draw
 from tilewise.errors import TilewiseError
 from tilewise.plan.traffic.count import Traffic
 
-__all__ = [
-    "METRICS",
-    "Bytes",
-    "CannotCount",
-    "bytes_of",
-    "count",
-    "jobs",
-    "main",
-    "predicted",
-    "run",
-]
-
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 Bytes = dict[str, int]
 _REFUSED = "ERR_NVGPUCTRPERM"

@@ -21,8 +21,6 @@ from tilelab.peers.work import Attend, draw
 from tilewise import masks
 from tilewise.errors import Unsupported
 
-__all__ = ["KINDS", "Transformer", "attention_kinds", "jobs", "run"]
-
 STEP = "training"
 KINDS = ("plain", "sdpa", "tilewise")
 

@@ -22,8 +22,6 @@ from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
 
-__all__ = ["Run", "Worker", "do", "environment", "main"]
-
 # The rows of a job of a step.
 Run: TypeAlias = Callable[[Setting, str, str], Iterator[Row]]
 _MODULE = "tilelab.gpu_check.worker"

@@ -32,8 +32,6 @@ from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
 
-__all__ = ["BERT", "PRESETS", "Head", "Shape", "load"]
-
 Pattern = Callable[[int], masks.Mask]
 EPS = 1e-12
 STD = 0.02  # of every weight matrix and embedding at the start

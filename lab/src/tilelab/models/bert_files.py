@@ -13,8 +13,6 @@ from tilelab.models import folders
 from tilelab.models.folders import CONFIG, WEIGHTS
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["config", "head_of", "numbers", "read", "write"]
-
 _PREFIX = "bert."  # of the encoder's tensors, in files of models with a head
 # A head of classes over the mean of all tokens is another type: no library shall draw a pooler for
 # its classifier.

@@ -14,8 +14,6 @@ from tilewise.nn import Attention, Rotary, rotary
 from tilewise.serving import Attend, PagedKVCache, Step
 from tilewise.variants.values import as_mask, as_score
 
-__all__ = ["caches", "step"]
-
 
 def caches(model: GPT2, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
     """Return a cache for each layer; with a window where the layer's mask is one.

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["CONFIG", "WEIGHTS", "read_config", "read_tensors", "write"]
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 

@@ -14,9 +14,6 @@ from tilelab.models import folders
 from tilelab.models.folders import CONFIG
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["EPS", "Shape", "check_tensors", "config_of"]
-__all__ += ["from_file", "numbers_of", "read_config", "read_tensors", "to_file"]
-
 _POSITIONS, _NORMS = ("learned", "rotary", "none"), ("layer", "rms")
 
 

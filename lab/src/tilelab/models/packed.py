@@ -17,8 +17,6 @@ from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.calls import Block, lowered, visible
 
-__all__ = ["Packed", "attend_padded", "pack", "seen"]
-
 
 class Packed(NamedTuple):
     """Sequences of different lengths, one after the other.

@@ -29,8 +29,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.nn import Attention, Implementation
 from tilewise.variants.values import Mask, Score, as_mask
 
-__all__ = ["PRESETS", "Pooling", "Shape", "ViT", "load"]
-
 EPS = 1e-12
 STD = 0.02  # of every weight matrix, the positions and the class token at the start
 # What may differ from a folder's shape.

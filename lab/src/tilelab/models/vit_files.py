@@ -12,8 +12,6 @@ from tilelab.models import folders
 from tilelab.models.folders import CONFIG, WEIGHTS
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["numbers", "read", "write"]
-
 _PREFIX = "vit."  # of the encoder's tensors, in files of models with a head
 # A ViT without a class token is another type: no library shall draw one for it.
 _TYPE, _MEAN_TYPE = "vit", "tilewise-vit"

@@ -14,8 +14,6 @@ from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import LEAVES, Expr, Node, decode, kinds
 from tilewise.variants.program import Instr
 
-__all__ = ["gradient", "scored"]
-
 Array = npt.NDArray[Any]
 
 

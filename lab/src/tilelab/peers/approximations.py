@@ -17,26 +17,6 @@ from torch.nn.functional import dropout, elu, pad
 
 from tilewise import patterns
 
-__all__ = [
-    "Operands",
-    "bigbird",
-    "by_features",
-    "directions",
-    "features",
-    "gathered",
-    "hashes",
-    "linear",
-    "linformer",
-    "local",
-    "longformer",
-    "neighbours",
-    "performer",
-    "projection",
-    "reformer",
-    "softmax_seen",
-    "with_global_rows",
-]
-
 Visible = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

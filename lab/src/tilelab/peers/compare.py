@@ -20,8 +20,6 @@ from tilelab.common.exactness import judge
 from tilelab.peers.plain import attend_rows, rows_kept, seen_rows
 from tilelab.peers.work import Attend, Given, Work, problem_of
 
-__all__ = ["Measured", "compare", "cut", "sampled"]
-
 _WHOLE = 512  # rows up to which all are compared
 _ROWS = 16  # of a chunk
 _CHUNKS = 4

@@ -33,21 +33,6 @@ from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise import masks, patterns
 from tilewise.variants.values import Score
 
-__all__ = [
-    "OURS",
-    "Method",
-    "block_sparse",
-    "cures",
-    "exact",
-    "flex",
-    "method_named",
-    "ours",
-    "own_masks",
-    "rivals",
-    "sdpa",
-    "written_out",
-]
-
 OURS = "tilewise"
 ROWS = 256  # of a chunk of plain attention
 _WITH_GRADIENTS = 1.6  # three matrices at the softmax's backward in the place of two

@@ -22,8 +22,6 @@ from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise.inspect.calls import Part, apply_score, keep_mask, visible
 from tilewise.problem import Operands, Problem
 
-__all__ = ["Keep", "Seen", "attend_rows", "chunked", "plain", "rows_kept", "seen_rows"]
-
 Keep = Callable[[Tensor], Tensor]  # dropout
 
 

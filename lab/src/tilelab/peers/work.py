@@ -15,20 +15,6 @@ from tilewise import masks
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 
-__all__ = [
-    "SEED",
-    "Attend",
-    "Given",
-    "Pass",
-    "Work",
-    "call_of",
-    "causal_pairs",
-    "draw",
-    "flops",
-    "problem_of",
-    "window_pairs",
-]
-
 SEED = 1234  # of what our dropout drops; the others draw their own
 Pass = Literal["forward", "backward", "both"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -35,8 +35,6 @@ from tilelab.study.train.state import CHECKPOINT
 from tilewise.commands.visible import visible
 from tilewise.errors import InvalidArgument
 
-__all__ = ["demo", "main"]
-
 DEFAULT, DEMO = "laptop", "kernels"
 _WIDTH = 160  # of tables where there is no terminal that has one
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 
 from tilelab.study.ask.config import RunConfig
 
-__all__ = ["Need", "gpu_need", "host_need", "need", "parameters", "writes_matrix"]
-
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
 _PROCESS_BYTES = 350_000_000  # Python, torch and what they load, measured

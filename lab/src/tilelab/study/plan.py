@@ -30,8 +30,6 @@ from tilelab.study.verdict.stages import follows, stand_ins
 from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
 from tilewise.errors import TilewiseError
 
-__all__ = ["Agenda", "planned"]
-
 
 def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> list[RunSpec]:
     """Return every run that a study is expected to have, for estimates of its length.

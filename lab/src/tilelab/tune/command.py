@@ -34,8 +34,6 @@ from tilewise.plan.tuned import (
     write,
 )
 
-__all__ = ["HEADER", "lines_of", "main", "plan_of", "summary"]
-
 _FORM = "{:<8} {:<9} {:>5} {:<5}  {:<12} {:>9}  {:<12} {:>9}  {:>6}  {:>6}  {}"
 HEADER = _FORM.format(
     *("pass", "dtype", "width", "kind", "table", "ms", "best other", "ms", "ratio", "noise", ""),

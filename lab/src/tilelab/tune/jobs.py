@@ -11,8 +11,6 @@ from tilelab.gate.search import ladder
 from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, tiles_for
 from tilewise.plan.tuned import Place
 
-__all__ = ["Job", "candidates", "read_job", "table_blocks"]
-
 
 class Job(NamedTuple):
     """One entry of the table of blocks that is questioned.

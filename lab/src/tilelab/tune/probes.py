@@ -9,8 +9,6 @@ from tilelab.cases.case import Case
 from tilelab.cases.table import problem
 from tilelab.tune.jobs import Job
 
-__all__ = ["large", "small"]
-
 _HIDDEN, _BATCH, _LENGTH = 2048, 4, 4096
 _CACHED, _KEYS, _GROUP = 1024, 16384, 4  # of decoding: the width of the heads that share keys
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0))

@@ -17,8 +17,6 @@ from tilelab.tune.jobs import Job, candidates, table_blocks
 from tilewise.inspect.gpu import Blocks
 from tilewise.plan.tuned import Entry
 
-__all__ = ["MOST", "Finding", "Team", "Timing", "beats", "tune"]
-
 _CHECK_S, _MEASURE_S = 180.0, 120.0
 _SELF_TEST_PATIENCE = 10
 _MOST_PROCESSES, _SPARE_CORES = 8, 2  # each holds a context on the GPU

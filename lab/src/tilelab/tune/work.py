@@ -16,8 +16,6 @@ from tilewise.inspect import gpu
 from tilewise.inspect.gpu import KERNELS, Blocks, Launch, Overrides, Pass
 from tilewise.problem import Grads, Needs, Result
 
-__all__ = ["Work", "spills_in"]
-
 
 class Work:
     """A problem with its tensors and with the result of its forward pass, in the table's blocks.

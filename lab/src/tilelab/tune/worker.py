@@ -22,8 +22,6 @@ from tilelab.tune.jobs import Job, read_job
 from tilelab.tune.work import Work, spills_in
 from tilewise.inspect.gpu import Blocks, Launch, family_of, run
 
-__all__ = ["perform"]
-
 _BUDGET_S = 1.0  # of the rounds in which blocks are timed in turn
 
 

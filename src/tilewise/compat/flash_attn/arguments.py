@@ -12,8 +12,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants import masks, scores
 
-__all__ = ["Options", "WindowSize", "as_flash_attn", "bounds", "check_tensor", "is_local", "read"]
-
 WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors of one integer
 
 

@@ -19,8 +19,6 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import AttentionResult, attention_paged
 from tilewise.variants import masks
 
-__all__ = ["Cache", "attend", "check_blocks", "check_integers", "check_lengths"]
-
 _WHAT = "attention over a cache or pages"
 _FIX = (
     "keep it out of the loss, or compute it in torch.no_grad(); to train, pass the keys themselves "

@@ -21,8 +21,6 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import AttentionResult, attention, attention_varlen
 from tilewise.validation import check_cu_seqlens
 
-__all__ = ["Answer", "Packing", "check_dense", "check_packed", "dense", "packed", "paged"]
-
 
 class Answer(NamedTuple):
     """Result of a forward call.

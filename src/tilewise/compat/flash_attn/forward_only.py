@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 
-__all__ = ["forward_only"]
-
 
 def forward_only(
     what: str, fix: str, found: tuple[Tensor, ...], given: Mapping[str, Tensor | None]

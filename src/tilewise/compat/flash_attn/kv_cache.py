@@ -25,8 +25,6 @@ from tilewise.compat.flash_attn.cache import (
 from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
 from tilewise.errors import InvalidArgument, InvalidType
 
-__all__ = ["flash_attn_with_kvcache"]
-
 
 def flash_attn_with_kvcache(
     q: Tensor,

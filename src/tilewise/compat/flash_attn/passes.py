@@ -33,13 +33,6 @@ from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import encode, fitted
 
-__all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-]
-
 Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 _PIECE = 128  # rows in multiples of which flash-attn 2 lays out softmax_d
 _FIX = "call flash_attn_func, or write an autograd.Function over the two passes"

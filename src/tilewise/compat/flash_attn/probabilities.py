@@ -13,8 +13,6 @@ from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import apply_score, visible
 from tilewise.variants.lower import statistics_dtype
 
-__all__ = ["signed_probabilities"]
-
 
 @torch.no_grad()
 def signed_probabilities(

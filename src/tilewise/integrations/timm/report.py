@@ -10,8 +10,6 @@ from weakref import WeakValueDictionary
 from tilewise.compat.sdpa_take import Report as Calls
 from tilewise.torch_private import constant_while_compiling
 
-__all__ = ["Report", "note_traced"]
-
 _NUMBERS = count()
 _ALL: WeakValueDictionary[int, Report] = WeakValueDictionary()
 

@@ -23,8 +23,6 @@ from tilewise.integrations.timm.report import Report, note_traced
 from tilewise.variants import scores
 from tilewise.variants.values import Score
 
-__all__ = ["Routed", "routed_class", "unrouted_class"]
-
 _WINDOWS = "timm.models.swin_transformer.WindowAttention"
 _HIDDEN = -100.0
 _MADE: dict[type[nn.Module], type[nn.Module]] = {}

@@ -19,8 +19,6 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.serving import Attend, PagedKVCache, Step
 from tilewise.variants import masks, scores
 
-__all__ = ["PAGED_NAME", "paged_caches", "paged_forward", "paged_step"]
-
 PAGED_NAME = "tilewise_paged"
 _CAUSAL = masks.causal()
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -15,8 +15,6 @@ from tilewise.integrations.transformers.masks import Pairs
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["attention_forward"]
-
 _CAUSAL = masks.causal("top_left")
 _MORE_KEYS = (
     "A model that appends keys after its mask was made, as DeepSeek-V4 does its compressed ones, "

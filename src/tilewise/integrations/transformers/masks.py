@@ -24,8 +24,6 @@ from tilewise.variants import masks
 from tilewise.variants.program import Program
 from tilewise.variants.values import Mask
 
-__all__ = ["Pairs", "make_mask"]
-
 MaskFunction = Callable[..., Any]
 
 

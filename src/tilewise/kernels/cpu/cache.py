@@ -17,8 +17,6 @@ from pathlib import Path
 
 from tilewise.folders import cache_folder, private_folder
 
-__all__ = ["Cache", "folder"]
-
 _DIGEST = hashlib.sha256().digest_size
 
 

@@ -25,8 +25,6 @@ from tilewise.kernels.cpu.core import core
 from tilewise.kernels.cpu.described import program_of
 from tilewise.kernels.cpu.emit import emit, why_not
 
-__all__ = ["bind", "compiling", "state", "wanted"]
-
 _ENVIRONMENT = "TILEWISE_COMPILE"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (

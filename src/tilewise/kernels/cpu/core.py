@@ -7,8 +7,6 @@ from types import ModuleType
 
 from tilewise.errors import InvalidArgument
 
-__all__ = ["absence", "core"]
-
 _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
 

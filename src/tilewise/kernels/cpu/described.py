@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PER_KEY", "PER_PAIR", "PER_QUERY", "WHOLE_TILE", "Program", "Value", "program_of"]
-
 WHOLE_TILE, PER_QUERY, PER_KEY, _PER_DIAGONAL, PER_PAIR = range(5)
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from tilewise.kernels.cpu.described import PER_KEY, PER_PAIR, PER_QUERY, WHOLE_TILE, Program
 
-__all__ = ["emit", "why_not"]
-
 # Compilers take seconds for some hundred values, and minutes for thousands.
 _MOST_VALUES = 1500
 _MOST_LISTED = 128  # arrays of kExprKeys elements

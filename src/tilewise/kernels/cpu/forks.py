@@ -15,8 +15,6 @@ import torch
 
 from tilewise.errors import LostThreads
 
-__all__ = ["threads"]
-
 _forked: int | None = None  # the thread without its team; None where nothing is lost
 
 

@@ -32,8 +32,6 @@ from tilewise.variants.float8 import FLOAT8
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.expressions.variant import Variant
 
-__all__ = ["GpuBackend"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 # What the emitter takes for granted where it computes in 32 bits.
 _MOST_ROWS, _MOST_HEADS = 2**24, 2**16

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["Launch", "run"]
-
 
 class Launch(NamedTuple):
     """One kernel launch.

@@ -18,8 +18,6 @@ from tilewise.kernels.gpu.config import (
 from tilewise.plan.tuned import STORE, Entry, Found, shown
 from tilewise.problem import Problem
 
-__all__ = ["chip_of", "measured_on", "origin", "why_unfit"]
-
 _INTERPRETER = "interpreter"
 
 

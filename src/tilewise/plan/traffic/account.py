@@ -13,8 +13,6 @@ from tilewise.plan.traffic.time import Seconds, predict
 from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem
 
-__all__ = ["Account", "BackwardOrder", "Comparison", "Loops", "account", "cached", "cost", "trains"]
-
 BackwardOrder: TypeAlias = Literal["by_tiles", "keys_outside", "rows_outside"]
 
 

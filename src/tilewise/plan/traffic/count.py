@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["ENTRY_BYTES", "Operand", "Pass", "Sharing", "Traffic", "merged"]
-
 ENTRY_BYTES = 4  # of an entry of a block table
 
 

@@ -17,8 +17,6 @@ from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem
 from tilewise.variants.float8 import output_dtype
 
-__all__ = ["Fit", "Held", "fit", "plain_held", "tiled_held"]
-
 _MOST = 2**40  # of a batch or a length: beyond what any memory holds
 
 

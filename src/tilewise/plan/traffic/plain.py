@@ -31,8 +31,6 @@ from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
 from tilewise.problem import Problem
 from tilewise.variants.float8 import output_dtype
 
-__all__ = ["MaskStyle", "backward", "forward"]
-
 MaskStyle = Literal["add", "fill"]
 
 

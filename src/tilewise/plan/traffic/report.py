@@ -9,8 +9,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.account import Account, Comparison, trains
 from tilewise.plan.traffic.time import Seconds, balance
 
-__all__ = ["amount", "duration", "lead", "lines"]
-
 _BOUND = {
     "memory": "memory-bound",
     "matrix": "bound by matrix products",

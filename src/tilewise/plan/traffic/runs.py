@@ -5,8 +5,6 @@ from __future__ import annotations
 from tilewise.problem import Problem
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["is_run", "runs_of"]
-
 
 def is_run(mask: Program) -> bool:
     """Return whether the tiles of every row are one run: a mask of bands and lengths alone."""

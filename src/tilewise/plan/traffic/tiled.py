@@ -19,16 +19,6 @@ from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Problem, Statistics
 from tilewise.variants.float8 import output_dtype
 
-__all__ = [
-    "backward_by_tiles",
-    "backward_keys_outside",
-    "backward_rows_outside",
-    "forward",
-    "forward_in_parts",
-    "forward_keys_outside",
-    "statistic_bytes",
-]
-
 
 def statistic_bytes(dtype: torch.dtype) -> int:
     """Return bytes of a row statistic: float32's, or float64's for float64."""

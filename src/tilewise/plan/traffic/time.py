@@ -14,8 +14,6 @@ from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.count import Pass, Traffic
 
-__all__ = ["Bound", "Seconds", "balance", "predict"]
-
 Bound = Literal["memory", "matrix", "exponential"]
 
 

@@ -22,8 +22,6 @@ from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
 from tilewise.variants.program import EXPR, RAW
 
-__all__ = ["MOST_TILES", "Extent", "Visits", "lengths_of", "visits_of"]
-
 # Tiles that are judged one by one at the most: some seconds.
 MOST_TILES = 2**16
 

@@ -14,8 +14,6 @@ from tilelab.peers.methods import Method, exact
 from tilelab.peers.work import Pass, Work, draw
 from tilewise import masks
 
-__all__ = ["FEW", "steps"]
-
 SUITE = "accuracy"
 _PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Scores of a standard deviation of 1, and of 8: a softmax that is nearly one key.

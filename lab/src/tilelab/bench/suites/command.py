@@ -34,8 +34,6 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence
 
-__all__ = ["SUITES", "compare_main", "show_main", "suites_main"]
-
 SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "speed": speed.steps,
     "memory": memory.steps,

@@ -15,8 +15,6 @@ from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Moved", "Points", "compare", "noise", "read", "scatter", "table"]
-
 # A median's standard error is 1.25 s / sqrt(n) and the MAD of normal numbers s / 1.48.
 _ERROR_OF_MAD = 1.2533 * 1.4826
 _SIGMAS = 3.0

@@ -19,8 +19,6 @@ from tilelab.peers.methods import OURS, Method, exact
 from tilelab.peers.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
 
-__all__ = ["CURE", "DOUBLE", "predicted", "steps", "weigh"]
-
 SUITE = "memory"
 DOUBLE = "plain attention, step by step"
 CURE = "plain attention, some rows at a time"

@@ -21,8 +21,6 @@ from tilelab.peers.work import Attend, Given, Pass, Work
 from tilewise import masks, scores
 from tilewise.inspect.known_models import KnownModel, known_model
 
-__all__ = ["layer", "steps"]
-
 SUITE = "models"
 _SHORT = 1024  # every model is measured up to here, before any at its own length
 

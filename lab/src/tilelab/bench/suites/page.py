@@ -33,8 +33,6 @@ from tilelab.common.tables import Table
 from tilelab.common.tables import markdown as markdown_table
 from tilelab.peers.methods import OURS
 
-__all__ = ["ABOUT", "html", "markdown", "pictures"]
-
 _WIDTH, _HEIGHT = 560, 360
 _LEFT, _BOTTOM, _TOP = 78, 48, 16
 _LETTER, _GAP = 7.4, 17.0

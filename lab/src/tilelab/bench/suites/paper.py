@@ -14,8 +14,6 @@ from tilelab.bench.suites.timed import timed
 from tilelab.peers.methods import exact, rivals
 from tilelab.peers.work import Pass
 
-__all__ = ["steps"]
-
 SUITE = "paper"
 _DROPOUT = 0.1
 _PADDED = 8  # an eighth of the keys is padding

@@ -18,17 +18,6 @@ from tilewise.errors import InvalidArgument
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.report import amount, duration
 
-__all__ = [
-    "COMPLETE",
-    "INTERRUPTED",
-    "Point",
-    "Quantity",
-    "Record",
-    "Status",
-    "amount_of",
-    "groups",
-]
-
 FORMAT = 1
 KIND = "a JSON file of a suite of the bench"
 COMPLETE, INTERRUPTED = "complete", "stopped with Ctrl-C"

@@ -11,8 +11,6 @@ from tilelab.bench.suites.points import Point, Record, amount_of, groups
 from tilelab.bench.suites.variants import NONE
 from tilelab.peers.methods import OURS
 
-__all__ = ["crossing", "crossings", "crossings_in_words", "lead", "listed", "sentences", "where"]
-
 _AHEAD = 1.03  # times faster at the end; less is within the noise
 
 

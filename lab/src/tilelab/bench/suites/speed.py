@@ -17,8 +17,6 @@ from tilelab.peers.work import Pass
 from tilewise import masks
 from tilewise.inspect.peaks import absence
 
-__all__ = ["GOALS", "points_of", "steps"]
-
 SUITE = "speed"
 _SHORT = 2048
 GOALS = "goals"  # the prefix of the cases that have them

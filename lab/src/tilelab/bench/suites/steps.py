@@ -16,8 +16,6 @@ from tilelab.common.terminal import Progress, in_words
 from tilelab.peers.work import Work
 from tilewise.errors import TilewiseError
 
-__all__ = ["LENGTHS", "QUICK_LENGTHS", "Budget", "Settings", "Step", "conduct"]
-
 LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
 QUICK_LENGTHS = (128, 512)
 

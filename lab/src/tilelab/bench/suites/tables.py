@@ -10,8 +10,6 @@ from tilelab.common.clock import Spread
 from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS
 
-__all__ = ["BY_CASE", "TITLES", "heading", "tables"]
-
 BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
 TITLES: dict[Quantity, str] = {
     "seconds": "time of one call",

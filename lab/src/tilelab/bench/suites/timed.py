@@ -17,8 +17,6 @@ from tilelab.peers.methods import OURS, Method
 from tilelab.peers.work import Attend, Given, Work, call_of, draw
 from tilewise.errors import TilewiseError
 
-__all__ = ["attempted", "key_of", "time_all", "timed", "why_skipped"]
-
 Wrap = Callable[[Work, Given, Attend], Callable[[], Any]]
 _Found = TypeVar("_Found")
 

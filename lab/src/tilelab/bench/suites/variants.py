@@ -15,8 +15,6 @@ from tilelab.peers.methods import exact
 from tilelab.peers.work import Pass, Work
 from tilewise import BlockMask, masks, patterns, scores
 
-__all__ = ["NONE", "catalogue", "steps"]
-
 SUITE = "variants"
 NONE = "none"
 _LENGTHS = {"cpu": 1024, "cuda": 4096}  # the longest

@@ -27,8 +27,6 @@ from tilewise.reference.tiles import (
 )
 from tilewise.reference.totals import Totals, accumulators, sum_group
 
-__all__ = ["Delta", "backward_by_tiles", "backward_keys_outside"]
-
 Delta = Literal["pass", "first", "each"]
 _Q_K_V = Needs(True, True, True)
 

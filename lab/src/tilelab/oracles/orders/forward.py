@@ -30,8 +30,6 @@ from tilewise.reference.tiles import (
     score_tile,
 )
 
-__all__ = ["Visit", "Visits", "forward_in_parts", "forward_keys_outside"]
-
 
 class Visit(NamedTuple):
     """Whether a visit of a tile of rows is its first, and its last."""

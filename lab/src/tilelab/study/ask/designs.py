@@ -23,24 +23,6 @@ from pydantic import Field, model_validator
 from tilelab.study.ask.values import Frozen, added
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "Combine",
-    "Confirm",
-    "Design",
-    "Estimate",
-    "Halving",
-    "Sequential",
-    "Sweep",
-    "arm_name",
-    "changes_of",
-    "check",
-    "combinations_of",
-    "estimates",
-    "fraction",
-    "resolution",
-    "words",
-]
-
 
 class Halving(Frozen):
     """Successive halving: many candidates with a short budget, and the best of them with a longer.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["METRICS", "Metric", "ahead", "rank", "reached", "value_in"]
-
 
 @dataclass(frozen=True)
 class Metric:

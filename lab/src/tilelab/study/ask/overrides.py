@@ -17,8 +17,6 @@ from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.values import value_at
 from tilewise.errors import InvalidArgument
 
-__all__ = ["apply", "notes"]
-
 _OF_EXPERIMENT = tuple(
     key
     for key in Experiment.model_fields

@@ -22,23 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "Count",
-    "CountOrZero",
-    "Entry",
-    "Kind",
-    "NotNegative",
-    "Positive",
-    "Share",
-    "Value",
-    "find",
-    "names",
-    "nearest",
-    "provide",
-    "register",
-    "resolve",
-]
-
 Kind = Literal["optimizer", "schedule", "variant", "task"]
 Value = bool | int | float | str | tuple[float, ...]
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -11,8 +11,6 @@ from pydantic import Field
 
 from tilelab.study.ask.config import Experiment, Frozen, RunConfig, config_hash, parse
 
-__all__ = ["RECORD", "STANDARD", "Execution", "RunSpec", "Strategy", "finals", "trial"]
-
 RECORD = "record.jsonl"  # the file of events in the folder of a run
 Strategy = Literal["ddp", "fsdp"]
 

@@ -20,20 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tilelab.study.ask.registry import Kind, nearest, resolve
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "Choice",
-    "Frozen",
-    "added",
-    "as_invalid_argument",
-    "change",
-    "config_hash",
-    "hash_of",
-    "overlap",
-    "parse",
-    "unhashed",
-    "value_at",
-]
-
 _ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
 
 

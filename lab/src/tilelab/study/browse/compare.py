@@ -34,8 +34,6 @@ from tilelab.study.verdict.stats import paired, ratio
 from tilelab.study.verdict.text import count, size
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Pairs", "compare", "pairs"]
-
 _CONFIDENCE = 0.95
 Reading = Callable[[RunRecord], float | None]
 

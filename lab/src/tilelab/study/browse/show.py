@@ -32,18 +32,6 @@ from tilelab.study.verdict.measures import Values, measure
 from tilelab.study.verdict.text import size
 from tilewise.errors import InvalidArgument, TilewiseError
 
-__all__ = [
-    "WITHHELD",
-    "Found",
-    "arm_of",
-    "find",
-    "find_run",
-    "find_study",
-    "list_studies",
-    "say_damaged",
-    "show",
-]
-
 WITHHELD = "withheld"  # in place of a speed that the verdict does not show
 
 _REQUIRED = (

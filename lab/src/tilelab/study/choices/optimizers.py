@@ -23,26 +23,6 @@ from tilelab.study.ask.registry import NotNegative, Positive, Share, find, regis
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilelab.study.ask.config import Optimizer
 
-__all__ = [
-    "SHARDED",
-    "Built",
-    "Group",
-    "Lion",
-    "MuonAdamW",
-    "Sgd",
-    "adafactor",
-    "adamw",
-    "build",
-    "evaluation_mode",
-    "lion",
-    "muon",
-    "parameter_groups",
-    "schedule_free",
-    "set_lr",
-    "sgd",
-    "training_mode",
-]
-
 # Those that work on parts of weights (``--strategy fsdp``). Adafactor keeps a matrix's rows and
 # columns, which are no parts of the matrix. Muon multiplies whole matrices; schedule-free moves
 # weights in place outside of a step.

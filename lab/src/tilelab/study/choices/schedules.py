@@ -18,17 +18,6 @@ from tilewise.errors import InvalidArgument
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilelab.study.ask.config import Schedule
 
-__all__ = [
-    "Progress",
-    "constant",
-    "cosine",
-    "factor",
-    "inverse_sqrt",
-    "linear",
-    "one_cycle",
-    "wsd",
-]
-
 
 class Progress(NamedTuple):
     """The position within a run."""

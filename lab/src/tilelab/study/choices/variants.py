@@ -23,25 +23,6 @@ from tilewise import masks, patterns, scores
 if TYPE_CHECKING:  # config imports this module, through the registry
     from tilelab.study.ask.config import Variant
 
-__all__ = [
-    "ENCODER",
-    "Heads",
-    "Variation",
-    "alibi",
-    "bigbird",
-    "blocks",
-    "build",
-    "butterfly",
-    "causal",
-    "dilated",
-    "fixed",
-    "full",
-    "softcap",
-    "strided",
-    "window",
-    "window_global",
-]
-
 ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "butterfly")
 
 

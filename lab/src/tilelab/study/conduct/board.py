@@ -12,8 +12,6 @@ from typing import Any, Literal
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 
-__all__ = ["Board", "Lane", "makespan"]
-
 Status = Literal["waiting", "running", "done", "diverged"]
 _RECENT = 16  # steps whose median is the pace
 

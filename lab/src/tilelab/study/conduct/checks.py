@@ -29,22 +29,6 @@ from tilelab.study.train.costs import dtype_of, synchronise
 from tilelab.study.verdict.text import UNITS
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 
-__all__ = [
-    "FORWARD_SHARE",
-    "RECOMPUTED",
-    "START_S",
-    "NotEnoughMemoryError",
-    "Price",
-    "available_bytes",
-    "check_checkpoints",
-    "check_target",
-    "data_key",
-    "forecast_s",
-    "price",
-    "room_for",
-    "run_s",
-]
-
 
 def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) -> None:
     """Load each checkpoint once, as its runs will: on the CPU, one at a time, and forget it.

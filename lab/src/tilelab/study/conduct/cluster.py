@@ -26,8 +26,6 @@ from tilelab.study.need import Need, gpu_need, host_need
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Cluster", "connected"]
-
 _SEEN_S = 60.0  # for a network's file system to show what another machine wrote
 _KIND = "accelerator_type:"  # what a resource is called that names a machine's GPU
 # Ray knows a GPU's name and not its memory: here is the largest of each name.

@@ -43,8 +43,6 @@ from tilelab.study.train.team import check
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 
-__all__ = ["Conductor", "report_again"]
-
 INTERRUPTED = 130
 _LONG_S = 30 * 60.0
 

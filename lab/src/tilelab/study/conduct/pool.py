@@ -21,8 +21,6 @@ from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import TilewiseError
 
-__all__ = ["Lost", "Place", "Pool", "RunError", "Watcher", "Worker"]
-
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for workers to end by themselves
 _MOST_LOSSES = 3  # of a run in a row, without a checkpoint in between

@@ -45,8 +45,6 @@ from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.answer import Question, answer
 
-__all__ = ["Predicted", "dry_run", "gpu_named", "predict"]
-
 _DEVICE = "cuda"  # what every chip here is to torch
 _KEPT_TIMES = 4  # written and read, of what is kept and of its gradient
 _CAST_BYTES = 4 + 2 + 8  # a weight in a micro-batch: read, written narrow; its gradient added

@@ -30,8 +30,6 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.train.child import EXPECTED_ERROR
 from tilewise.folders import NotPrivate, private_folder, runtime_folder
 
-__all__ = ["Cores", "Follower", "Local", "Outcome", "Process", "lock_folder", "record_after"]
-
 _CHILD = "tilelab.study.train.child"
 _LAUNCH = "tilelab.study.train.launch"  # which starts several children
 _LAST_LINES = 12

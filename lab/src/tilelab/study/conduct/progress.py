@@ -29,8 +29,6 @@ from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
 from tilewise.commands.visible import visible
 
-__all__ = ["LineProgress", "LiveProgress", "opening", "showing", "start", "verdicts"]
-
 # Drawing takes time from the runs that share the processor with it.
 _REDRAW_S = 1.0
 _LINE_S = 15.0

@@ -21,8 +21,6 @@ from tilelab.common.files import unpacked
 from tilelab.study.data import wikitext
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Corpus", "Piece", "Prepared", "data_folder", "load", "standard_library"]
-
 STDLIB = "stdlib"
 # Third-party packages and test suites differ between distributions of the same Python.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})

@@ -18,17 +18,6 @@ from torch import Tensor
 from tilelab.study.data.tokens import Tokens, segments
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "Batches",
-    "Part",
-    "Windows",
-    "drawn",
-    "evaluation_windows",
-    "micro_batch_seed",
-    "shuffled",
-    "strided",
-]
-
 _MASK = (1 << 64) - 1
 
 

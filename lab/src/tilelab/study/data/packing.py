@@ -25,8 +25,6 @@ from tilelab.study.data.order import Batches, shuffled
 from tilelab.study.data.tokens import Tokens, mean_piece, segments
 from tilewise.errors import InvalidArgument
 
-__all__ = ["IGNORED", "Packed", "Padded", "Rows", "RunRows", "Stream", "attended", "shortened"]
-
 IGNORED = -100  # a target that is none, as torch's cross-entropy has it
 
 

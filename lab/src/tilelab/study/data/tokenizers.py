@@ -18,8 +18,6 @@ from tilelab.common.files import first_of, unpacked
 from tilelab.study.data.corpus import data_folder
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["Tokenizer", "WordPiece", "tokenizer", "wordpiece"]
-
 _CHUNK_LENGTH = 1 << 18  # text is encoded in pieces: the encoder's own record of a piece is large
 _CHUNKS_AT_ONCE = 16
 _WORD_END = re.compile(r"(?<=\S)[ \n]")

@@ -31,17 +31,6 @@ from tilelab.study.data import corpus
 from tilelab.study.data.tokenizers import Tokenizer, tokenizer
 from tilewise.errors import InvalidArgument, TilewiseError
 
-__all__ = [
-    "CorruptCacheError",
-    "Documents",
-    "Tokens",
-    "document_begins",
-    "mean_piece",
-    "prepare",
-    "read_documents",
-    "segments",
-]
-
 _AT_ONCE = 1 << 22  # tokens
 
 

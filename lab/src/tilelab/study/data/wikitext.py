@@ -14,8 +14,6 @@ from typing import NamedTuple
 from tilelab.common.files import first_of
 from tilewise.errors import InvalidArgument
 
-__all__ = ["NAMES", "Files", "articles", "detokenise", "find", "inside", "words"]
-
 # source -> suffix of the official files, and the stem of single files that say the source
 # themselves
 _SOURCES = {

@@ -10,8 +10,6 @@ from tilelab.study.ask.config import Arm
 from tilelab.study.ask.values import overlap
 from tilewise.errors import InvalidArgument
 
-__all__ = ["factorial", "one_at_a_time"]
-
 Factors = Mapping[str, Mapping[str, Any]]
 
 

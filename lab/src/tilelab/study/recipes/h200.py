@@ -33,8 +33,6 @@ from tilelab.study.recipes.kernels import ROUNDING
 from tilelab.study.recipes.registry import recipe
 from tilewise.chips import CHIPS
 
-__all__ = ["h200"]
-
 CHIP = "h200"
 SIZES = {
     "small": {"model.layers": 12, "model.heads": 12, "model.width": 768},

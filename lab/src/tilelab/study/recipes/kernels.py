@@ -26,8 +26,6 @@ from tilelab.study.recipes.registry import recipe
 from tilewise.plan.traffic.memory import plain_held
 from tilewise.problem import Problem
 
-__all__ = ["SAMPLE_TOKENS", "at_length", "kernels", "kernels_experiment", "plain_attention_bytes"]
-
 SAMPLE_TOKENS = 160
 # One unit in the last place of the initial weights: what rounding alone does to a run.
 ROUNDING = {"rounding": {"model.nudge": True}}

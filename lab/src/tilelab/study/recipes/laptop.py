@@ -26,8 +26,6 @@ from tilelab.study.recipes.arms import factorial, one_at_a_time
 from tilelab.study.recipes.kernels import SAMPLE_TOKENS, kernels_experiment
 from tilelab.study.recipes.registry import recipe
 
-__all__ = ["laptop", "laptop_full"]
-
 QUESTION = "Which training choices, on top of efficient attention, are worth having?"
 EFFECT_BITS_PER_BYTE = 0.02  # some 1 % of what a model of this size learns in these steps
 # The swept rates of each optimizer: doublings around the best of a coarser sweep.

@@ -22,18 +22,6 @@ from tilelab.study.ask.config import (
 from tilelab.study.recipes.kernels import at_length
 from tilelab.study.recipes.registry import recipe
 
-__all__ = [
-    "EXPRESSIONS",
-    "LENGTHS",
-    "Expressions",
-    "listops",
-    "listops_config",
-    "listops_experiment",
-    "long_documents",
-    "passages_config",
-    "passages_experiment",
-]
-
 LISTOPS_PATTERNS = {
     "window-global": {"name": "window-global", "size": 64, "tokens": 16},
     "butterfly": {"name": "butterfly", "block": 64},

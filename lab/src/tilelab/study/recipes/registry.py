@@ -27,8 +27,6 @@ from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.values import as_invalid_argument
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Recipe", "find", "load_file", "names", "recipe"]
-
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
 _MODULES = (

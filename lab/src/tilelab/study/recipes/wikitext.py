@@ -22,8 +22,6 @@ from tilelab.study.recipes.arms import one_at_a_time
 from tilelab.study.recipes.registry import recipe
 from tilewise.errors import InvalidArgument
 
-__all__ = ["longer_context", "wikitext"]
-
 # Rates follow the width: the small model of ``cpu`` takes larger ones than GPT-2.
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {

@@ -29,25 +29,6 @@ from typing import Any, ClassVar, Literal
 
 from tilewise.errors import TilewiseError
 
-__all__ = [
-    "PROBED",
-    "Checkpoint",
-    "CorruptRecordError",
-    "End",
-    "Evaluation",
-    "Event",
-    "Kernels",
-    "LayerKernel",
-    "LayerSoftmax",
-    "Memory",
-    "RunRecord",
-    "Sample",
-    "Start",
-    "Step",
-    "Writer",
-    "finite",
-]
-
 _CHECK = re.compile(rb',"check":"([0-9a-f]{8})"\}$')
 
 

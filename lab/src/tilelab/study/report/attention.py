@@ -17,8 +17,6 @@ from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import MEASURES
 from tilelab.study.verdict.result import ArmMeasures
 
-__all__ = ["ArmLayers", "attention_charts", "attention_table", "layers_of"]
-
 
 class ArmLayers(NamedTuple):
     """The attention layers of an arm along its runs, means over the seeds."""

@@ -31,8 +31,6 @@ from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["Evidence", "Lines", "charts_of", "gather", "lines_of", "page_of"]
-
 
 @dataclass(frozen=True)
 class Evidence:

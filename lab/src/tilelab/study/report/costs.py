@@ -47,20 +47,6 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-__all__ = [
-    "PARTS",
-    "Point",
-    "Survival",
-    "front",
-    "kaplan_meier",
-    "memory_chart",
-    "pareto_chart",
-    "pareto_table",
-    "survival_chart",
-    "survival_table",
-    "target_charts",
-]
-
 PARTS = ("weights", "gradients", "optimizer", "activations")
 _ROW = 34.0  # height of an arm
 

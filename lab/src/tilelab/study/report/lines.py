@@ -21,26 +21,6 @@ from tilelab.study.report.page import Chart
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import metric_of
 
-__all__ = [
-    "HEIGHT",
-    "LETTER",
-    "LONGEST_LABEL",
-    "WIDTH",
-    "Abscissa",
-    "LineEnd",
-    "Series",
-    "amounts_below",
-    "beside_labels",
-    "curve",
-    "difference",
-    "difference_chart",
-    "frame",
-    "label_ends",
-    "line_style",
-    "loss_chart",
-    "marks",
-]
-
 Abscissa = Literal["tokens", "time"]
 Records = Mapping[int, RunRecord]  # seed -> record
 

@@ -14,24 +14,6 @@ from markupsafe import Markup, escape
 
 from tilelab.common.svg import style_sheet
 
-__all__ = [
-    "DEFINITIONS",
-    "NONE",
-    "Band",
-    "Cell",
-    "Chart",
-    "Definition",
-    "Fact",
-    "Forest",
-    "Mark",
-    "Table",
-    "VerdictRow",
-    "Writing",
-    "html",
-    "markdown",
-    "markdown_text",
-]
-
 
 class Cell(NamedTuple):
     """One cell of a table."""

@@ -25,8 +25,6 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["config_table", "curve_table", "evidence_tables", "number_cell", "plain_table"]
-
 _CURVE_ROWS = 12  # of the table of the curves, about
 _Show = Callable[[float], str]
 

@@ -36,8 +36,6 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-__all__ = ["effects_chart", "effects_table", "interactions_table", "sweep_chart", "sweep_table"]
-
 _FOUND = ("better", "worse", "better together", "worse together")
 _LETTER_OF_FACTOR = 8.2
 _LONGEST_FACTOR = 13

@@ -20,9 +20,6 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS, seeds_text
 
-__all__ = ["MARKS", "baseline_row", "digits_of", "forest_of", "meaning", "row_of"]
-__all__ += ["differences", "metric_mean", "spelled"]
-
 MARKS: dict[Label, Mark] = {
     "better": Mark("better", "\N{CHECK MARK}", "better"),
     "worse": Mark("worse", "\N{BALLOT X}", "worse"),

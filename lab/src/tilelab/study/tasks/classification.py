@@ -45,8 +45,6 @@ from tilelab.study.tasks.families import bert_of
 from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Classification", "ExampleBatches", "Output", "looked_up"]
-
 _ROWS = 32  # sequences of an evaluation's forward pass, and fewer of long ones
 _TOKENS = 8192
 # Tokenizer -> bytes in memory for each byte of the files: of what is kept (int32 tokens, borders,

@@ -19,19 +19,6 @@ from tilelab.common.files import unpacked
 from tilelab.study.data.corpus import data_folder
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = [
-    "HUB",
-    "Examples",
-    "Ragged",
-    "Split",
-    "folder_of",
-    "joined",
-    "lines",
-    "objects",
-    "table",
-    "unpacked_bytes",
-]
-
 _SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, section 2.3.1)
 
 

@@ -17,9 +17,6 @@ from tilelab.study.choices import variants
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 
-__all__ = ["bert_of", "checkpoint_folder", "encoder_numbers", "gpt2_of", "gpt2_shape", "nudge"]
-__all__ += ["vit_of"]
-
 _PACKAGE = "package:"
 _M = TypeVar("_M", bound=nn.Module)
 

@@ -36,8 +36,6 @@ from tilelab.study.tasks.examples import (
 )
 from tilewise.errors import InvalidArgument
 
-__all__ = ["DATASETS", "Dataset", "GlueTask", "Rows", "read"]
-
 _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the data, not to a run
 
 

@@ -41,8 +41,6 @@ from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["NAMED", "ImageClassification", "Images", "Named", "Pictures", "data_bytes", "read"]
-
 _SPLIT_SEED = 0  # the same images are held out in every study: a split belongs to the data
 _SAMPLE_SEED = 1
 _AT_ONCE = 1024  # images that are moved

@@ -27,9 +27,6 @@ from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
-__all__ = ["PROMPT_TOKENS", "LanguageModelling", "Score", "evaluate", "printable", "sample"]
-__all__ += ["word_perplexity"]
-
 _LOGITS_BYTES = 1 << 28  # the most that the logits of one forward pass may take, in float32
 _MOST_ROWS = 8
 _WATCHED_ROWS = 8

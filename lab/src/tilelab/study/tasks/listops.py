@@ -31,8 +31,6 @@ from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, folder_of
 from tilelab.study.tasks.task import Examination
 from tilewise.errors import InvalidArgument
 
-__all__ = ["ListOps", "tokens_of"]
-
 _WORDS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 _NUMBERS = {word: number for number, word in enumerate(_WORDS)}
 _SILENT = ("(", ")")

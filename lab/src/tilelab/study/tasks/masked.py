@@ -35,8 +35,6 @@ from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Masked", "MaskedLanguageModelling", "mask"]
-
 _MASKED, _OTHER = 0.8, 0.1  # of the chosen tokens; the rest stays
 _STREAM = 0x6D61736B  # the draws are none of the windows' order
 _EVALUATION_SEED = 0

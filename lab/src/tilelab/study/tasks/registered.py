@@ -15,16 +15,6 @@ from pydantic import Field
 from tilelab.study.ask.registry import Count, CountOrZero, register
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "documents",
-    "glue",
-    "images",
-    "language_modelling",
-    "listops",
-    "masked_language_modelling",
-    "text_classification",
-]
-
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
 Classes = Annotated[int, Field(ge=2)]

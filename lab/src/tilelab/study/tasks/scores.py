@@ -23,9 +23,6 @@ from tilelab.study.records.events import LayerSoftmax
 from tilewise import SoftmaxStats
 from tilewise.nn import Attention
 
-__all__ = ["QUARTERS", "accuracy", "by_length", "evaluating", "f1", "look", "matthews", "pearson"]
-__all__ += ["ranks", "spearman", "watched"]
-
 QUARTERS = tuple(f"accuracy_quarter_{number}" for number in (1, 2, 3, 4))
 Classes = NDArray[np.int64]
 Numbers = NDArray[Any]

@@ -39,17 +39,6 @@ from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "AbstractTask",
-    "Batch",
-    "Batches",
-    "DataBytes",
-    "Examination",
-    "Held",
-    "Prepared",
-    "losses",
-]
-
 
 class Prepared(Protocol):
     """Data that is ready: whatever a task needs of it, and what every record says."""

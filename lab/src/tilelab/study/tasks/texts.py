@@ -34,8 +34,6 @@ from tilelab.study.tasks.examples import (
 )
 from tilewise.errors import InvalidArgument
 
-__all__ = ["Documents", "LabelledTexts", "TextClassification", "Texts"]
-
 _BYTES = 256
 _PARTS = {"train": "train", "held_out": "test"}  # of a data set, and what its file is called
 

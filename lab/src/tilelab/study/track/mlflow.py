@@ -13,8 +13,6 @@ from mlflow.tracking import MlflowClient
 
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 
-__all__ = ["Mlflow"]
-
 _TAG = "tilewise.run"  # with the experiment it is the run's identity
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one message, MLflow's own limits
 _STATUS = {"done": "FINISHED", "diverged": "FAILED"}

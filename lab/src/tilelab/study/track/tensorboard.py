@@ -12,8 +12,6 @@ from torch.utils.tensorboard.summary import hparams
 
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 
-__all__ = ["TensorBoard"]
-
 
 class TensorBoard(AbstractTracker):
     """Event files below a folder, in one folder a run."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["AbstractTracker", "Point", "TrackedRun"]
-
 
 @dataclass(frozen=True)
 class TrackedRun:

@@ -20,8 +20,6 @@ from tilelab.study.records.store import flat
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 from tilewise.errors import InvalidArgument
 
-__all__ = ["TRACKERS", "Tracking", "trackers"]
-
 # name -> its module and class here, and what to install; it is made with a folder of its own.
 TRACKERS = {
     "mlflow": ("mlflow", "Mlflow"),

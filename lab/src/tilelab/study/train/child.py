@@ -38,8 +38,6 @@ from tilelab.study.train.team import check, device_of, joined
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
 
-__all__ = ["EXPECTED_ERROR", "JOB", "ORPHANED", "end_with_parent", "leave", "main", "work"]
-
 EXPECTED_ERROR = 3
 ORPHANED = 4
 JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes for one input

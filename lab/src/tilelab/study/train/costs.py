@@ -33,22 +33,6 @@ from tilewise.inspect import peaks
 from tilewise.inspect.calls import backend_of
 from tilewise.inspect.peaks import absence
 
-__all__ = [
-    "Guard",
-    "PeakMeter",
-    "dtype_of",
-    "gemm_peak_flops_s",
-    "gradients_bytes",
-    "kernel_of",
-    "optimizer_bytes",
-    "peak_flops_s",
-    "per_token",
-    "saved_bytes",
-    "storage_bytes",
-    "synchronise",
-    "weights_bytes",
-]
-
 _FULL, _CAUSAL = 12, 6
 _SAMPLE_S = 0.02  # a matrix product of at least this long is timed
 _LARGEST = 4096

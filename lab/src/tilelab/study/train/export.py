@@ -29,8 +29,6 @@ from tilelab.study.train.state import CheckpointError, State
 from tilelab.study.train.trainer import weights_of
 from tilewise.errors import InvalidArgument, Unsupported
 
-__all__ = ["Exported", "export"]
-
 _Model = bert.BERT | vit.ViT | GPT2
 _Weights = Mapping[str, Tensor]
 

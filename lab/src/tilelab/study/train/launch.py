@@ -20,8 +20,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tilelab.study.train.child import EXPECTED_ERROR, JOB, end_with_parent
 
-__all__ = ["main"]
-
 _MONITOR_S = 0.1
 
 

@@ -37,8 +37,6 @@ from tilelab.study.train import state as states
 from tilelab.study.train.costs import PeakMeter, per_token
 from tilelab.study.train.trainer import Diverged, Trainer
 
-__all__ = ["WARMUP_STEPS", "Examiner", "Session", "Totals"]
-
 _T = TypeVar("_T")
 
 

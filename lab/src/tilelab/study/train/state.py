@@ -28,18 +28,6 @@ from tilelab.common.files import telling_full_disk
 from tilelab.study.train.team import whole
 from tilewise.errors import TilewiseError
 
-__all__ = [
-    "CHECKPOINT",
-    "CheckpointError",
-    "State",
-    "pack",
-    "read",
-    "state_sha256",
-    "unpack",
-    "weights_sha256",
-    "write",
-]
-
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run
 FORMAT = "1"
 

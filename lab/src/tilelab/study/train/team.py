@@ -29,17 +29,6 @@ from tilelab.study.ask.run import Strategy
 from tilelab.study.choices import optimizers
 from tilewise.errors import InvalidArgument
 
-__all__ = [
-    "ALONE",
-    "Team",
-    "check",
-    "cut_like",
-    "device_of",
-    "joined",
-    "local",
-    "whole",
-]
-
 _T = TypeVar("_T")
 
 

@@ -32,8 +32,6 @@ from tilelab.study.train.costs import (
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
 
-__all__ = ["Diverged", "Taken", "Trainer", "weights_of"]
-
 _WEIGHT = "model."
 
 

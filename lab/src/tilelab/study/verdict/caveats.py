@@ -17,17 +17,6 @@ from tilelab.study.verdict.measures import final_metric, metric_of
 from tilelab.study.verdict.result import ArmMeasures, KernelFlag, KernelUse
 from tilelab.study.verdict.text import UNITS, layers_text, seeds_text
 
-__all__ = [
-    "FIRST_STEPS",
-    "agreement",
-    "drift_note",
-    "experiment_notes",
-    "held_out_note",
-    "kernel_flags",
-    "kernel_uses",
-    "pairing_note",
-]
-
 FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
 MOST_DRIFT = 1e-5  # of a loss of the first steps, where nothing but rounding differs
 _SPACING = 2.0**-23  # of float32 numbers, as a share of their size

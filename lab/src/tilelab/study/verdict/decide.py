@@ -34,19 +34,6 @@ from tilelab.study.verdict.result import Interval, Label, Look, SeedResult
 from tilelab.study.verdict.stats import Paired, equivalence, holm, more_seeds, paired
 from tilelab.study.verdict.text import UNITS, effect_text, interval_text, p_text, seeds_text
 
-__all__ = [
-    "Comparison",
-    "Decision",
-    "Examined",
-    "Judged",
-    "Rules",
-    "decide",
-    "examine",
-    "family_tests",
-    "look_by_look",
-    "size_text",
-]
-
 
 @dataclass(frozen=True)
 class Rules:

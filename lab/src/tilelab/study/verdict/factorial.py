@@ -36,8 +36,6 @@ from tilelab.study.verdict.result import (
 from tilelab.study.verdict.stats import paired
 from tilelab.study.verdict.text import p_text
 
-__all__ = ["factor_effects", "interactions", "predicted"]
-
 Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
 

@@ -55,8 +55,6 @@ from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.stats import ratio
 from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
-__all__ = ["judge", "stages_of", "unfolded", "wanted_seeds"]
-
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 # What a cost and a target say where speed is withheld.
 _NO_TIMES: Mapping[str, Any] = dict.fromkeys(("wall_s", "cpu_s", "sweep_wall_s", "sweep_cpu_s"))

@@ -29,28 +29,6 @@ from tilelab.study.verdict.result import (
 from tilelab.study.verdict.stats import exp, ratio, summary
 from tilelab.study.verdict.text import duration, fixed, percent, rate
 
-__all__ = [
-    "MEASURES",
-    "SPIKE_FACTOR",
-    "SPIKE_HISTORY",
-    "SPIKE_WINDOW",
-    "TIMES",
-    "Measure",
-    "Values",
-    "cost",
-    "final_metric",
-    "learnt",
-    "measure",
-    "metric_of",
-    "over_seeds",
-    "reach",
-    "spike_rate",
-    "status",
-    "target_result",
-    "task_metrics",
-    "tokens_per_step",
-]
-
 SPIKE_WINDOW = 32  # steps before a step that say what its loss should be
 SPIKE_HISTORY = 8  # fewer steps than that before it say too little
 SPIKE_FACTOR = 7.0  # robust standard deviations above the window's median

@@ -14,31 +14,6 @@ from typing import Any, Literal
 
 from tilelab.study.records.events import finite
 
-__all__ = [
-    "ArmMeasures",
-    "ArmVerdict",
-    "Baseline",
-    "Candidate",
-    "Cost",
-    "ExperimentVerdict",
-    "FactorEffect",
-    "Interaction",
-    "InteractionLabel",
-    "Interval",
-    "KernelFlag",
-    "KernelUse",
-    "Label",
-    "Look",
-    "MemorySplit",
-    "Ratio",
-    "RungResult",
-    "SeedResult",
-    "StudyVerdict",
-    "Summary",
-    "SweepResult",
-    "TargetResult",
-]
-
 Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
 InteractionLabel = Literal[
     "better together",

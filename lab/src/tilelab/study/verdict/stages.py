@@ -18,8 +18,6 @@ from tilelab.study.verdict.factorial import predicted
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
 from tilelab.study.verdict.text import effect_text, listing
 
-__all__ = ["Stage", "combined", "confirmed", "following", "follows", "over", "stand_ins"]
-
 _FOUND = ("better", "worse", "better together", "worse together")
 
 

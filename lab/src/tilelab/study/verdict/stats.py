@@ -15,20 +15,6 @@ from scipy import special
 
 from tilelab.study.verdict.result import Interval, Ratio, Summary
 
-__all__ = [
-    "SEEDS_LIMIT",
-    "Paired",
-    "equivalence",
-    "exp",
-    "holm",
-    "more_seeds",
-    "paired",
-    "ratio",
-    "seeds_for_difference",
-    "seeds_for_equivalence",
-    "summary",
-]
-
 SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
 
 

@@ -19,16 +19,6 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
 
-__all__ = [
-    "Rung",
-    "all_diverged",
-    "expected_trials",
-    "known_trials",
-    "rungs_of",
-    "sweep_results",
-    "tuning_tokens",
-]
-
 Records = Mapping[str, RunRecord]
 
 

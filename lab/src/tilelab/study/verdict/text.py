@@ -9,11 +9,6 @@ from collections.abc import Callable, Sequence
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.verdict.result import Interval
 
-__all__ = ["MINUS", "UNITS", "count", "digits_for", "duration", "effect_text", "fixed", "integer"]
-__all__ += ["interval_text", "layers_text", "listing", "p_text", "p_value", "percent", "plain"]
-__all__ += ["power", "rate", "ratio", "seeds_text", "short_name", "shorten", "signed", "size"]
-__all__ += ["times", "typeset"]
-
 UNITS = {name: metric.unit for name, metric in METRICS.items()}
 MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans(

@@ -12,8 +12,6 @@ from tilewise.compat.flash_attn.arguments import check_tensor
 from tilewise.compat.flash_attn.layers.tables import apply_rotary_emb
 from tilewise.errors import InvalidArgument, InvalidType
 
-__all__ = ["RotaryEmbedding", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
-
 
 class RotaryEmbedding(nn.Module):
     """Rotates the queries and keys of packed tensors, in place.

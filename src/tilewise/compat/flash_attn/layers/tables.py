@@ -20,8 +20,6 @@ from torch import Tensor
 from tilewise.compat.flash_attn.arguments import check_tensor
 from tilewise.errors import InvalidArgument, InvalidType
 
-__all__ = ["apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_torch"]
-
 
 def apply_rotary_emb(
     x: Tensor,

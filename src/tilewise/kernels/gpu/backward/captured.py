@@ -61,8 +61,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     slots_of,
 )
 
-__all__ = ["captured_launches"]
-
 _LINE = 128
 _WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
 _ELEMENTS = 1024

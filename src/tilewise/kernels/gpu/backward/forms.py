@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from tilewise.problem import Problem
 from tilewise.variants.expr import Expr, Node
 
-__all__ = ["Form", "Lines", "form_of"]
-
 # All pairs of a row, a column, or a diagonal load the same element; or nothing is known.
 Lines: TypeAlias = Literal["rows", "columns", "diagonals", "pairs"]
 

@@ -26,8 +26,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import threshold as dropout_threshold
 
-__all__ = ["Backward", "Form", "numbers_of", "pair_gradients", "row_gradients"]
-
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 

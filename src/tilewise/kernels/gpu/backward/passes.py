@@ -51,9 +51,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 
-__all__ = ["backward_launches"]
-
-
 _NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
 

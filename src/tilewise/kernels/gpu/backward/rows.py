@@ -30,8 +30,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["FAR", "Upstream", "due_plane", "folds", "planes_of", "row_launches", "row_values"]
-
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
 _BLOCK, _SMALL_BLOCK = 64, 16

@@ -11,13 +11,6 @@ from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.parts import held, product_of
 from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of
 
-__all__ = [
-    "diagonal_kernel",
-    "fold_kernel",
-    "line_kernel",
-    "pair_kernel",
-]
-
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
 

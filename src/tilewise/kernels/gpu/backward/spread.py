@@ -21,8 +21,6 @@ from tilewise.kernels.gpu.backward.shares import (
 )
 from tilewise.kernels.gpu.walk.tiles import head_of, line_place
 
-__all__ = ["factor_kernel", "number_kernel", "spread_lines_kernel", "spread_pairs_kernel"]
-
 # Sums stay below 2**62, also where a logarithm is rounded to the next integer.
 _BITS: tl.constexpr = tl.constexpr(60)
 _LARGEST_SUM: tl.constexpr = tl.constexpr(1e38)

@@ -23,8 +23,6 @@ from tilewise.kernels.gpu.backward.shares import (
 )
 from tilewise.kernels.gpu.walk.tiles import line_place
 
-__all__ = ["fold_table_kernel", "table_kernel"]
-
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "elements", "plane"]
 
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from tilewise.variants.program import RAW, Instr, Program
 
-__all__ = ["Chain", "Stage", "Text", "raw_text", "stages_of"]
-
 _REST = "b, h, m, n, M, N, tensors, shapes"
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from tilewise.variants.program import Instr, Program
 
-__all__ = ["range_lines"]
-
 _SMALL = 2**24
 _UNKNOWN = ("zero", "zero", "zero", "size")
 

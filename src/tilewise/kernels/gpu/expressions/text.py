@@ -15,8 +15,6 @@ from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
 from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.intervals import Bounds, Interval, every_bound
 
-__all__ = ["OPERATIONS", "Source", "body", "place_in_tensor"]
-
 _SMALL = Interval(-(2**31), 2**31 - 1)
 _WHOLE_TILE = "tl.broadcast_to({0}, (m + n).shape)"
 _TYPES: dict[Kind, str] = {"bool": "tl.int1", "float": "tl.float32"}

@@ -34,8 +34,6 @@ from tilewise.variants.program import MASK_OPS, RAW, Program, fitted
 from tilewise.variants.raw import registered
 from tilewise.variants.recognise import as_expression
 
-__all__ = ["Captures", "Table", "Variant", "captures", "shape_numbers", "variant_of"]
-
 _Uses: TypeAlias = tuple[tuple[str, Any], ...]
 
 _OF_MASK = "b, h, m, n, M, N, tensors, shapes"

@@ -17,17 +17,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 from tilewise.problem import Operands, Problem, Result
 from tilewise.reference.philox import threshold
 
-__all__ = [
-    "Form",
-    "dropout_of",
-    "finishing_of",
-    "form_of",
-    "functions_of",
-    "paging_of",
-    "sequences_of",
-    "tensors_of",
-]
-
 _LEAST_FOLDED = 1e-30  # a scale that may stand in the exponent: positive, and no denormal
 
 

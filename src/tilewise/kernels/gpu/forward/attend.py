@@ -53,8 +53,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 from tilewise.kernels.gpu.walk.transpose import begin_transposed, transpose_values, wants_transposed
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["attend", "forward_launches"]
-
 _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for
 
 

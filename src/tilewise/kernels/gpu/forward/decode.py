@@ -42,8 +42,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["attend_split", "decode_launches"]
-
 
 @triton.jit
 def rows_of(base, strides, h, m):

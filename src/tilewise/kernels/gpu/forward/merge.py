@@ -28,8 +28,6 @@ from tilewise.kernels.gpu.walk.pairs import LOG2E
 from tilewise.kernels.gpu.walk.tiles import head_of, head_strides, keys_in, launch_of
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["Partials", "empty_partials", "merge_launch", "merge_splits", "split_size"]
-
 _WIDE_VALUE = 128  # from where on a program that holds all splits of a row needs more warps
 
 

@@ -16,22 +16,6 @@ from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, load_keys, load_tile, tile_in
 
-__all__ = [
-    "absorb",
-    "beside_sink",
-    "block_start",
-    "next_met",
-    "scaled_scores",
-    "scores_of_block",
-    "settled",
-    "store_numbers",
-    "take_block",
-    "tops",
-    "walk_keys",
-    "walks_of",
-    "with_sink",
-]
-
 RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 

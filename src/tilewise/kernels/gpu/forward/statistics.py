@@ -46,8 +46,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Operands, Problem, Result
 
-__all__ = ["Walk", "describe", "statistics_launch"]
-
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 NEVER: tl.constexpr = tl.constexpr(2147483647)
 OF_NAN: tl.constexpr = tl.constexpr(-2147483648)

@@ -16,8 +16,6 @@ from tilewise.kernels.gpu.walk.tiles import launch_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.covers import Grid
 
-__all__ = ["cover_launches", "cover_rectangles"]
-
 _PIECE = 64
 
 

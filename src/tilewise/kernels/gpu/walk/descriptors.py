@@ -20,8 +20,6 @@ from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.walk.tiles import head_strides, knows_whole_tiles
 from tilewise.problem import Operands, Problem
 
-__all__ = ["KeyRows", "described", "key_rows"]
-
 _STEP_BYTES = 16  # of the engine: addresses and steps are multiples of it, a row has no less
 _MOST_BYTES = 2**40  # of a step
 _MOST_ROWS = 256  # of a block

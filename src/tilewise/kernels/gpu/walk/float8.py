@@ -26,15 +26,6 @@ from tilewise.kernels.gpu.config import FAMILIES
 from tilewise.problem import Operands, Problem
 from tilewise.variants.float8 import FLOAT8
 
-__all__ = [
-    "decoded",
-    "folded",
-    "fp8_products",
-    "lowered",
-    "scaled_for",
-    "with_codes",
-]
-
 _LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any two e4m3 products
 _MOST = tl.constexpr(3.4e38)
 

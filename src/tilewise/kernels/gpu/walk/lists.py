@@ -16,8 +16,6 @@ from torch import Tensor
 from tilewise.kernels.gpu.expressions.variant import Table
 from tilewise.problem import Operands, Problem
 
-__all__ = ["TileLists", "tile_lists"]
-
 
 class TileLists(NamedTuple):
     """Which tiles to visit.

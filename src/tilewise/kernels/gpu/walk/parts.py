@@ -7,8 +7,6 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.walk.tiles import load_tile
 
-__all__ = ["held", "product_in_parts", "product_of", "rows_of"]
-
 
 @triton.jit
 def rows_of(

@@ -21,34 +21,6 @@ from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import seed_tensor
 from tilewise.variants.program import Program
 
-__all__ = [
-    "counts_in",
-    "head_of",
-    "head_strides",
-    "keys_in",
-    "knows_whole_tiles",
-    "launch_of",
-    "lengths_of",
-    "line_place",
-    "list_of",
-    "lists_of",
-    "load_keys",
-    "load_tile",
-    "meets_empty_tiles",
-    "number_strides",
-    "pages_of",
-    "place_of",
-    "programs_of",
-    "seed_memory",
-    "side_of",
-    "slots_of",
-    "split_range",
-    "store_tile",
-    "tile_in",
-    "wide",
-    "word",
-]
-
 
 @triton.jit
 def place_of(tile, cu, batch, BLOCK: tl.constexpr):

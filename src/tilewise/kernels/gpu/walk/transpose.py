@@ -30,8 +30,6 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Operands, Problem
 
-__all__ = ["begin_transposed", "transpose_values", "wants_transposed"]
-
 _ROWS = 64  # keys that a program transposes
 _ALIGNED = tl.constexpr(16)
 

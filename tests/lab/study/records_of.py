@@ -15,7 +15,7 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tilelab.study.ask.config import (
     Arm,
@@ -54,6 +54,15 @@ START_LOSS = math.log(256)  # nats per token of weights that know nothing
 FINAL_LOSS = 1.6  # nats per token of the baseline after the last step, but for its seed
 WARMUP_STEPS = 2
 COMMAND = "tilewise study run laptop --set 'seeds=0,1,2'"
+
+
+Value = TypeVar("Value")
+
+
+def known(value: Value | None) -> Value:
+    """The value, which is there."""
+    assert value is not None
+    return value
 
 
 @dataclass(frozen=True)

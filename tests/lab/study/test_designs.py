@@ -70,11 +70,8 @@ def test_a_half_of_four_by_hand() -> None:
     assert list(found) == [("a",), ("b",), ("c",), ("d",), ("a", "b"), ("a", "c"), ("a", "d")]
     assert found["a",] == ((1, ("b", "c", "d")),)
     assert found["a", "b"] == ((1, ("c", "d")),)
-
-
-def test_a_word_of_three_factors_is_minus_one() -> None:
     third = Design(factors=("a", "b", "c"), generators={"c": ("a", "b")})
-    assert estimates(third)[2].aliases == ((-1, ("a", "b")),)
+    assert estimates(third)[2].aliases == ((-1, ("a", "b")),), "a word of three factors"
 
 
 def test_what_fits_is_run_whole() -> None:

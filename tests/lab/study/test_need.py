@@ -95,9 +95,6 @@ def test_parameters_are_counted(changes: dict[str, Any]) -> None:
     config = large(**{"model.heads": 4, **changes})
     model = gpt2_of(config, 256, 0, torch.device("cpu"))
     assert 4 * parameters(config) == weights_bytes(model)
-
-
-def test_the_vocabularies_are_those_of_the_tokenizers() -> None:
     assert len(tokenizer("bytes").token_bytes) == needs.VOCABULARY["bytes"]
 
 

@@ -18,7 +18,7 @@ from tests.lab.study.records_of import (
     work,
 )
 from tilelab.study.ask.config import Arm, RunConfig, Study, Sweep, change, config_hash
-from tilelab.study.ask.run import RunSpec, finals
+from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.sweeps import known_trials
@@ -37,6 +37,7 @@ def names_of(agenda: Agenda) -> list[str]:
 
 
 def test_seeds_are_outside_and_arms_take_turns_at_being_first() -> None:
+    assert known_trials(study_of().experiments[0], {}) == []
     names = names_of(work(study_of()))
     assert names == [
         "baseline/seed-0", "lion/seed-0", "wsd/seed-0",
@@ -60,13 +61,16 @@ def test_the_trials_come_before_the_runs_that_count() -> None:
     agenda = Agenda(study, {})
     assert agenda.total == 8 + 2
     assert len(agenda.ready()) == 8
+    names = {run.name for run in planned(study)}
+    assert len(names) == 10
     agenda = work(study, dict.fromkeys(("baseline", "lion"), Behaviour(best=0.0004)))
-    names = names_of(agenda)
-    assert names[:4] == [
+    assert set(agenda.records) == names, "all was planned before the sweep had chosen"
+    order = names_of(agenda)
+    assert order[:4] == [
         "baseline/sweep-0.001-seed-90", "lion/sweep-0.0001-seed-90",
         "baseline/sweep-0.002-seed-90", "lion/sweep-0.0004-seed-90",
     ]  # fmt: skip
-    assert names[8:] == ["baseline/seed-0", "lion/seed-0"]
+    assert order[8:] == ["baseline/seed-0", "lion/seed-0"]
     rates = {
         name: record.start.config["optimizer"]["lr"] for name, record in agenda.records.items()
     }
@@ -109,14 +113,6 @@ def test_an_experiment_that_compares_kernels_runs_alone() -> None:
     }  # fmt: skip
 
 
-def test_everything_is_planned_before_a_sweep_has_chosen() -> None:
-    tasks = planned(swept())
-    assert len(tasks) == 8 + 6
-    assert len({run.name for run in tasks}) == 14
-    agenda = work(swept())
-    assert set(agenda.records) == {run.name for run in tasks}
-
-
 def test_a_record_of_another_config_is_refused() -> None:
     study = study_of()
     longer = experiment_of("lion", "wsd", baseline=config_of(**{"budget.steps": 50}))
@@ -127,12 +123,6 @@ def test_a_record_of_another_config_is_refused() -> None:
     Agenda(study, records_of(study)).check()
 
 
-def test_finals_without_a_sweep_need_no_choice() -> None:
-    experiment = experiment_of("lion")
-    assert len(finals(experiment, {})) == 6
-    assert known_trials(experiment, {}) == []
-
-
 FINAL = RunSpec("optimizers", "lion+wsd", 3, change(RunConfig(), {"optimizer": "lion"}))
 TRIAL = RunSpec("optimizers", "lion", 1000, RunConfig(), phase="sweep", candidate=3e-05)
 
@@ -140,28 +130,18 @@ TRIAL = RunSpec("optimizers", "lion", 1000, RunConfig(), phase="sweep", candidat
 def test_a_name_says_experiment_arm_seed_and_candidate() -> None:
     assert FINAL.name == "optimizers/lion+wsd/seed-3"
     assert TRIAL.name == "optimizers/lion/sweep-3e-05-seed-1000"
-    assert TRIAL.folder(Path("studies/x")) == Path(
-        "studies/x/runs/optimizers/lion/sweep-3e-05-seed-1000"
-    )
+    assert TRIAL.folder(Path("studies/x")) == Path("studies/x/runs") / TRIAL.name
+    some = RunSpec("e", "a", 0, RunConfig(), phase="sweep", candidate=0.1 + 0.2)
+    assert some.name == "e/a/sweep-0.3-seed-0"
+    # The hash is of the config alone.
+    assert TRIAL.config_hash == config_hash(RunConfig()) != FINAL.config_hash
 
 
-@pytest.mark.parametrize("run", [FINAL, TRIAL])
-def test_a_run_comes_back_from_json(run: RunSpec) -> None:
-    assert RunSpec.from_json(json.loads(json.dumps(run.as_json()))) == run
-
-
-def test_six_digits_of_a_candidate_are_enough() -> None:
-    run = RunSpec("e", "a", 0, RunConfig(), phase="sweep", candidate=0.1 + 0.2)
-    assert run.name == "e/a/sweep-0.3-seed-0"
-
-
-def test_the_hash_is_of_the_config_alone() -> None:
-    assert TRIAL.config_hash == config_hash(RunConfig())
-    assert FINAL.config_hash != TRIAL.config_hash
-
-
-def test_a_config_of_json_is_checked() -> None:
-    values = FINAL.as_json()
-    values["config"]["optimizer"]["lr"] = -1
-    with pytest.raises(InvalidArgument, match=r"optimizer\.lr: got -1"):
-        RunSpec.from_json(values)
+def test_a_run_comes_back_from_json() -> None:
+    given = Execution(folder=Path("x"), cache=Path("y"), device="cuda", threads=4)
+    for run in (FINAL, TRIAL, FINAL.executed(given, core=1)):
+        values = json.loads(json.dumps(run.as_json()))
+        assert RunSpec.from_json(values) == run
+        values["config"]["optimizer"]["lr"] = -1
+        with pytest.raises(InvalidArgument, match=r"optimizer\.lr: got -1"):
+            RunSpec.from_json(values)

@@ -1,8 +1,9 @@
-"""The tables of list, show and compare."""
+"""What a user names, by name or by path; the tables of list, show and compare."""
 
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from tests.lab.study.records_of import (
     stored_in,
     study_of,
 )
-from tilelab.study.ask.config import Arm, Sweep
+from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.run import RECORD
 from tilelab.study.browse import show
 from tilelab.study.browse.compare import compare, pairs
-from tilelab.study.browse.show import Found, find
+from tilelab.study.browse.show import Found, find, find_run, find_study
 from tilelab.study.conduct.conductor import report_again
 from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError, Sample
@@ -60,18 +62,13 @@ def test_the_list(tmp_path: Path) -> None:
     line = row(to.export_text(), folder.name)
     assert line[1:3] == ["8/9", "1"]
     assert " ".join(line).endswith(STUDY.question)
-
-
-def test_a_study_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    folder = stored_in(tmp_path, STUDY)
     broken = tmp_path / "broken-1"
     broken.mkdir()
     (broken / store.STUDY).write_text("{}")
-    to = console()
     show.list_studies(tmp_path, to)
     text = to.export_text()
     assert row(text, "broken-1")[1] == "unreadable"
-    assert row(text, folder.name)[1] == "9/9"
+    assert row(text, folder.name)[1] == "8/9"
 
 
 def test_a_damaged_record_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -134,13 +131,7 @@ def test_a_run(tmp_path: Path) -> None:
     ):
         assert words in text, words
     # An evaluation per line, the last at the end of the budget.
-    assert [row(text, f"{step} ")[0] for step in (0, 10, 20, 30, 40)] == [
-        "0",
-        "10",
-        "20",
-        "30",
-        "40",
-    ]
+    assert all(row(text, f"{step} ") for step in (0, 10, 20, 30, 40))
 
 
 def test_a_run_that_diverged_and_one_that_only_began(tmp_path: Path) -> None:
@@ -220,13 +211,9 @@ def test_two_studies_arm_by_arm(tmp_path: Path) -> None:
     assert "optimizer.lr: 0.003 in A, 0.5 in B" in text
     # Trials are no seeds of an arm.
     assert pairs(first.records, second.records).seeds == [0, 1, 2]
-
-
-def test_nothing_in_common(tmp_path: Path) -> None:
-    one = stored_in(tmp_path, STUDY)
-    two = stored_in(tmp_path, study_of(experiment_of("muon", name="other")))
+    three = stored_in(tmp_path, study_of(experiment_of("muon", name="other")))
     with pytest.raises(InvalidArgument, match="no arm in common"):
-        compared(find(str(one), tmp_path), find(str(two), tmp_path))
+        compared(first, find(str(three), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -250,11 +237,74 @@ def test_the_speed_of_a_systems_arm_that_has_not_passed_is_withheld(tmp_path: Pa
     text = compared(*(find(f"optimizers/{arm}", tmp_path) for arm in ("baseline", "sdpa")))
     assert row(text, "tokens/s")[1:] == ["withheld"] * 3
     assert "this one is worse" in text
-
-
-def test_the_speed_of_a_systems_arm_that_has_passed_is_shown(tmp_path: Path) -> None:
-    study = study_of(experiment_of(Arm(name="sdpa", kind="systems")))
-    stored_in(tmp_path, study, {"sdpa": Behaviour(effect=0.0)})
-    assert "withheld" not in shown(find("synthetic", tmp_path))
-    text = compared(*(find(f"optimizers/{arm}", tmp_path) for arm in ("baseline", "sdpa")))
+    passed = tmp_path / "passed"
+    stored_in(passed, study, {"sdpa": Behaviour(effect=0.0)})
+    assert "withheld" not in shown(find("synthetic", passed))
+    text = compared(*(find(f"optimizers/{arm}", passed) for arm in ("baseline", "sdpa")))
     assert row(text, "tokens/s")[1] == "5,120"
+
+
+def made(place: Path, study: Study, touched: int = 1) -> Path:
+    """The folder of a study that has run, last touched then."""
+    folder = stored_in(place, study)
+    for path in (folder / store.STUDY, *folder.rglob(RECORD)):
+        os.utime(path, (touched, touched))
+    return folder
+
+
+def test_by_name(tmp_path: Path) -> None:
+    old = made(tmp_path, study_of(experiment_of("muon", name="other")))
+    new = made(tmp_path, study_of(), 2)
+    assert find_study("synthetic", tmp_path) == new
+    assert find_study(old.name, tmp_path) == old
+    assert find_study(str(old), tmp_path / "elsewhere") == old
+    assert len(find("synthetic", tmp_path).records) == 9
+    assert find("optimizers/lion", tmp_path).records.keys() == {
+        f"optimizers/lion/seed-{seed}" for seed in (0, 1, 2)
+    }
+    assert list(find("optimizers/lion/seed-1", tmp_path).records) == ["optimizers/lion/seed-1"]
+    # What the newest study does not have is looked for in older ones.
+    assert find("other/muon", tmp_path).folder == old
+    named = find(f"{old.name}:other/muon/seed-0", tmp_path)
+    assert (named.part, len(named.records)) == ("other/muon/seed-0", 1)
+    assert named.name == f"{old.name}:other/muon/seed-0"
+    assert find("optimizers", tmp_path).part == "optimizers"
+
+
+def test_by_path(tmp_path: Path) -> None:
+    folder = made(tmp_path, study_of())
+    nowhere = tmp_path / "nowhere"
+    assert find(str(folder), nowhere).part == ""
+    assert find(str(folder / "runs/optimizers/lion"), nowhere).part == "optimizers/lion"
+    run = find(str(folder / "runs/optimizers/lion/seed-0"), nowhere)
+    assert list(run.records) == ["optimizers/lion/seed-0"]
+    assert run.folder == folder
+
+
+def test_a_single_run(tmp_path: Path) -> None:
+    folder = made(tmp_path, study_of())
+    place, record = find_run("optimizers/lion/seed-1", tmp_path)
+    assert place == folder / "runs/optimizers/lion/seed-1"
+    assert (record.start.arm, record.start.seed) == ("lion", 1)
+    with pytest.raises(InvalidArgument, match=r"'optimizers/lion', which is 3 runs.*lion/seed-0"):
+        find_run("optimizers/lion", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("synthetik", "in .* there is synthetic-"),
+        ("optimizers/lino", "Did you mean 'optimizers/lion'"),
+        ("synthetic:optimizers/lion/seed-7", "of which nothing has run.*seed-"),
+        ("nothing:optimizers", "study: got 'nothing'"),
+        ("lion/seed-0", "Did you mean 'optimizers/lion/seed-0'"),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match="there is none"):
+        find_study("laptop", tmp_path)
+    made(tmp_path, study_of())
+    with pytest.raises(InvalidArgument, match=message):
+        find(name, tmp_path)
+    with pytest.raises(InvalidArgument, match="in no study"):
+        find(str(tmp_path), tmp_path)

@@ -68,6 +68,8 @@ def test_a_function_is_registered_under_its_name_with_its_keywords(made_up: str)
         "pair": (0.5, 0.75),
     }
     assert made_up in names("variant")
+    with pytest.raises(InvalidArgument, match=r"variant\.low: got 0\.5; required: at most high"):
+        resolve("variant", made_up, {"low": 0.5, "high": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -117,14 +119,10 @@ def test_other_values_are_refused_by_name(
     assert required in error.value.required
 
 
-def test_options_that_do_not_fit_together_are_refused(made_up: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"variant\.low: got 0\.5; required: at most high"):
-        resolve("variant", made_up, {"low": 0.5, "high": 0.1})
-
-
 def test_an_unknown_option_suggests_the_nearest(made_up: str) -> None:
     with pytest.raises(InvalidArgument, match=r"variant\.cuont.*Did you mean 'count'\?"):
         resolve("variant", made_up, {"cuont": 1})
+    assert nearest("zzz", ["lr", "betas"]) == ""
     with pytest.raises(InvalidArgument, match="none: it has no options"):
         resolve("variant", "causal", {"size": 3})
 
@@ -135,10 +133,6 @@ def test_an_unknown_name_says_which_there_are(name: Any) -> None:
         find("optimizer", name)
     assert ", ".join(names("optimizer")) in str(error.value)
     assert ("Did you mean 'adamw'?" in str(error.value)) == (name == "adam-w")
-
-
-def test_nearest_is_silent_where_nothing_is_near() -> None:
-    assert nearest("zzz", ["lr", "betas"]) == ""
 
 
 def test_a_choice_without_docstring_or_standard_value_is_refused() -> None:

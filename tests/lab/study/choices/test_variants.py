@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lab.study.records_of import known
 from tilelab.study.ask.config import RunConfig, Variant, change
 from tilelab.study.ask.registry import names
 from tilelab.study.choices import variants
@@ -27,29 +28,19 @@ def whole(variation: variants.Variation, length: int) -> masks.Mask:
     return variation.mask & (variation.pattern(length) if variation.pattern else masks.Mask(()))
 
 
-def seen(context: int, **values: Any) -> torch.Tensor:
-    """Who sees whom, [context, context], of a variant that is the same in every head."""
-    mask = whole(build(context=context, **values), context)
-    return visible_pairs(mask, context, context, heads=2)[0, 0]
-
-
-def test_causal_and_window_are_masks() -> None:
+def test_causal_window_and_softcap_are_masks_and_scores() -> None:
     causal, window = build(name="causal"), build(name="window", size=16)
     assert (causal.mask.program, causal.score) == (masks.causal().program, None)
     assert (window.mask.program, window.score) == (masks.window(15, 0).program, None)
+    mask, score, _ = build(name="softcap", cap=20)
+    assert mask.program == masks.causal().program
+    assert known(score).program == scores.softcap(20.0).program
 
 
 def test_a_window_of_one_sees_itself() -> None:
     layer = nn.Attention(8, 2, mask=build(name="window", size=1).mask, implementation="plain")
     x = torch.randn(1, 5, 8)
     assert torch.allclose(layer(x), layer.output(layer.value(x)), atol=1e-6)
-
-
-def test_softcap_is_a_score() -> None:
-    mask, score, _ = build(name="softcap", cap=20)
-    assert mask.program == masks.causal().program
-    assert score is not None
-    assert score.program == scores.softcap(20.0).program
 
 
 @pytest.mark.parametrize(
@@ -65,8 +56,7 @@ def test_softcap_is_a_score() -> None:
 def test_alibi_has_the_slopes_of_the_paper(heads: int, slopes: list[float]) -> None:
     assert variants.alibi_slopes(heads) == slopes
     score = build(heads=heads, name="alibi").score
-    assert score is not None
-    (captured,) = score.captured
+    (captured,) = known(score).captured
     assert captured.dtype == torch.float32
     assert captured.tolist() == slopes
 
@@ -84,35 +74,26 @@ PATTERNS: list[tuple[dict[str, object], Callable[[int, int], bool]]] = [
 @pytest.mark.parametrize(
     ("values", "rule"), PATTERNS, ids=lambda each: each["name"] if isinstance(each, dict) else ""
 )
-def test_patterns_by_hand(values: dict[str, object], rule: Callable[[int, int], bool]) -> None:
-    expected = [[n <= m and rule(m, n) for n in range(17)] for m in range(17)]
-    assert seen(17, **values).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("values", "rule"), PATTERNS, ids=lambda each: each["name"] if isinstance(each, dict) else ""
-)
-def test_patterns_of_an_encoder_see_both_ways(
-    values: dict[str, object], rule: Callable[[int, int], bool]
+@pytest.mark.parametrize("causal", [True, False])
+def test_patterns_by_hand(
+    values: dict[str, object], rule: Callable[[int, int], bool], causal: bool
 ) -> None:
     variant = Variant.model_validate(values)
-    if variant.name not in variants.ENCODER:
+    if not causal and variant.name not in variants.ENCODER:
         assert variant.name in ("strided", "fixed")
         return
-    variation = variants.build(variant, variants.Heads(2, CPU, 17, causal=False))
+    variation = variants.build(variant, variants.Heads(2, CPU, 17, causal))
     found = visible_pairs(whole(variation, 17), 17, 17, heads=2)[0, 0]
-    expected = [[rule(max(m, n), min(m, n)) for n in range(17)] for m in range(17)]
+    expected = [
+        [rule(max(m, n), min(m, n)) and (n <= m or not causal) for n in range(17)]
+        for m in range(17)
+    ]
     assert found.tolist() == expected
 
 
 def test_bigbird_sees_its_window_the_first_block_and_what_it_drew() -> None:
-    options: dict[str, Any] = {
-        "name": "bigbird",
-        "block": 4,
-        "window": 3,
-        "globals": 1,
-        "random": 2,
-    }
+    numbers = {"block": 4, "window": 3, "globals": 1, "random": 2}
+    options: dict[str, Any] = {"name": "bigbird", **numbers}
     mask = whole(build(context=64, **options), 64)
     found = visible_pairs(mask, 64, 64, heads=2)[0]
     m, n = torch.arange(64)[:, None], torch.arange(64)

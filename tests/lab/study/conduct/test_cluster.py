@@ -20,7 +20,6 @@ from tests.conftest import ROOT
 from tests.lab.study.conduct.conducting import FAKE, Conducted
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
-from tilelab.study import report
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import cluster
 from tilelab.study.conduct.checks import NotEnoughMemoryError
@@ -33,6 +32,7 @@ from tilewise.errors import InvalidArgument
 _WAIT_S = 120.0
 _STARTS = 4  # a node gets 30 seconds to start, which other work beside it may take
 
+pytestmark = pytest.mark.usefixtures("quick_report")
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="needs ray: pip install --no-deps -r .ci/ray.txt",
@@ -66,13 +66,6 @@ def _two_workers() -> Iterator[Any]:
 def on_ray(place: Path, acts: str = "quick", **fields: Any) -> Conducted:
     """A study on the cluster, with as many runs at once as there is room for."""
     return Conducted(place, acts, options={"on": "ray", "jobs": None}, **fields)
-
-
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(report, "write", lambda it: (it.folder / "r.html", it.folder / "r.md"))
-    return tmp_path
 
 
 def test_without_ray_it_says_how_to_get_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +184,6 @@ def test_every_run_is_done_once(place: Path) -> None:
     ("acts", "message"),
     [
         ("wrong", r"^optimizers/lion/seed-\d: the text is missing: get it$"),
-        ("crash", r"(?s)optimizers/lion/seed-\d ended with status 1.*ValueError: a bug of ours"),
         ("where", r"data in (\S+)/sets, works in \1$"),
         ("killed", r"its worker was lost 3 times in a row.*ended by signal 9"),
     ],

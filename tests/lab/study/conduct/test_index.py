@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, records_of, study_of
+from tests.lab.study.records_of import Behaviour, known, records_of, study_of
 from tilelab.common.files import DiskFullError
 from tilelab.study.records import store as index
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import INDEX, write_index
 
-BEHAVIOURS = {"lion": Behaviour(diverged={0: 4}, stopped={1: 0}, starts=(0,))}
+LION = Behaviour(diverged={0: 4}, stopped={1: 0}, starts=(0,), metric="accuracy")
+BEHAVIOURS = {"lion": LION}
 
 
 def rows(path: Path, query: str) -> list[Any]:
@@ -39,11 +40,9 @@ def test_it_says_what_the_records_say(tmp_path: Path) -> None:
     )
     record = records["optimizers/wsd/seed-2"]
     last = record.evaluations[-1]
-    assert record.memory is not None
-    assert record.end is not None
     assert found == (
         "optimizers", "wsd", 2, "final", None, 40, 1, last.tokens, last.bits_per_byte,
-        record.memory.peak_bytes, record.end.weights_sha256,
+        known(record.memory).peak_bytes, known(record.end).weights_sha256,
     )  # fmt: skip
     assert rows(path, "select starts from runs where run = 'optimizers/lion/seed-2'") == [(2,)]
     steps = sum(len(record.steps) for record in records.values())
@@ -51,8 +50,15 @@ def test_it_says_what_the_records_say(tmp_path: Path) -> None:
     assert rows(path, "select count(*) from steps where loss is null") == [(1,)]
     evaluations = sum(len(record.evaluations) for record in records.values())
     assert rows(path, "select count(*) from evaluations") == [(evaluations,)]
+    measured = sum(len(record.evaluations) for name, record in records.items() if "/lion/" in name)
+    assert rows(path, "select count(*), min(metric) from metrics") == [(measured, "accuracy")]
     kernels = rows(path, "select distinct kernel from kernels")
     assert kernels == [("tilewise cpu",)]
+    name = "optimizers/lion/seed-0"
+    path = write_index(tmp_path, {name: RunRecord(starts=records[name].starts)})
+    assert rows(path, "select status, steps, loss, peak_bytes from runs") == [
+        ("incomplete", 0, None, None)
+    ]
 
 
 def test_a_newer_one_takes_its_place_and_a_full_disk_does_not(
@@ -68,12 +74,3 @@ def test_a_newer_one_takes_its_place_and_a_full_disk_does_not(
         write_index(tmp_path, {})
     assert rows(path, "select count(*) from runs") == [(9,)]
     assert [each.name for each in tmp_path.iterdir()] == [INDEX]
-
-
-def test_a_run_that_only_began(tmp_path: Path) -> None:
-    records = records_of(study_of())
-    name = "optimizers/lion/seed-0"
-    path = write_index(tmp_path, {name: RunRecord(starts=records[name].starts)})
-    assert rows(path, "select status, steps, loss, peak_bytes from runs") == [
-        ("incomplete", 0, None, None)
-    ]

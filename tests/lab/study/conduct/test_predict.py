@@ -77,16 +77,12 @@ def test_attention_is_that_of_the_io_model() -> None:
     assert ours.attention_s > 14 * 64 * (pairs / 2) / 989.4e12
     assert (plain.products_s, plain.memory_bytes > ours.memory_bytes) == (ours.products_s, True)
     assert predict(with_(attention__implementation="sdpa"), H200).attention_s == ours.attention_s
-
-
-def test_torchs_kernel_on_a_gpu_has_dropout() -> None:
-    """What its kernel on a processor lacks decides nothing for a chip."""
+    # What torch's kernel on a processor lacks decides nothing for a chip.
     fused, ours = (
         predict(with_(attention__implementation=each, model__dropout__attention=0.1), H200)
         for each in ("sdpa", "tilewise")
     )
-    assert fused.attention_s == ours.attention_s
-    assert fused.memory_bytes == ours.memory_bytes
+    assert (fused.attention_s, fused.memory_bytes) == (ours.attention_s, ours.memory_bytes)
 
 
 def test_what_grows_with_what() -> None:
@@ -133,6 +129,11 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     memory = need(study.experiments[9].baseline).total
     assert f"{memory / 1e9:,.1f} GB" in line
     assert "take it for the least" in text
+    study = recipes.find("kernels").study()
+    large = {"baseline.attention.implementation": "plain", "baseline.training.batch": 64}
+    long = change(study.experiments[1], large)
+    text = printed(change(study, {"experiments": [long.model_dump(mode="json")]}))
+    assert "! needs more than the chip's 141 GB: long/sdpa" in text
 
 
 def test_a_pattern_saves_the_pairs_that_it_leaves_out() -> None:
@@ -148,30 +149,12 @@ def test_a_pattern_saves_the_pairs_that_it_leaves_out() -> None:
     assert window.memory_bytes == full.memory_bytes
 
 
-@pytest.mark.slow
-def test_the_longest_passages_are_predicted_too() -> None:
-    (experiment,) = apply(recipes.find("h200").study(), ["experiments=passages-8192"]).experiments
-    sparse = [predict(experiment.config_of(arm), H200) for arm in ("window-global", "butterfly")]
-    full = predict(experiment.baseline, H200)
-    assert all(10 * each.attention_s < 2 * full.attention_s for each in sparse)
-
-
 def test_evaluations_that_are_not_counted_are_told() -> None:
     assert "final_stride" not in printed(recipes.find("kernels").study())
     text = printed(recipes.find("wikitext").study(preset="h200"))
     assert "(evaluation.final_stride) is not." in text
     assert "of examples are not" not in text
     assert "of examples are not counted." in printed(recipes.find("bert-glue").study())
-
-
-def test_what_does_not_fit_is_marked() -> None:
-    study = recipes.find("kernels").study()
-    (_, long) = study.experiments
-    long = change(
-        long, {"baseline.attention.implementation": "plain", "baseline.training.batch": 64}
-    )
-    text = printed(change(study, {"experiments": [long.model_dump(mode="json")]}))
-    assert "! needs more than the chip's 141 GB: long/sdpa" in text
 
 
 def test_the_command_prints_and_runs_nothing(
@@ -240,17 +223,12 @@ def test_a_run_is_its_steps_and_evaluations() -> None:
     )
 
 
-def test_a_calibration_gives_seconds() -> None:
-    found = price(config_of(**{"training.precision": "bf16"}), tokens_of(), CPU)
-    assert 0 <= found.layer < 1
-    assert 0 <= found.rest < 1
-    assert found.layer + found.rest > 1e-5
-
-
 def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RunConfig] = []
-
     tokens = tokens_of()
+    real = price(config_of(**{"training.precision": "bf16"}), tokens, CPU)
+    assert 0 <= min(real) <= max(real) < 1
+    assert sum(real) > 1e-5
 
     def remember(config: RunConfig, data: Prepared, device: torch.device) -> Price:
         asked.append(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from tests.conftest import ROOT
 from tests.lab.study.conduct.conducting import FAKE
 from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common.files import DiskFullError
-from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.config import Arm, Study
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import pool as pools
 from tilelab.study.conduct.pool import Lost, Pool, RunError, Worker
@@ -117,20 +116,6 @@ def test_more_threads_are_not_pinned(tmp_path: Path, cores: Cores) -> None:
     assert record.start.environment["core"] is None
 
 
-def test_a_sweep_decides_what_counts(tmp_path: Path) -> None:
-    values = {"baseline": (0.2, 0.1), "lion": (0.4, 2.0), "wsd": (3.0, 4.0)}
-    sweep = Sweep(values=values, seeds=(90,))
-    agenda = Agenda(study_that("", "lion", "wsd", seeds=(0,), sweep=sweep), {})
-    pool_in(tmp_path).work(agenda, Watcher())
-    final = {
-        record.start.arm: record.start.config["optimizer"]["lr"]
-        for record in agenda.records.values()
-        if record.start.phase == "final"
-    }
-    assert final == {"baseline": 0.1, "lion": 0.4}  # all of wsd's diverged
-    assert agenda.done == agenda.total == 6 + 2
-
-
 def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path) -> None:
     systems = study_that("", Arm(name="sdpa", kind="systems"), name="kernels", seeds=(0,))
     study = Study(
@@ -172,9 +157,19 @@ def test_a_run_that_fails_stops_the_study(tmp_path: Path, acts: str, message: st
     assert children() == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_whatever_stops_it_no_process_is_left(tmp_path: Path, error: type[BaseException]) -> None:
-    agenda = Agenda(study_that("slow", "lion", steps=500), {})
+@pytest.mark.parametrize(
+    ("error", "acts"),
+    [
+        (KeyboardInterrupt, "slow"),
+        (ZeroDivisionError, "slow"),
+        (KeyboardInterrupt, "slow+stubborn"),
+    ],
+)
+def test_whatever_stops_it_no_process_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], acts: str
+) -> None:
+    monkeypatch.setattr(pools, "_GRACE_S", 0.2 if "stubborn" in acts else pools._GRACE_S)
+    agenda = Agenda(study_that(acts, "lion", steps=500), {})
     with pytest.raises(error):
         pool_in(tmp_path).work(agenda, Watcher(error))
     assert children() == []
@@ -233,38 +228,6 @@ def test_a_run_that_loses_its_worker_again_and_again_is_given_up(tmp_path: Path)
     assert place.losses[name] == 0
 
 
-def test_a_process_that_does_not_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pools, "_GRACE_S", 0.2)
-    agenda = Agenda(study_that("slow+stubborn", "lion", steps=500), {})
-    with pytest.raises(KeyboardInterrupt):
-        pool_in(tmp_path).work(agenda, Watcher(KeyboardInterrupt))
-    assert children() == []
-
-
-def test_a_run_that_is_started_says_everything(tmp_path: Path) -> None:
-    run = Agenda(study_that(""), {}).ready()[0]
-    given = execution_in(tmp_path, device="cuda", checkpoint_every_s=3.0, threads=4)
-    started = run.executed(given, core=1)
-    assert RunSpec.from_json(json.loads(json.dumps(started.as_json()))) == started
-    assert started.record == run.folder(tmp_path) / RECORD
-    assert started.as_json()["execution"] == {
-        "folder": str(tmp_path),
-        "cache": str(tmp_path / "cache"),
-        "threads": 4,
-        "core": 1,
-        "device": "cuda",
-        "processes": 1,
-        "strategy": "ddp",
-        "checkpoint_every_s": 3.0,
-        "environment": {},
-        "module": FAKE,
-        "variables": {},
-        "working": None,
-    }
-
-
 def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / RECORD
     follower = Follower(path)
@@ -278,10 +241,6 @@ def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
         file.write('{"event": "step", "step": 2}\nnonsense\n[]\n{"event": "end"}\n')
     assert [each["event"] for each in follower.new()] == ["step", "end"]
     assert Follower(path).new() == []
-
-
-def test_a_follower_is_not_misled_by_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / RECORD
     path.write_text('{"event": "step", "step": 1}\n{"event": "st')
     follower = Follower(path)
     path.write_text('{"event": "step", "step": 1}\n{"event": "start", "from_step": 0}\n')
@@ -312,11 +271,13 @@ def study(tmp_path: Path) -> Iterator[Make]:
 def test_a_free_core_is_taken_before_one_that_has_a_run(study: Make) -> None:
     cores = study((4, 6), "locks")
     assert cores.choose([]) == 4
+    assert cores.trouble == ""
     assert cores.choose([4]) == 6
     assert cores.choose([6]) == 4
     assert cores.choose([4, 6]) == 4
     assert cores.choose([4, 6, 4]) == 6
     assert cores.choose([4, None]) == 6
+    assert study((), "locks").choose([]) is None
 
 
 def test_two_studies_do_not_share_a_core(study: Make) -> None:
@@ -332,22 +293,12 @@ def test_two_studies_do_not_share_a_core(study: Make) -> None:
     assert theirs.choose([0, 1, 1]) == 0
 
 
-def test_nothing_is_pinned_where_there_are_no_cores(study: Make) -> None:
-    assert study((), "locks").choose([]) is None
-
-
 def test_without_a_place_for_locks_there_are_no_other_studies(study: Make, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     studies = [study((0, 1), "file") for _ in range(2)]
     assert [each.choose([]) for each in studies] == [0, 0]
     for each in studies:
         assert "may share a core" in each.trouble
-
-
-def test_a_private_folder_is_no_trouble(study: Make) -> None:
-    cores = study((0, 1), "locks")
-    assert cores.choose([]) == 0
-    assert cores.trouble == ""
 
 
 def _fifo(path: Path) -> None:

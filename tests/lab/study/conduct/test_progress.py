@@ -74,6 +74,9 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 
 
 def test_time_left_follows_what_was_seen(clock: Clock) -> None:
+    tasks = planned(study_of())
+    unknown = Board(tasks, {}, {}, 1)  # without a forecast, what steps take in the mean
+    assert unknown.left_s() == pytest.approx(len(tasks) * 40 * unknown._step_s)
     board = board_of()
     assert board.left_s() == 4 * 60
     run = next(iter(board.lanes.values())).run
@@ -178,6 +181,12 @@ def test_a_live_table_on_a_terminal(clock: Clock) -> None:
     assert "✓ " in shown
     assert "2/2" in shown  # the trials
     assert "9 of 16 runs" in shown
+    # An experiment that is over, or has not begun, is one line.
+    known = {name: each for name, each in records_of(study).items() if name.startswith("first")}
+    shown = text_of(progress, study, board_of(study, known))
+    assert "first: 6 runs, done" in shown
+    assert "second: 10 runs, waiting" in shown
+    assert "seed 0" not in shown
     # Nothing runs any more when the block has ended.
     assert board.lanes[run.name].status == "waiting"
 
@@ -186,17 +195,6 @@ def text_of(progress: Any, study: Study, board: Board) -> str:
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(progresses.picture(study, board))
     return console.export_text()
-
-
-def test_an_experiment_that_is_over_or_has_not_begun_is_one_line() -> None:
-    study = study_of(experiment_of("lion", name="over"), experiment_of("lion", name="later"))
-    records = {
-        name: record for name, record in records_of(study).items() if name.startswith("over")
-    }
-    shown = text_of(None, study, board_of(study, records))
-    assert "over: 6 runs, done" in shown
-    assert "later: 6 runs, waiting" in shown
-    assert "seed 0" not in shown
 
 
 SWEEP = Sweep(values=dict.fromkeys(("baseline", "lion", "wsd", "lion+wsd"), (0.001, 0.002)))
@@ -213,7 +211,7 @@ def test_the_opening_says_what_is_compared() -> None:
     )
 
 
-def test_the_start_says_how_long_it_takes() -> None:
+def test_the_start_says_how_long_it_takes_and_what_runs_alone() -> None:
     tasks = planned(study_of())
     assert progress.start(tasks, 9, 2, 1, 125.0) == (
         "9 runs to do, 2 at once, 1 thread each. Expected duration: about 2:05 min. "
@@ -221,9 +219,6 @@ def test_the_start_says_how_long_it_takes() -> None:
     )
     some = progress.start(tasks[:4], 9, 1, 2, 20.0)
     assert some.startswith("4 of 9 runs to do, one at a time, 2 threads each")
-
-
-def test_the_start_says_what_runs_alone() -> None:
     kernels = experiment_of(Arm(name="sdpa", kind="systems"), name="kernels")
     alone = planned(study_of(kernels))
     assert "one at a time (those that compare" in progress.start(alone, 6, 2, 1, 1.0)

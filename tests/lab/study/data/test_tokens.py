@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -201,30 +199,6 @@ def test_many_at_once_make_it_once(
     assert all(_same(each, made[0]) for each in made)
 
 
-@pytest.mark.slow
-def test_processes_wait_for_the_one_that_makes_it(data: Data, tmp_path: Path) -> None:
-    script = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from tilelab.study.ask.config import Data\n"
-        "from tilelab.study.data import tokens\n"
-        "write = tokens._write\n"
-        "def slow(*arguments):\n"
-        "    print('made', flush=True)\n"
-        "    time.sleep(0.3)\n"
-        "    write(*arguments)\n"
-        "tokens._write = slow\n"
-        "found = tokens.prepare(Data(source=sys.argv[1], held_out=0.1), Path(sys.argv[2]))\n"
-        "print(found.sha256, len(found.train))\n"
-    )
-    command = [sys.executable, "-c", script, data.source, str(tmp_path)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in running]
-    assert all(process.returncode == 0 for process in running)
-    assert sum("made" in output for output in outputs) == 1
-    assert len({output.splitlines()[-1] for output in outputs}) == 1
-
-
 WIKI = (
     " \n = First article = \n \n Some words . \n \n = = A heading = = \n \n More words . \n"
     " a line that says = this = \n = not a title , for nothing blank is before it = \n \n"
@@ -265,13 +239,6 @@ def test_the_same_text_in_other_files_has_other_borders(tmp_path: Path) -> None:
     assert [text.documents.train.tolist() for text in texts] == [[0, 500], [0, 400]]
 
 
-def test_a_single_file_is_one_document(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("one line\n" * 100)
-    found = prepare(Data(source=str(path), held_out=0.1), tmp_path / "cache").documents
-    assert (found.train.tolist(), found.held_out.tolist()) == ([0], [0])
-
-
 def test_articles_begin_with_their_titles() -> None:
     found = wikitext.articles(WIKI)
     assert "".join(found) == WIKI
@@ -310,19 +277,16 @@ def test_a_token_over_a_border_belongs_to_where_it_begins(monkeypatch: pytest.Mo
         assert document_begins([11, 1], tokens, token_bytes).tolist() == [0]
 
 
-def test_segments_by_hand() -> None:
-    starts = np.array([0, 3, 4, 9])
-    numbers, followed = segments(starts, 1, 5)
-    assert numbers.tolist() == [0, 0, 1, 2, 2]
-    assert followed.tolist() == [True, False, False, True, True]
-
-
-def test_the_piece_that_a_token_is_in() -> None:
+def test_segments_and_pieces_by_hand() -> None:
     starts = np.array([0, 3, 4])
     # Windows of four tokens of ten: 0-2 3 | 4-7 | 8-9.
     assert mean_piece(starts, 10, 4, cut_at_starts=False) == (9 + 1 + 16 + 4) / 10
     # Documents from their beginnings: 0-2, 3, 4-7, 8-9; in windows of five 4-8 and 9.
     assert mean_piece(starts, 10, 5, cut_at_starts=True) == (9 + 1 + 25 + 1) / 10
+    starts = np.array([0, 3, 4, 9])
+    numbers, followed = segments(starts, 1, 5)
+    assert numbers.tolist() == [0, 0, 1, 2, 2]
+    assert followed.tolist() == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize("text", ["{", '{"train": [0]}', '{"train": [0, 3, 2], "held_out": [0]}'])
@@ -330,7 +294,7 @@ def test_a_damaged_file_of_borders_is_said(tmp_path: Path, text: str) -> None:
     path = tmp_path / "text.txt"
     path.write_text("one line\n" * 100)
     tokens = prepare(Data(source=str(path), held_out=0.1), tmp_path / "cache")
-    assert tokens.documents.train.tolist() == [0]
+    assert tokens.documents.train.tolist() == tokens.documents.held_out.tolist() == [0]
     (borders,) = (tmp_path / "cache").glob("documents-*.json")
     borders.write_text(text)
     tokens = prepare(Data(source=str(path), held_out=0.1), tmp_path / "cache")

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from tests.lab.study.records_of import known
 from tilelab.study import recipes
 from tilelab.study.ask.config import Experiment, Sequential, Study, change, config_hash, parse
-from tilelab.study.need import gpu_need, need
+from tilelab.study.need import need
 from tilelab.study.plan import planned
 from tilelab.study.recipes.kernels import plain_attention_bytes
 from tilelab.study.verdict.stages import combined
-from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
@@ -35,27 +35,18 @@ def test_every_study_can_be_made_and_saved(study: Study) -> None:
 
 
 @pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
-def test_arms_see_the_same_text_for_as_many_tokens(study: Study) -> None:
+def test_arms_are_compared_fairly(study: Study) -> None:
+    """They see the same text for as many tokens; those that change the kernel only are systems."""
     for experiment in study.experiments:
         configs = [experiment.baseline]
         configs += [experiment.config_of(arm.name) for arm in experiment.arms]
         assert len({config_hash(each.data) for each in configs}) == 1
         assert len({each.steps * each.tokens_per_step for each in configs}) == 1
         assert len({each.evaluation.windows * each.model.context for each in configs}) == 1
-
-
-@pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
-def test_arms_that_change_the_kernel_only_are_systems_arms(study: Study) -> None:
-    for experiment in study.experiments:
         for arm in experiment.arms:
             kernel_only = set(arm.changes) == {"attention.implementation"}
             rounding_only = arm.changes == {"model.nudge": True}
             assert (arm.kind == "systems") == (kernel_only or rounding_only), arm.name
-
-
-def test_every_recipe_says_what_it_is_in_a_line() -> None:
-    for name in STUDIES:
-        assert 20 < len(recipes.find(name).summary) < 100
 
 
 def test_kernels_compares_the_three_implementations() -> None:
@@ -83,16 +74,11 @@ def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
     assert only.name == "kernels"
 
 
-def test_laptop_is_the_kernels_and_two_factors_alone_and_together() -> None:
+def test_laptop_has_two_factors_and_laptop_full_sweeps_their_rates() -> None:
     laptop = experiments("laptop")
     assert list(laptop) == ["kernels", "choices"]
     assert [arm.name for arm in laptop["choices"].arms] == ["lion", "wsd", "lion+wsd"]
-    both = laptop["choices"].config_of("lion+wsd")
-    assert (both.optimizer.name, both.schedule.name) == ("lion", "wsd")
     assert all(each.sweep is None for each in laptop.values())
-
-
-def test_laptop_full_sweeps_the_rates_of_optimizers_and_schedules() -> None:
     full = experiments("laptop-full")
     assert {name for name, each in full.items() if each.sweep} == {"optimizers", "schedules"}
     assert [arm.name for arm in full["optimizers"].arms] == ["lion", "muon"]
@@ -128,8 +114,7 @@ def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
     runs = planned(STUDIES["gpt2-factorial"])
     # What the recipe says that it costs: in runs of the whole length.
     assert sum(run.config.steps for run in runs) == 124 * only.baseline.steps
-    assert only.confirm is not None
-    assert not set(only.confirm.seeds) & set(only.seeds)
+    assert not set(known(only.confirm).seeds) & set(only.seeds)
 
 
 def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
@@ -137,8 +122,7 @@ def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
     assert [arm.name for arm in only.arms] == ["muon", "wsd", "rotary", "rms", "qk-norm", "dropout"]
     changed = [path for arm in only.arms for path in arm.changes]
     assert len(set(changed)) == len(changed), "any of them goes with any other"
-    assert only.sequential is not None
-    assert (only.sequential.looks, len(only.seeds)) == ((3, 5), 5)
+    assert (known(only.sequential).looks, len(only.seeds)) == ((3, 5), 5)
     assert only.combine is not None
     assert only.confirm is not None
     runs = planned(STUDIES["screening"])
@@ -148,8 +132,7 @@ def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
     few = combined(only, ("muon", "wsd", "rms"))
     four = combined(only, ("muon", "wsd", "rms", "qk-norm"))
     assert [len(each.arms) for each in (few, four)] == [7, 7]
-    assert four.design is not None
-    assert four.design.generators == {"qk-norm": ("muon", "wsd", "rms")}
+    assert known(four.design).generators == {"qk-norm": ("muon", "wsd", "rms")}
     for seeds, looks in ((2, (2,)), (3, (3,)), (4, (3, 4))):
         shorter = recipes.find("screening").study(seeds=seeds).experiments[0]
         assert shorter.sequential == Sequential(looks=looks)
@@ -189,6 +172,8 @@ def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
 def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     study, found = STUDIES["h200"], experiments("h200")
     assert study.chip == "h200"
+    # The chip changes no result: a study goes on whatever it says.
+    assert config_hash(change(study, {"chip": "a100"})) == config_hash(study)
     lengths = ("1k", "2k", "4k", "8k", "16k")
     sizes = [f"{size}-{length}" for size in ("small", "medium") for length in lengths]
     tuned = ["bert-cola", "bert-rte", "bert-sst2"]
@@ -203,15 +188,8 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
     sst2 = found["bert-sst2"].baseline
     assert (sst2.model.layers, sst2.model.width, sst2.steps) == (24, 1024, 6313)
-    room = CHIPS["h200"].memory_bytes
-    assert room is not None
-    for experiment in found.values():
-        for arm in experiment.arm_names:
-            config = experiment.config_of(arm)
-            assert config.training.precision == "bf16"
-            assert gpu_need(config).total < room, f"{experiment.name}/{arm}"
-    plain = change(found["medium-4k"].baseline, {"attention.implementation": "plain"})
-    assert gpu_need(plain).total > room
+    for each in found.values():
+        assert {each.config_of(arm).training.precision for arm in each.arm_names} == {"bf16"}
 
 
 @pytest.mark.parametrize("name", ["listops", "long-documents"])
@@ -239,15 +217,6 @@ def test_h200_has_the_studies_of_length_with_larger_models(name: str) -> None:
     assert "would hold 2.6e+02 GB and may hold 122" in beyond.question
 
 
-def test_a_chip_is_one_that_is_known() -> None:
-    with pytest.raises(InvalidArgument, match=r"chip: got 'h201'.*one of a100"):
-        change(STUDIES["kernels"], {"chip": "h201"})
-    # It changes no result: a study goes on whatever it says.
-    assert config_hash(change(STUDIES["kernels"], {"chip": "a100"})) == config_hash(
-        STUDIES["kernels"]
-    )
-
-
 @pytest.mark.parametrize("name", ["listops", "long-documents"])
 def test_plain_attention_is_there_as_long_as_it_fits(name: str) -> None:
     baselines = {}
@@ -273,7 +242,11 @@ def test_plain_attention_is_there_as_long_as_it_fits(name: str) -> None:
     assert {each.baseline_name for each in roomy.experiments} == {"plain"}
 
 
-def test_predicted_bytes_of_plain_attention_are_those_of_the_io_model() -> None:
+def test_long_documents_has_options_and_the_bytes_of_the_io_model() -> None:
+    apart = recipes.find("long-documents").study(split="presidents", label="party")
+    options = apart.experiments[0].baseline.task.options
+    assert {each.baseline.tokens_per_step for each in apart.experiments} == {16384}
+    assert (options["split"], options["label"]) == ("presidents", "party")
     config = experiments("long-documents")["passages-8192"].baseline
     numbers = 2 * 4 * 8192 * 4  # bytes of two sequences, four heads, float32
     held = 4 * numbers * 8192  # probabilities: kept of two layers, and two more at once
@@ -281,11 +254,3 @@ def test_predicted_bytes_of_plain_attention_are_those_of_the_io_model() -> None:
     # Autocast keeps them in float32 all the same, and of each layer a copy of half the size.
     narrow = change(config, {"training.precision": "bf16"})
     assert plain_attention_bytes(narrow) - plain_attention_bytes(config) == numbers * 8192
-
-
-def test_long_documents_learns_from_as_many_tokens_at_every_length() -> None:
-    steps = {each.baseline.tokens_per_step for each in STUDIES["long-documents"].experiments}
-    assert steps == {16384}
-    apart = recipes.find("long-documents").study(split="presidents", label="party")
-    options = apart.experiments[0].baseline.task.options
-    assert (options["split"], options["label"]) == ("presidents", "party")

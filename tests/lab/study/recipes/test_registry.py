@@ -59,12 +59,7 @@ def test_the_packages_recipes_by_name() -> None:
     assert found.summary.startswith("Contexts of 512")
 
 
-def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(InvalidArgument, match=r"or file\.py:function.*Did you mean 'laptop'\?"):
-        recipes.find("labtop")
-
-
-def test_a_function_of_a_file(mine: Path) -> None:
+def test_a_function_of_a_file(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = recipes.find(f"{mine}:mine")
     assert found.name == f"{mine}:mine"
     assert found.summary == "My own question."
@@ -74,9 +69,6 @@ def test_a_function_of_a_file(mine: Path) -> None:
     assert study.experiments[0].baseline.model.width == 64
     assert study.experiments[0].seeds == (0, 1)
     assert "mine" not in recipes.names()
-
-
-def test_a_file_of_the_working_folder(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(mine.parent)
     assert recipes.find("my_study.py:mine").study().name == "mine"
 
@@ -116,6 +108,10 @@ def test_numbers_that_make_no_study_are_refused(steps: int, seeds: int) -> None:
 def test_a_function_that_cannot_be_a_recipe(mine: Path, function: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         recipes.find(f"{mine}:{function}")
+    with pytest.raises(InvalidArgument, match="which is no file"):
+        recipes.find(f"{mine}.py:mine")
+    with pytest.raises(InvalidArgument, match=r"or file\.py:function.*Did you mean 'laptop'\?"):
+        recipes.find("labtop")
 
 
 def test_a_function_that_returns_something_else(mine: Path) -> None:
@@ -125,11 +121,6 @@ def test_a_function_that_returns_something_else(mine: Path) -> None:
         recipes.find(f"{mine}:typo").study()
     with pytest.raises(KeyError, match="wsdd"):  # an error of their own is shown as it is
         recipes.find(f"{mine}:wrong").study()
-
-
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="which is no file"):
-        recipes.find(f"{tmp_path}/absent.py:mine")
 
 
 LION = {"optimizer": "lion"}
@@ -164,7 +155,5 @@ def test_factors_of_the_same_value_cannot_be_combined(other: dict[str, Any]) -> 
     for factors in ({"lion": LION, "other": other}, {"other": other, "lion": LION}):
         with pytest.raises(InvalidArgument, match="which another factor changes too"):
             factorial(factors)
-
-
-def test_values_whose_names_only_begin_alike_are_different() -> None:
+    # Names that only begin alike are different.
     assert len(factorial({"a": {"training.clip": 1}, "b": {"training.clipping": 1}})) == 3

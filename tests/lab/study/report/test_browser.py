@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from tests.lab.study.records_of import folder_of
+from tests.lab.study.records_of import folder_of, known
 from tests.lab.study.report.samples import rich_study
 from tilelab.study.report import gather, write
 
@@ -104,8 +103,7 @@ def _seen(browser: str, page: Path, width: int, *options: str) -> dict[str, Any]
     dom, console = _run(browser, frame, "--dump-dom", wait, "--window-size=1400,1000", *options)
     assert console == []
     title = re.search(r"<title>(.*?)</title>", dom, re.S)
-    assert title is not None
-    found: dict[str, Any] = json.loads(html.unescape(title.group(1)))
+    found: dict[str, Any] = json.loads(html.unescape(known(title).group(1)))
     assert found["width"] == width
     return found
 
@@ -144,23 +142,3 @@ def test_every_figure_is_drawn(
         [int(number) for number in re.findall(r"\d+", seen[name])[:3]] for name in ("paper", "ink")
     )
     assert (sum(paper) < sum(ink)) == (DARK in options)
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "options"),
-    [("light", DESK, ()), ("dark", DESK, (DARK,)), ("phone", PHONE, ())],
-)
-def test_screenshots(
-    browser: str, page: Path, name: str, width: int, options: tuple[str, ...]
-) -> None:
-    shot = page.with_name(f"{name}.png")
-    size = f"--window-size={width},2400"
-    _run(browser, page, f"--screenshot={shot}", size, *options)
-    with Image.open(shot) as picture:
-        assert picture.width == width
-        pixels = picture.convert("RGB")
-        corner = pixels.crop((0, 0, 4, 4)).convert("L").tobytes()[0]
-        assert (corner < 60) == (name == "dark")
-        colours = pixels.getcolors(maxcolors=1 << 20)
-        assert colours is not None
-        assert len(colours) > 500  # letters, lines and tints: not an empty sheet

@@ -1,4 +1,4 @@
-"""Figures: what lines average and leave out, Kaplan-Meier by hand, and the front."""
+"""Figures: what lines average and leave out, Kaplan-Meier, the front, attention by layer, SVG."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.lab.study.records_of import Behaviour, experiment_of, judged, records_of, study_of
-from tilelab.study.records.events import RunRecord
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    folder_of,
+    judged,
+    known,
+    records_of,
+    study_of,
+)
+from tilelab.common.svg import (
+    ARM_COLOURS,
+    SOFT,
+    arm_colour,
+    arm_dashes,
+    canvas,
+    finish,
+    place,
+    spread,
+)
+from tilelab.study.ask.config import Arm
+from tilelab.study.records.events import LayerSoftmax, RunRecord
+from tilelab.study.report import gather, write
+from tilelab.study.report.attention import attention_charts, layers_of
 from tilelab.study.report.costs import Point, front, kaplan_meier
 from tilelab.study.report.lines import Series, curve, difference, loss_chart
+from tilelab.study.verdict.measures import measure, over_seeds
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:
@@ -61,6 +87,9 @@ def test_runs_that_are_behind_do_not_cut_the_line_off() -> None:
     begun = _arms(lion=Behaviour(stopped={0: 12, 1: 25, 2: 25}))["lion"]
     found = curve("lion", 1, begun, "bits_per_byte", "tokens")
     assert (found.x[-1], found.seeds) == (5120.0, 2)
+    assert curve("lion", 1, {}, "loss", "time").x == ()
+    assert curve("lion", 1, {0: RunRecord()}, "loss", "time").x == ()
+    assert difference("lion", 1, {}, _arms()["baseline"], "loss").x == ()
 
 
 def test_a_run_that_diverged_is_never_left_out() -> None:
@@ -69,12 +98,6 @@ def test_a_run_that_diverged_is_never_left_out() -> None:
     assert (found.x[-1], found.seeds, found.broken) == (5120.0, 3, True)
     pair = difference("lion", 1, arms["lion"], arms["baseline"], "bits_per_byte")
     assert (pair.x[-1], pair.seeds, pair.broken) == (5120.0, 3, True)
-
-
-def test_nothing_is_nothing() -> None:
-    assert curve("lion", 1, {}, "loss", "time").x == ()
-    assert curve("lion", 1, {0: RunRecord()}, "loss", "time").x == ()
-    assert difference("lion", 1, {}, _arms()["baseline"], "loss").x == ()
 
 
 def test_arms_of_other_tokens_a_step_are_compared_at_the_same_steps() -> None:
@@ -106,8 +129,7 @@ def test_the_names_of_sixteen_arms_do_not_touch() -> None:
         for place in range(16)
     ]
     chart = loss_chart(drawn, "tokens", "bits_per_byte", "curve")
-    assert chart is not None
-    names = re.findall(r'<text[^>]*y="([\d.]+)"[^>]*>arm-\d+<', chart.svg)
+    names = re.findall(r'<text[^>]*y="([\d.]+)"[^>]*>arm-\d+<', known(chart).svg)
     heights = sorted(map(float, names))
     assert len(heights) == 16
     assert min(b - a for a, b in pairwise(heights)) > 18.5  # a line is 16
@@ -135,22 +157,13 @@ def test_it_is_the_product_of_the_shares_that_are_left(seed: int) -> None:
         assert (interval.low, interval.high) == pytest.approx(ends)
 
 
-def test_by_hand() -> None:
-    found = kaplan_meier([2, 4, 4], [3, 5], 0.95)
-    # 4 of 5 are left after 2; then 3 at risk, of which 2 get there at 4.
-    assert (found.at, found.censored) == ((2, 4), (3, 5))
-    assert found.share == pytest.approx((0.8, 0.8 / 3))
-    assert found.median == 4
+def test_a_miss_is_censored_at_its_budget_and_so_is_a_run_that_diverged() -> None:
+    assert kaplan_meier([2, 4, 4], [3, 5], 0.95).median == 4
     nobody = kaplan_meier([], [5, 5], 0.95)
     assert (nobody.at, nobody.median, nobody.censored) == ((), None, (5, 5))
-    assert kaplan_meier([1, 1], [], 0.95).intervals == (None,)
-
-
-def test_a_miss_is_censored_at_its_budget_and_so_is_a_run_that_diverged() -> None:
     behaviours = {"late": Behaviour(effect=1.0), "hot": Behaviour(diverged={1: 3})}
     late, hot = judged(experiment_of("late", "hot", target=2.5), behaviours).arms
-    assert late.target is not None
-    assert late.target.censored == (40 * 256,) * 3
+    assert known(late.target).censored == (40 * 256,) * 3
     assert hot.target is not None
     assert (hot.target.reached, hot.target.censored) == (2, (40 * 256,))
 
@@ -168,3 +181,153 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
             one.cost <= each.cost and one.rank <= each.rank and one != each for one in points
         )
         assert (each.arm in best) == (not beaten)
+
+
+EVIL = "<script>&\"'"
+
+
+def _drawn(name: str) -> str:
+    figure = canvas(300, 200)
+    axes = place(figure, 40, 40, 20, 10)
+    axes.plot([0, 1], [2, 3], color=arm_colour(1), marker="o")
+    axes.fill_between([0, 1], [1, 2], [3, 4], color=arm_colour(2), alpha=0.2)
+    axes.text(0.5, 2.5, EVIL, color=SOFT, weight="bold", parse_math=False)
+    return str(finish(figure, name, EVIL))
+
+
+def test_a_figure_is_the_pages() -> None:
+    svg = _drawn("one")
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert 'viewBox="0 0 300 200"' in svg
+    assert not re.search(r'<svg[^>]* (?:width|height)="', svg)
+    assert "var(--arm-1)" in svg
+    assert "var(--arm-2)" in svg
+    assert not re.search(r"#[0-9a-f]{6}", svg)  # no colour that the page does not decide
+    assert "<style" not in svg  # matplotlib's own would hold for the whole page
+    assert "font:" not in svg
+    assert 'class="strong"' in svg
+    assert "&lt;script&gt;&amp;" in svg
+    assert "<script" not in svg
+
+
+def test_ids_do_not_meet() -> None:
+    first, second = _drawn("one"), _drawn("two")
+    ids = [set(re.findall(r'id="([^"]+)"', svg)) for svg in (first, second)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', first))
+    assert used == ids[0]
+    assert _drawn("one") == first, "the same each time"
+
+
+def test_colours_come_round_again_dashed() -> None:
+    assert len({arm_colour(index) for index in range(ARM_COLOURS)}) == ARM_COLOURS
+    assert arm_colour(ARM_COLOURS) == arm_colour(1)  # never the baseline's
+    assert arm_dashes(ARM_COLOURS - 1) == "solid"
+    looks = [(arm_colour(index), arm_dashes(index)) for index in range(3 * ARM_COLOURS - 2)]
+    assert len(set(looks)) == len(looks)  # of 22 arms; a factorial of four factors has 16
+
+
+@given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12), st.floats(0.1, 2))
+def test_labels_keep_their_order_and_the_frame(wanted: list[float], gap: float) -> None:
+    assert spread([1.0, 5.0], 1.0, 0.0, 6.0) == [1.0, 5.0]
+    assert spread([3.0, 3.0], 1.0, 0.0, 6.0) == [2.5, 3.5]
+    assert spread([0.5, 0.5, 0.5], 1.0, 0.0, 1.0) == [0.0, 0.5, 1.0]  # closer where it must be
+    assert spread([], 1.0, 0.0, 1.0) == []
+    places = spread(wanted, gap, 0.0, 10.0)
+    least = min(gap, 10.0 / max(len(wanted) - 1, 1))
+    ordered = sorted(places)
+    assert all(after - before >= least - 1e-6 for before, after in pairwise(ordered))
+    assert all(-1e-6 <= at <= 10 + 1e-6 for at in places)
+    for one, first in zip(places, wanted, strict=True):
+        for other, second in zip(places, wanted, strict=True):
+            assert not (first < second and one > other + 1e-6)
+
+
+STUDY = study_of(
+    experiment_of(
+        Arm(name="qk-norm", changes={"model.qk_norm": True}),
+        Arm(name="plain", changes={"attention.implementation": "plain"}, kind="systems"),
+        baseline=config_of(**{"model.layers": 2}),
+    )
+)
+
+
+def _seen(step: int, growth: float) -> list[LayerSoftmax]:
+    """Two layers; logits grow by the step, and the second layer's lowest head collapses."""
+    fallen = max(3.0 - growth * step / 20, 0.01)
+    return [
+        LayerSoftmax(0, 3.0, 2.5, 1.0 + growth * step),
+        LayerSoftmax(1, 2.0, fallen, 0.5 + growth * step),
+    ]
+
+
+def _records(growths: dict[str, float]) -> dict[str, RunRecord]:
+    """The records of the study, with statistics in these arms."""
+    records = records_of(STUDY)
+    for record in records.values():
+        growth = growths.get(record.start.arm)
+        if growth is not None:
+            record.evaluations = [
+                replace(each, softmaxes=_seen(each.step, growth + 0.01 * record.start.seed))
+                for each in record.evaluations
+            ]
+    return records
+
+
+def _of(records: dict[str, RunRecord], arm: str) -> dict[int, RunRecord]:
+    return {each.start.seed: each for each in records.values() if each.start.arm == arm}
+
+
+def test_layers_are_means_over_the_seeds() -> None:
+    found = layers_of("baseline", 0, _of(_records({"baseline": 1.0}), "baseline"))
+    assert found is not None
+    assert found.x == (0.0, 2560.0, 5120.0, 7680.0, 10240.0)
+    assert found.logits[0] == pytest.approx((1.0, 11.1, 21.2, 31.3, 41.4))
+    assert found.entropy == ((3.0,) * 5, (2.0,) * 5)
+    assert found.lowest_head[1][-1] == pytest.approx(3 - 40 * 1.01 / 20)
+
+
+def test_the_measures_of_a_run_are_the_outermost() -> None:
+    records = _records({"baseline": 1.0})
+    one = measure(records["optimizers/baseline/seed-0"])
+    assert (one["max_logit"], one["entropy"]) == (41.0, 2.5)
+    assert one["entropy_low"] == pytest.approx(1.0)
+    of_seeds = over_seeds([measure(each) for each in _of(records, "baseline").values()])
+    assert known(of_seeds["max_logit"]).values == pytest.approx((41.0, 41.4, 41.8))
+    nothing = measure(records["optimizers/plain/seed-0"])
+    assert (nothing["max_logit"], nothing["entropy"], nothing["entropy_low"]) == (None, None, None)
+    # What is not finite is left out.
+    runs = _of(records, "baseline")
+    last = runs[1].evaluations[-1]
+    gone = [replace(each, max_logit=None) for each in last.softmaxes or []]
+    runs[1].evaluations[-1] = replace(last, softmaxes=gone)
+    found = layers_of("baseline", 0, runs)
+    assert known(found).x[-1] == 7680.0
+    assert measure(runs[1])["max_logit"] == pytest.approx(1.0 + 1.01 * 30)
+    assert layers_of("plain", 2, {}) is None
+
+
+def test_there_is_a_curve_for_each_quantity() -> None:
+    arms = [
+        found
+        for place, arm in enumerate(("baseline", "qk-norm"))
+        if (found := layers_of(arm, place, _of(_records({"baseline": 1.0, "qk-norm": 0.1}), arm)))
+    ]
+    logits, entropy = attention_charts(arms, "figure")
+    assert logits.title == "Largest attention logit"
+    assert "baseline from 1 to 41.4; qk-norm from 1 to 5.4" in logits.svg
+    assert "baseline from 2.5 to 2.5" in entropy.svg
+    assert list(attention_charts([each._replace(x=(0.0,)) for each in arms], "figure")) == []
+
+
+def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, STUDY, _records({"baseline": 1.0, "qk-norm": 0.1}))
+    page, twin = write(gather(folder))
+    text = twin.read_text("utf-8")
+    assert "Largest attention logit" in page.read_text("utf-8")
+    assert "| layer 1 | 2.00 (lowest head 0.98, logits up to 40.90) | 2.00 (" in text
+    assert "| largest logit of the run | 41.40 (± 0.40) | 5.40 (± 0.40) |" in text
+    assert "Nothing of plain: only tilewise's kernels keep statistics" in text
+    _, twin = write(gather(folder_of(tmp_path / "none", STUDY, _records({}))))
+    assert "Attention by layer" not in twin.read_text("utf-8")

@@ -20,8 +20,10 @@ from tests.lab.study.records_of import (
     study_of,
 )
 from tests.lab.study.report.samples import EVIL, choose, kernels_experiment, rich_study
-from tilelab.study.ask.config import Arm, Study, Sweep
-from tilelab.study.records.events import RunRecord, Sample
+from tests.lab.study.tasks import test_images as images
+from tilelab.study import report
+from tilelab.study.ask.config import Arm, Sequential, Study, Sweep
+from tilelab.study.records.events import Sample
 from tilelab.study.report import gather, write
 from tilelab.study.report.page import DEFINITIONS
 from tilewise.errors import InvalidArgument
@@ -177,10 +179,11 @@ def test_it_is_made_from_config_and_records_alone(
     (folder / "index.sqlite").write_bytes(b"no database")
     _, source, twin = _written(folder)
     assert (source, twin) == rich[1:]
+    assert json.loads((folder / "study.json").read_text())["hash"] in source
     assert not list(folder.glob(".report*"))  # nothing temporary is left
 
 
-def _hostile() -> tuple[Study, dict[str, RunRecord]]:
+def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     study = _study("lion", question=EVIL).model_copy(update={"question": EVIL})
     records = records_of(study, {"lion": Behaviour(kernels=(EVIL,), effect=-0.1)})
     for name, record in records.items():
@@ -192,13 +195,8 @@ def _hostile() -> tuple[Study, dict[str, RunRecord]]:
             assert record.end is not None
             record.end = replace(record.end, status="diverged", reason=EVIL)
         record.sample = Sample(EVIL, EVIL)
-    return study, records
-
-
-def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
-    folder = folder_of(
-        tmp_path, *_hostile(), command=EVIL, environment={EVIL: EVIL, "chip": EVIL}, began=EVIL
-    )
+    told = {"environment": {EVIL: EVIL, "chip": EVIL}, "began": EVIL}
+    folder = folder_of(tmp_path / "one", study, records, command=EVIL, **told)
     reader, source, twin = _written(folder)
     assert not {"script", "img"} & set(reader.tags)
     assert "\u202e" not in source + twin  # turns the direction of what follows
@@ -210,11 +208,8 @@ def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)\[a", outside)
     rows = [line for line in outside.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 4, 5, 6, 7, 8, 10}
-
-
-def test_a_fence_cannot_be_closed_from_within(tmp_path: Path) -> None:
-    study = _study("lion")
-    folder = folder_of(tmp_path, study, records_of(study), command="run\n````\n# owned")
+    # Nor can a fence be closed from within.
+    folder = folder_of(tmp_path / "two", study, records, command="run\n````\n# owned", **told)
     _, _, twin = _written(folder)
     assert "`````\nrun\n````\n# owned\n`````" in twin
 
@@ -228,33 +223,19 @@ PARTIAL = {
 def test_a_partial_study_says_what_is_missing(tmp_path: Path) -> None:
     study = _study("lion", "wsd", target=2.6)
     folder = folder_of(tmp_path, study, records_of(study, PARTIAL))
+    record = folder / "runs/optimizers/wsd/seed-1/record.jsonl"
+    record.write_text("{}\n" + record.read_text())
     reader, source, twin = _written(folder)
     for text in (reader.text, twin.replace("\\", "")):
-        assert "This study is not finished: 5 of 9 runs are over." in text
+        assert "This study is not finished: 4 of 9 runs are over." in text
+        assert "optimizers/wsd/seed-1: its record is damaged and left out" in text
+        assert "optimizers/wsd/seed-0: its record" not in text
         assert "optimizers/lion/seed-0: 25 steps done" in text
         assert "optimizers/lion/seed-1: not begun" in text
         assert "optimizers/lion/seed-2: not begun" in text
         assert "optimizers/baseline/seed-2: 12 steps done" in text
         assert "not finished" in text
     assert "<figure" in source
-
-
-def test_a_study_that_has_just_begun(tmp_path: Path) -> None:
-    study = study_of(kernels_experiment())
-    reader, source, _ = _written(folder_of(tmp_path, study, {}))
-    assert "0 of 9 runs are over" in reader.text
-    assert "there is no curve to draw" in reader.text
-    assert "<figure" not in source
-
-
-def test_one_seed_is_no_verdict(tmp_path: Path) -> None:
-    study = _study("lion", seeds=(0,))
-    folder = folder_of(tmp_path, study, records_of(study, {"lion": Behaviour(effect=-0.2)}))
-    reader, source, _ = _written(folder)
-    assert "lion is undecided" in reader.text
-    assert "One seed." in reader.text
-    assert 'class="interval"' not in source
-    assert 'class="point"' in source
 
 
 def test_speed_is_withheld_until_the_losses_are_equal(tmp_path: Path) -> None:
@@ -330,48 +311,86 @@ def test_what_plain_attention_would_need_is_shown_beside_the_fused_ones(tmp_path
     assert re.search(r"\| plain \(not run\) \| \S \| \d\d(\.\d)? GB \(estimated\) \|", twin)
 
 
-def test_what_the_table_shows_is_not_said_again(tmp_path: Path) -> None:
-    study = _study("wsd", "drop", "gone")
-    behaviours = {
-        "wsd": Behaviour(effect=-0.3),
-        "gone": Behaviour(absent=(0,)),
-        "drop": Behaviour(twin=True),
-        "baseline": Behaviour(twin=True),
-    }
-    reader, source, _ = _written(folder_of(tmp_path, study, records_of(study, behaviours)))
-    assert "<p>Identical weights, bit for bit, with all 3 seeds.</p>" in source
-    assert "<p>2 of 3 seeds are done; so far" in source
-    assert "(Holm p" not in source  # it has a column of its own
-    assert "wsd is better" in reader.text
+LONG = [f"an-arm-with-a-very-long-name-{number}" for number in range(11)]
+LOST = Behaviour(diverged={0: 3, 1: 4, 2: 5})
+WHOLE = {"name": "lion", "lr": 0.0003, "weight_decay": 1.0}
+RATES = Sweep(values={"baseline": (1e-3, 1e-2), "lion": (1.0, 10.0)})
+# A study, how it comes out, what is said of it, and what is not.
+SCENES: dict[str, tuple[Study, dict[str, Behaviour], tuple[str, ...], tuple[str, ...]]] = {
+    "just begun": (
+        study_of(kernels_experiment()),
+        dict.fromkeys(("plain", "sdpa", "tilewise"), Behaviour(absent=(0, 1, 2))),
+        ("0 of 9 runs are over", "there is no curve to draw"),
+        ("<figure",),
+    ),
+    "one seed": (
+        _study("lion", seeds=(0,)),
+        {"lion": Behaviour(effect=-0.2)},
+        ("lion is undecided", "One seed.", 'class="point"'),
+        ('class="interval"',),
+    ),
+    "what has a column is not said again": (
+        _study("wsd", "drop", "gone"),
+        {
+            "wsd": Behaviour(effect=-0.3),
+            "gone": Behaviour(absent=(0,)),
+            "drop": Behaviour(twin=True),
+            "baseline": Behaviour(twin=True),
+        },
+        (
+            "<p>Identical weights, bit for bit, with all 3 seeds.</p>",
+            "<p>2 of 3 seeds are done; so far",
+            "wsd is better",
+        ),
+        ("(Holm p",),
+    ),
+    "a whole choice": (
+        _study(Arm(name="lion", changes={"optimizer": WHOLE})),
+        {},
+        ("optimizer = lion, lr 0.0003, weight_decay 1", "optimizer = lion, lr 0.0003, weight\\_"),
+        (),
+    ),
+    "all diverged": (
+        _study("lion", target=0.5),
+        {"lion": LOST, "baseline": LOST},
+        ("lion diverged",),
+        ("not finished",),
+    ),
+    "a sweep that nothing survived": (
+        _study("lion", sweep=RATES),
+        {"lion": Behaviour(survives=0.1, absent=(0, 1, 2))},
+        ("lion diverged", "| lion | 10 | diverged |"),
+        ("not finished",),
+    ),
+    "a target that nobody reached": (
+        _study("lion", target=0.5),
+        {},
+        ("0 of 3", "not reached"),
+        ("Tokens to 0.5",),  # a figure of nothing is not drawn
+    ),
+    "a task of images": (
+        _study("lion", baseline=images.config_of("some.npz"), metric="accuracy"),
+        dict.fromkeys(("baseline", "lion"), Behaviour(metric="accuracy")),
+        ("8 examples",),
+        ("tokens a step",),
+    ),
+    "many arms with long names": (
+        _study(*LONG),
+        {},
+        (*LONG, "an-arm-with-a-…", "stroke-dasharray"),  # the colours have come round again
+        (),
+    ),
+}
 
 
-def test_an_arm_that_changes_a_whole_choice(tmp_path: Path) -> None:
-    whole = {"name": "lion", "lr": 0.0003, "weight_decay": 1.0}
-    study = _study(Arm(name="lion", changes={"optimizer": whole}))
-    reader, _, twin = _written(folder_of(tmp_path, study, records_of(study)))
-    for text in (reader.text, twin.replace("\\", "")):
-        assert "optimizer = lion, lr 0.0003, weight_decay 1" in text
-
-
-def test_everything_diverged(tmp_path: Path) -> None:
-    study = _study("lion", target=0.5)
-    lost = Behaviour(diverged={0: 3, 1: 4, 2: 5})
-    reader, _, _ = _written(
-        folder_of(tmp_path, study, records_of(study, {"lion": lost, "baseline": lost}))
-    )
-    assert "lion diverged" in reader.text
-    assert "not finished" not in reader.text
-
-
-def test_a_sweep_that_nothing_survived(tmp_path: Path) -> None:
-    sweep = Sweep(values={"baseline": (1e-3, 1e-2), "lion": (1.0, 10.0)})
-    study = _study("lion", sweep=sweep)
-    records = records_of(study, {"lion": Behaviour(survives=0.1, absent=(0, 1, 2))})
+@pytest.mark.parametrize("scene", SCENES)
+def test_what_is_said_of_a_study(scene: str, tmp_path: Path) -> None:
+    study, behaviours, said, unsaid = SCENES[scene]
+    records = records_of(study, behaviours)
     choose(study, records)
-    reader, _, twin = _written(folder_of(tmp_path, study, records))
-    assert "lion diverged" in reader.text
-    assert "not finished" not in reader.text
-    assert "| lion | 10 | diverged |" in twin
+    reader, source, twin = _written(folder_of(tmp_path, study, records))
+    assert [each for each in said if each not in reader.text + source + twin] == []
+    assert [each for each in unsaid if each in reader.text + source] == []
 
 
 def test_what_the_target_took_against_the_baseline(tmp_path: Path) -> None:
@@ -386,40 +405,9 @@ def test_what_the_target_took_against_the_baseline(tmp_path: Path) -> None:
     assert "\N{MULTIPLICATION SIGN}" not in baseline
 
 
-def test_a_target_that_nobody_reached(tmp_path: Path) -> None:
-    study = _study("lion", target=0.5)
-    reader, _, twin = _written(folder_of(tmp_path, study, records_of(study)))
-    assert "0 of 3" in reader.text
-    assert "not reached" in reader.text
-    assert "not reached" in twin
-    assert "Tokens to 0.5" not in reader.text  # a figure of nothing is not drawn
-
-
-def test_many_arms_with_long_names(tmp_path: Path) -> None:
-    names = [f"an-arm-with-a-very-long-name-{number}" for number in range(11)]
-    study = _study(*names)
-    folder = folder_of(tmp_path, study, records_of(study))
-    reader, source, _ = _written(folder)
-    assert all(name in reader.text for name in names)
-    assert "an-arm-with-a-…" in source
-    assert "stroke-dasharray" in source  # the colours have come round again
-
-
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="study"):
         gather(tmp_path)
-
-
-def test_a_damaged_record_does_not_hide_the_report_of_the_others(tmp_path: Path) -> None:
-    study = _study("lion")
-    folder = folder_of(tmp_path, study, records_of(study))
-    record = folder / "runs/optimizers/lion/seed-1/record.jsonl"
-    record.write_text("{}\n" + record.read_text())
-    reader, source, text = _written(folder)
-    for page in (reader.text, text):
-        assert "optimizers/lion/seed-1: its record is damaged and left out" in page
-        assert "optimizers/lion/seed-0: its record" not in page
-    assert "<svg" in source
 
 
 def test_the_link_to_the_definitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,8 +433,51 @@ def test_the_definitions_are_in_the_documentation() -> None:
     assert {each.anchor for each in DEFINITIONS} <= anchors
 
 
-def test_study_json_holds_what_the_page_says(tmp_path: Path) -> None:
-    study = _study("lion")
-    folder = folder_of(tmp_path, study, records_of(study))
-    stored = json.loads((folder / "study.json").read_text())
-    assert stored["hash"] in _written(folder)[0].text
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The page and its twin, of a design with a target and of a sequential experiment."""
+    design = experiment_of("a", "b", "a+b", name="both", design={"factors": ("a", "b")}, target=2.6)
+    added = experiment_of(
+        "clear", "noisy", name="added", seeds=tuple(range(6)), sequential=Sequential(looks=(3, 6))
+    )
+    study = study_of(design, added)
+    behaviours = {
+        "a": Behaviour(effect=-0.1, pace=0.5),
+        "b": Behaviour(effect=0.5),
+        "a+b": Behaviour(effect=-0.3, pace=0.8),
+        "clear": Behaviour(effect=-0.2, absent=(3, 4, 5)),
+        "noisy": Behaviour(effect=-0.01, noise=0.1),
+    }
+    folder: Path = tmp_path_factory.mktemp("deciding")
+    page, twin = report.write(
+        report.gather(folder_of(folder, study, records_of(study, behaviours)))
+    )
+    return page.read_text(), twin.read_text()
+
+
+def test_effects_are_a_map_and_a_table(written: tuple[str, str]) -> None:
+    page, twin = written
+    assert "<h3>Effects and interactions, bits per byte</h3>" in page
+    assert "var(--better)" in page
+    assert "var(--worse)" in page
+    assert "#### Effects of the factors" in twin
+    assert "| a \N{MULTIPLICATION SIGN} b | better together |" in twin
+
+
+def test_survival_and_the_front_have_their_tables(written: tuple[str, str]) -> None:
+    page, twin = written
+    assert "<h3>Runs not at 2.6 bits per byte yet</h3>" in page
+    assert "<h3>Quality against cost</h3>" in page
+    assert "#### Runs that have not reached the target" in twin
+    front = twin.split("#### Quality against cost")[1].split("####")[0]
+    rows = {line.split("|")[1].strip(): line for line in front.splitlines() if line[:1] == "|"}
+    assert "on the front" in rows["a+b"]
+    assert "on the front" in rows["baseline"]
+    assert "beaten by" in rows["b"]
+
+
+def test_seeds_that_were_not_needed_are_not_missing(written: tuple[str, str]) -> None:
+    page, twin = written
+    assert "not finished" not in page
+    assert "not needed" in twin
+    assert "looks after 3 and 6 seeds at levels of 1.3 and 3.8 %, which add up to 5 %" in twin

@@ -153,15 +153,11 @@ def test_odd_expressions_are_refused(text: str, words: str, tmp_path: Path) -> N
     (folder / "basic_test.tsv").write_text(text)
     with pytest.raises(InvalidArgument, match=words):
         prepared(config_of("listops", folder))
-
-
-def test_every_held_out_file_of_the_arena_is_needed(tmp_path: Path) -> None:
-    source = write_listops(tmp_path / "lra", "lra")
-    (source / "basic_val.tsv").unlink()
+    (folder / "basic_val.tsv").unlink()
     with pytest.raises(InvalidArgument, match=r"without basic_val\.tsv.*long-range-arena"):
-        prepared(config_of("listops", source))
+        prepared(config_of("listops", folder))
     with pytest.raises(InvalidArgument, match=r"without test_d20s\.tsv.*spinn"):
-        prepared(config_of("listops", source, **{"task.form": "nyu"}))
+        prepared(config_of("listops", folder, **{"task.form": "nyu"}))
 
 
 def test_an_expression_is_never_cut(tmp_path: Path) -> None:
@@ -175,15 +171,6 @@ def test_an_expression_is_never_cut(tmp_path: Path) -> None:
         change(config, {"task.longest": 100})
     with pytest.raises(InvalidArgument, match=r"basic_train\.tsv"):
         prepared(config_of("listops", tmp_path))
-
-
-def test_accuracy_by_quarters_of_length() -> None:
-    lengths = np.array([9, 1, 5, 5, 5, 2, 7, 8, 3])
-    predicted = np.array([1, 0, 1, 0, 0, 0, 1, 1, 0])
-    found = scores.by_length(predicted, np.zeros(9, np.int64), lengths)
-    # By length: 1 2 3 | 5 5 | 5 7 | 8 9, of equal ones the first.
-    assert list(found.values()) == [1.0, 0.5, 0.5, 0.0]
-    assert set(scores.QUARTERS) <= set(METRICS)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +244,15 @@ def test_addresses_have_eras_and_parties(tmp_path: Path) -> None:
     assert party.train.labels.tolist() == [0] * 5
     assert party.held_out["held_out"].labels.tolist() == [1] * 4
     assert party.name == "State of the Union addresses"
+    path = source / "sotu.jsonl.gz"
+    row = {"year": 1700, "president": "x", "party": "y", "text": "z"}
+    for changes, words in (({}, "line 1: 1700.*from 1790"), ({"text": None}, "text, a str")):
+        write_objects(path, [{**row, **changes}])
+        with pytest.raises(InvalidArgument, match=words):
+            prepared(config_of("documents", path))
+    path.unlink()
+    with pytest.raises(InvalidArgument, match=r"sotu.jsonl or sotu.jsonl.gz"):
+        prepared(config_of("documents", source))
 
 
 def test_passages_cover_the_text_and_are_not_cut(tmp_path: Path) -> None:
@@ -282,19 +278,6 @@ def test_passages_cover_the_text_and_are_not_cut(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgument, match=words):
             change(config, changes)
-
-
-def test_odd_addresses_are_refused(tmp_path: Path) -> None:
-    source = write_addresses(tmp_path / "longdoc")
-    path = source / "sotu.jsonl.gz"
-    row = {"year": 1700, "president": "x", "party": "y", "text": "z"}
-    for changes, words in (({}, "line 1: 1700.*from 1790"), ({"text": None}, "text, a str")):
-        write_objects(path, [{**row, **changes}])
-        with pytest.raises(InvalidArgument, match=words):
-            prepared(config_of("documents", path))
-    path.unlink()
-    with pytest.raises(InvalidArgument, match=r"sotu.jsonl or sotu.jsonl.gz"):
-        prepared(config_of("documents", source))
 
 
 @pytest.mark.parametrize("name", [name for name in variants.ENCODER if name != "full"])
@@ -345,6 +328,15 @@ def test_it_learns(tmp_path: Path) -> None:
     held = config.learning.examination(config, data).held_out(trainer.model, True, None)
     assert held.metrics["accuracy"] == 1.0
     assert list(held.metrics) == ["accuracy", *scores.QUARTERS, "cross_entropy"]
+
+
+def test_accuracy_by_quarters_of_length() -> None:
+    lengths = np.array([9, 1, 5, 5, 5, 2, 7, 8, 3])
+    predicted = np.array([1, 0, 1, 0, 0, 0, 1, 1, 0])
+    found = scores.by_length(predicted, np.zeros(9, np.int64), lengths)
+    # By length: 1 2 3 | 5 5 | 5 7 | 8 9, of equal ones the first.
+    assert list(found.values()) == [1.0, 0.5, 0.5, 0.0]
+    assert set(scores.QUARTERS) <= set(METRICS)
 
 
 @pytest.mark.slow

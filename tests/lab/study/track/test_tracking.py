@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,22 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from rich.console import Console
 
-from tests.conftest import ROOT
-from tests.lab.study.conduct.conducting import conductor_of
+from tests.lab.study.conduct.conducting import Conducted
 from tests.lab.study.records_of import (
     Behaviour,
     config_of,
     experiment_of,
+    known,
     record_of,
     records_of,
     study_of,
     write,
 )
-from tilelab.study import report
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.records import store
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 from tilelab.study.track.tracking import Tracking, trackers
@@ -111,10 +107,9 @@ def _mlflow(folder: Path, name: str) -> tuple[Any, Any]:
 
     client = MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     experiment = client.get_experiment_by_name(folder.name)
-    assert experiment is not None
     (run,) = (
         each
-        for each in client.search_runs([experiment.experiment_id])
+        for each in client.search_runs([known(experiment).experiment_id])
         if each.info.run_name == name
     )
     return client, run
@@ -166,11 +161,19 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     folder, run = tmp_path / "study-1", _run()
     whole = record_of(run, Behaviour())
     said: list[str] = []
+    whole.evaluations = [
+        replace(each, softmaxes=[LayerSoftmax(0, 2.5, 0.25, 1.0 * each.step)])
+        for each in whole.evaluations
+    ]
+    gone = LayerSoftmax(0, 2.5, 0.25, None)  # it was not finite
+    whole.evaluations[2] = replace(whole.evaluations[2], softmaxes=[gone])
 
     tracking = Tracking(folder, {kind: _tracker(kind, folder)}, said.append)
     tracking.started(run)
     _told(tracking, run, whole, 0, 15)
-    write(folder, {run.name: record_of(run, Behaviour(stopped={1: 15}))})
+    stopped = record_of(run, Behaviour(stopped={1: 15}))
+    stopped.evaluations = [each for each in whole.evaluations if each.step <= 15]
+    write(folder, {run.name: stopped})
     if end == "stopped":
         tracking.close()  # one that is killed keeps what it has not sent yet
 
@@ -195,6 +198,11 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     assert [step for step, _ in curves["held_out/bits_per_byte"]] == evaluated
     assert [at for at, _ in curves["by_tokens/held_out/loss"]] == [TOKENS * at for at in evaluated]
     assert "held_out/word_perplexity" not in curves  # it has none
+    assert curves["attention/layer_0/entropy"] == [(step, 2.5) for step in evaluated]
+    assert curves["attention/layer_0/lowest_head"] == [(step, 0.25) for step in evaluated]
+    finite = [(step, float(step)) for step in evaluated if step != 2 * EVERY]
+    assert curves["attention/layer_0/max_logit"] == finite
+    assert not [name for name in curves if "attention" in name and name.startswith("by_tokens")]
     last = whole.evaluations[-1].loss
     ((step, value),) = curves["final/loss"]
     assert step == STEPS
@@ -203,35 +211,6 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     assert float(parameters["optimizer.lr"]) == run.config.optimizer.options["lr"]
     assert float(parameters["seed"]) == 1
     assert parameters["schedule.name"] == "linear"
-
-
-def test_every_attention_layer_has_its_curves(kind: str, tmp_path: Path) -> None:
-    folder, run = tmp_path / "study-1", _run()
-    whole = record_of(run, Behaviour())
-    looks = [
-        [
-            LayerSoftmax(layer, entropy=2.5 - layer, lowest_head=0.25, max_logit=float(each.step))
-            for layer in range(2)
-        ]
-        for each in whole.evaluations
-    ]
-    looks[2] = [replace(each, max_logit=None) for each in looks[2]]  # it was not finite
-    whole.evaluations = [
-        replace(each, softmaxes=look) for each, look in zip(whole.evaluations, looks, strict=True)
-    ]
-    tracking = Tracking(folder, {kind: _tracker(kind, folder)}, pytest.fail)
-    tracking.started(run)
-    _told(tracking, run, whole, 0, STEPS)
-    tracking.ended(run, whole)
-    tracking.close()
-    curves = _curves(kind, folder, run.name)
-    steps = list(range(0, STEPS + 1, EVERY))
-    assert curves["attention/layer_0/entropy"] == [(step, 2.5) for step in steps]
-    assert curves["attention/layer_1/entropy"] == [(step, 1.5) for step in steps]
-    assert curves["attention/layer_1/lowest_head"] == [(step, 0.25) for step in steps]
-    finite = [(step, float(step)) for step in steps if step != 2 * EVERY]
-    assert curves["attention/layer_0/max_logit"] == finite
-    assert not [name for name in curves if "attention" in name and name.startswith("by_tokens")]
 
 
 def test_runs_that_are_over_are_caught_up_with_once(kind: str, tmp_path: Path) -> None:
@@ -274,20 +253,16 @@ def test_a_tracker_that_fails_is_said_and_costs_nothing(tmp_path: Path) -> None:
     tracking = Tracking(folder, {"bad": bad}, said.append)
     tracking.catch_up({run.name: whole})
     assert bad.kept[run.name]["curves"] == good.kept[run.name]["curves"]
-
-
-def test_tokens_are_those_that_steps_say(tmp_path: Path) -> None:
-    run, kept = _run(), Memory()
-    whole = record_of(run, Behaviour())
-    tracking = Tracking(tmp_path / "study-1", {"memory": kept}, pytest.fail)
+    kept = Memory()
+    tracking = Tracking(tmp_path / "study-2", {"memory": kept}, pytest.fail)
     tracking.started(run)
     for step in whole.steps[:3]:
         tracking.event(run, {"event": "step", **asdict(step), "tokens": 7})
     tracking.close()
-    curve = kept.kept[run.name]["curves"]["by_tokens/train/loss"]
-    assert [at for at, _ in curve] == [7, 14, 21]
-    speeds = kept.kept[run.name]["curves"]["train/tokens_per_s"]
-    assert speeds == [(3, 7 / whole.steps[2].wall_s)]  # the first two warm up
+    curves = kept.kept[run.name]["curves"]
+    assert [at for at, _ in curves["by_tokens/train/loss"]] == [7, 14, 21], "as the steps say"
+    # The first two warm up.
+    assert curves["train/tokens_per_s"] == [(3, 7 / whole.steps[2].wall_s)]
 
 
 TRACKER = '''
@@ -322,53 +297,34 @@ def nothing(folder):
 '''
 
 
-def test_a_study_with_a_tracker_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(report, "write", lambda it: (it.folder / "r.html", it.folder / "r.md"))
-    own, text = tmp_path / "own.py", tmp_path / "quick"
+@pytest.mark.usefixtures("quick_report")
+def test_a_study_with_a_tracker_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = place / "own.py"
     own.write_text(TRACKER)
-    text.write_text("the cat sat on the mat. " * 400)
-    baseline = config_of(**{"data.source": str(text), "budget.steps": 3})
-    study = study_of(experiment_of("lion", baseline=baseline, seeds=(0,)))
-    ours = conductor_of(
-        study,
-        tmp_path / "studies",
-        jobs=2,
-        module="tests.lab.study.conduct.fake_child",
-        track=(f"{own}:Lines",),
-    )
-    console = Console(file=io.StringIO())
-    folder = store.folder_of(study, ours.out)
-    assert ours.conduct(console) == 0
-    points = (folder / "Lines" / "points.txt").read_text()
+    conducted = Conducted(place, options={"track": (f"{own}:Lines",)}, seeds=(0,))
+    assert conducted.go() == 0
+    path = conducted.folder / "Lines" / "points.txt"
+    points = path.read_text()
     assert points.count('"train/loss"') == 2 * 3
     assert points.count('"held_out/loss"') == 2 * 2
     assert points.count('"final/loss"') == 2
-    assert ours.conduct(console) == 0  # all is done, and told
-    assert (folder / "Lines" / "points.txt").read_text() == points
+    assert conducted.go() == 0  # all is done, and told
+    assert path.read_text() == points
 
     wrong = {
         f"{own}:nothing": "a PosixPath from",
         f"{own}:absent": "which is no function",
-        f"{tmp_path}/absent.py:f": "which is no file",
+        f"{place}/absent.py:f": "which is no file",
         "mlfow": "Did you mean 'mlflow'",
     }
     for name, words in wrong.items():
         with pytest.raises(InvalidArgument, match=words):
-            replace(ours, track=(name,)).conduct(console)
-
-
-def test_without_its_package_a_tracker_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+            conducted.go(track=(name,))
     monkeypatch.delitem(sys.modules, "tilelab.study.track.mlflow", raising=False)
     for module in ("mlflow", "mlflow.entities"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidArgument, match=r"--track.*pip install 'tilewise\[track\]'"):
-        trackers(["mlflow"], tmp_path)
+        trackers(["mlflow"], place)
 
 
 @pytest.mark.thorough

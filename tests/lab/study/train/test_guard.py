@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tilewise
 from tilelab.models.gpt2 import GPT2, Shape
 from tilelab.study.train.costs import Guard, kernel_of
 from tilewise import masks, scores
 from tilewise.nn import Attention, Implementation
 
-OTHER = "tiled"
 X = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -60,14 +57,6 @@ def test_variants_biases_and_narrow_types_are_seen_through(implementation: Imple
         assert _kernel(implementation, **each) == expected[implementation], each
     with torch.autocast("cpu", torch.bfloat16):
         assert _kernel(implementation) == expected[implementation]
-
-
-def test_the_reference_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Attention(32, 2, mask=masks.causal(), implementation="tilewise")
-    x = X.clone().requires_grad_()
-    named = partial(tilewise.attention, backend=OTHER)
-    monkeypatch.setattr("tilewise.nn.implementations.attention", named)
-    assert kernel_of(layer(x), x, "tilewise") == f"tilewise {OTHER}"
 
 
 class _Node:
@@ -146,17 +135,6 @@ def test_a_change_of_kernel_in_the_middle_shows_as_a_second_line() -> None:
     with guard.watching():
         model(TOKENS)
     assert _found(guard) == [(0, "tilewise cpu", 2), (1, "plain", 1), (1, "tilewise cpu", 1)]
-
-
-def test_counts_go_on_from_a_checkpoint() -> None:
-    model = _model()
-    first, second = Guard(model), Guard(model)
-    with first.watching():
-        model(TOKENS)
-    second.restore(first.as_json())
-    with second.watching():
-        model(TOKENS)
-    assert _found(second) == [(0, "tilewise cpu", 2), (1, "tilewise cpu", 2)]
 
 
 def test_a_compiled_model_is_probed_without_hooks_or_random_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import math
 import random
@@ -16,25 +15,27 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.lab.study.records_of import known
 from tests.lab.study.train.toys import (
     OPTIMIZERS,
     STEPS,
     Killed,
     bits_of,
+    finished,
     killed_after,
     record_of,
     session_of,
-    text,
     tokens_of,
     trainer_of,
 )
 from tilelab.study.ask.run import RECORD
-from tilelab.study.records.events import RunRecord, Writer
+from tilelab.study.records.events import Writer
 from tilelab.study.train import state as states
 from tilelab.study.train.session import Examiner, Session
-from tilelab.study.train.state import CHECKPOINT, CheckpointError, weights_sha256
+from tilelab.study.train.state import CheckpointError, weights_sha256
 from tilelab.study.train.trainer import Trainer
 
+WARM: dict[str, Any] = {"training.length_warmup": {"start": 4, "steps": 4}}
 CHOICES: list[dict[str, Any]] = [
     *({"optimizer.name": name} for name in OPTIMIZERS),
     *({"training.precision": name} for name in ("bf16", "fp16")),
@@ -43,13 +44,13 @@ CHOICES: list[dict[str, Any]] = [
     {"model.dropout.residual": 0.1, "training.checkpointing": True},
     {"optimizer.name": "schedule-free", "training.precision": "bf16"},
     {"optimizer.name": "muon", "training.precision": "fp16", "schedule.name": "wsd"},
+    WARM,
+    {"data.packing": "documents", "attention.implementation": "plain", **WARM},
+    {"data.packing": "documents", "model.positions": "rotary", "training.checkpointing": True},
+    {"data.packing": "padded", "model.dropout.attention": 0.1, "training.label_smoothing": 0.1},
+    {"attention.variant": {"name": "bigbird", "block": 2}, **WARM},
+    {"model.kv_heads": 1, "model.norm": "rms", "model.qk_norm": True, "model.positions": "none"},
 ]
-
-
-def _finished(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> RunRecord:
-    folder.mkdir(exist_ok=True)
-    session_of(folder, changes, **options).work()
-    return record_of(folder)
 
 
 def _kill_at(session: Session, step: int) -> None:
@@ -59,65 +60,42 @@ def _kill_at(session: Session, step: int) -> None:
 
 
 @pytest.mark.parametrize("changes", CHOICES, ids=str)
-def test_a_run_that_is_killed_twice_ends_with_the_samebits_of(
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = _finished(tmp_path / "whole", changes)
+    whole = finished(tmp_path / "whole", changes)
     folder = tmp_path / "killed"
     folder.mkdir()
-    _kill_at(session_of(folder, changes), 3)
-    torch.manual_seed(99)  # a new process does not know the random state of the old one
-    _kill_at(session_of(folder, changes), 5)
-    torch.manual_seed(98)
-    killed = _finished(folder, changes)
+    # The last process saves nothing: its step is done again. None knows the old random state.
+    for seed, step, checkpoint_every_s in ((99, 2, 0.0), (98, 4, 0.0), (97, 5, 1e9)):
+        _kill_at(session_of(folder, changes, checkpoint_every_s=checkpoint_every_s), step)
+        torch.manual_seed(seed)
+    assert '"step":5,' in (folder / RECORD).read_text()
+    killed = finished(folder, changes)
     assert bits_of(killed) == bits_of(whole)
-    assert [start.from_step for start in killed.starts] == [0, 3, 5]
-
-
-def test_what_was_trained_after_the_last_checkpoint_is_done_again(tmp_path: Path) -> None:
-    whole = _finished(tmp_path / "whole")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    _kill_at(session_of(folder), 3)
-    _kill_at(session_of(folder, checkpoint_every_s=1e9), 5)
-    lines = (folder / RECORD).read_text().splitlines()
-    assert sum('"step":5,' in line or '"step":4,' in line for line in lines) > 2
-    killed = _finished(folder)
-    assert [start.from_step for start in killed.starts] == [0, 3, 3]
-    assert bits_of(killed) == bits_of(whole)
-
-
-def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
-    whole = _finished(tmp_path / "whole")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    _kill_at(session_of(folder, checkpoint_every_s=1e9), 5)
-    assert not (folder / CHECKPOINT).exists()
-    killed = _finished(folder)
-    assert [start.from_step for start in killed.starts] == [0, 0]
-    assert bits_of(killed) == bits_of(whole)
+    assert [start.from_step for start in killed.starts] == [0, 2, 4, 4]
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_record_that_was_cut_is_trained_again(tmp_path: Path, checksums: bool) -> None:
     """The checkpoint is of the last step, and says nothing of the steps that were cut off."""
-    whole = _finished(tmp_path / "whole")
+    whole = finished(tmp_path / "whole")
     folder = tmp_path / "cut"
-    cut = _finished(folder)
+    cut = finished(folder)
     lines = (folder / RECORD).read_text().splitlines()
     kept = [each for at, each in enumerate(lines) if at < 4]
     if not checksums:  # as older versions wrote them
         kept = [re.sub(r',"check":"\w+"', "", each) for each in kept]
     (folder / RECORD).write_text("".join(f"{each}\n" for each in kept))
     assert 0 < record_of(folder).whole_steps < len(cut.steps)
-    again = _finished(folder)
+    again = finished(folder)
     assert [start.from_step for start in again.starts] == [0, 0]
     assert again.done
     assert bits_of(again) == bits_of(whole)
 
 
 def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _finished(tmp_path / "whole")
+    whole = finished(tmp_path / "whole")
     write, save = Writer.write, states.write
     generator = random.Random(0)
     for attempt in range(12):
@@ -150,32 +128,33 @@ def test_a_kill_at_any_write_does_no_harm(tmp_path: Path, monkeypatch: pytest.Mo
             patch.setattr(states, "write", lost)
             with suppress(Killed):
                 session_of(folder).work()
-        assert bits_of(_finished(folder)) == bits_of(whole), attempt
+        assert bits_of(finished(folder)) == bits_of(whole), attempt
 
 
 def test_a_run_that_is_over_is_not_touched(tmp_path: Path) -> None:
-    _finished(tmp_path)
+    finished(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    _finished(tmp_path)
+    finished(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_kill_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
-    whole = _finished(tmp_path)
+    whole = finished(tmp_path)
     lines = (tmp_path / RECORD).read_bytes().splitlines(keepends=True)
     assert b'"event":"end"' in lines[-1]
     (tmp_path / RECORD).write_bytes(b"".join(lines[:-1]))
-    again = _finished(tmp_path)
+    again = finished(tmp_path)
     assert again.end == whole.end
     assert again.starts[-1].from_step == STEPS
 
 
 def test_the_record_of_a_run(tmp_path: Path) -> None:
-    record = _finished(tmp_path)
+    record = finished(tmp_path)
     start, memory = record.start, record.memory
     assert (start.run, start.seed, start.from_step) == ("toy/arm/seed-0", 0, 0)
     assert start.corpus["train_tokens"] == 3600
     assert set(start.flops_per_token) == {"full", "causal"}
+    assert record.sample is None
     assert [each.step for each in record.steps] == [1, 2, 3, 4, 5, 6]
     assert [each.warmup for each in record.steps] == [True, True, False, False, False, False]
     assert [each.step for each in record.evaluations] == [0, 2, 4, 6]
@@ -183,13 +162,11 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert last.tokens == 6 * 2 * 2 * 16
     assert last.train_wall_s == pytest.approx(sum(each.wall_s for each in record.steps))
     assert last.train_cpu_s == pytest.approx(sum(each.cpu_s for each in record.steps))
-    assert last.loss is not None
-    assert last.bits_per_byte == pytest.approx(last.loss / math.log(2))
+    assert last.bits_per_byte == pytest.approx(known(last.loss) / math.log(2))
     assert memory is not None
     assert memory.weights_bytes == 4 * start.parameters["total"]
     assert min(memory.activations_bytes, memory.gradients_bytes, memory.optimizer_bytes) > 0
-    assert record.kernels is not None
-    assert [(each.kernel, each.calls) for each in record.kernels.layers] == 2 * [
+    assert [(each.kernel, each.calls) for each in known(record.kernels).layers] == 2 * [
         ("tilewise cpu", 2 * STEPS)
     ]
     assert record.end is not None
@@ -197,43 +174,39 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert record.checkpoint == STEPS
 
 
-def test_every_start_tells_the_first_weights(tmp_path: Path) -> None:
+def test_every_start_tells_the_first_weights_and_time_adds_up(tmp_path: Path) -> None:
     first = weights_sha256(trainer_of().model)
     _kill_at(session_of(tmp_path), 4)
-    record = _finished(tmp_path)
+    record = finished(tmp_path)
     assert [each.weights_sha256 for each in record.starts] == [first, first]
-
-
-def test_time_adds_up_over_interruptions(tmp_path: Path) -> None:
-    _kill_at(session_of(tmp_path), 4)
-    record = _finished(tmp_path)
     assert record.evaluations[-1].train_wall_s == pytest.approx(
         sum(each.wall_s for each in record.steps)
     )
 
 
-def test_how_often_a_run_is_evaluated_does_not_change_it(tmp_path: Path) -> None:
-    for name in OPTIMIZERS:
-        often = _finished(tmp_path / f"{name}-often", {"optimizer.name": name})
-        changes = {"optimizer.name": name, "evaluation.every": 100}
-        seldom = _finished(tmp_path / f"{name}-seldom", changes)
-        assert often.end is not None
-        assert seldom.end is not None
-        assert often.end.weights_sha256 == seldom.end.weights_sha256, name
-        assert [each.step for each in seldom.evaluations] == [0, STEPS]
-
-
 def test_a_final_stride_scores_the_whole_held_out_text(tmp_path: Path) -> None:
-    sampled = _finished(tmp_path / "sampled")
-    whole = _finished(tmp_path / "whole", {"evaluation.final_stride": 4})
+    sampled = finished(tmp_path / "sampled")
+    whole = finished(tmp_path / "whole", {"evaluation.final_stride": 4})
     losses = [[each.loss for each in record.evaluations] for record in (sampled, whole)]
     assert losses[0][:-1] == losses[1][:-1]
     assert losses[0][-1] != losses[1][-1]
 
 
+def test_a_full_disk_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            session_of(tmp_path).work()
+    assert [each.step for each in record_of(tmp_path).steps] == [1]
+    assert finished(tmp_path).done
+
+
 def test_divergence_is_an_end_and_comes_out_the_same_after_a_kill(tmp_path: Path) -> None:
     changes = {"optimizer.name": "sgd", "optimizer.lr": 1e12, "training.clip": 0.0}
-    whole = _finished(tmp_path / "whole", changes)
+    whole = finished(tmp_path / "whole", changes)
     assert whole.diverged
     assert whole.end is not None
     assert "not finite" in whole.end.reason or "is nan" in whole.end.reason
@@ -242,7 +215,7 @@ def test_divergence_is_an_end_and_comes_out_the_same_after_a_kill(tmp_path: Path
     folder = tmp_path / "killed"
     folder.mkdir()
     _kill_at(session_of(folder, changes), whole.end.step)
-    assert bits_of(_finished(folder, changes)) == bits_of(whole)
+    assert bits_of(finished(folder, changes)) == bits_of(whole)
 
 
 def test_weights_that_are_not_finite_after_the_last_step_are_divergence(tmp_path: Path) -> None:
@@ -259,70 +232,28 @@ def test_weights_that_are_not_finite_after_the_last_step_are_divergence(tmp_path
     session.trainer.step = spoil  # type: ignore[method-assign]
     session.work()
     record = record_of(tmp_path)
-    assert record.end is not None
     assert record.diverged
-    assert record.end.reason == f"the held-out loss after step {STEPS} is nan"
+    assert known(record.end).reason == f"the held-out loss after step {STEPS} is nan"
     assert record.evaluations[-1].loss is None
 
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:
     _kill_at(session_of(tmp_path), 3)
     with pytest.raises(CheckpointError, match="checkpoint of another config"):
-        _finished(tmp_path, {"optimizer.lr": 0.001})
-
-
-def test_a_checkpoint_of_another_text_is_refused(tmp_path: Path) -> None:
-    _kill_at(session_of(tmp_path), 3)
-    other = dataclasses.replace(tokens_of(text(3000)), sha256="1" * 64)
-    with pytest.raises(CheckpointError, match="checkpoint of another corpus"):
-        _finished(tmp_path, tokens=other)
-
-
-def test_a_checkpoint_without_its_record_is_not_believed(tmp_path: Path) -> None:
-    whole = _finished(tmp_path / "whole")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    _kill_at(session_of(folder), 3)
-    (folder / RECORD).unlink()
-    record = _finished(folder)
-    assert [start.from_step for start in record.starts] == [0]
-    assert bits_of(record) == bits_of(whole)
-
-
-def test_a_full_disk_stops_the_run_and_loses_nothing_older(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = _finished(tmp_path / "whole")
-    folder = tmp_path / "full"
-    folder.mkdir()
-    save = states.write
-
-    def full(state: Any, path: Path) -> None:
-        if state.step == 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(state, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "write", full)
-        with pytest.raises(OSError, match="No space left"):
-            session_of(folder).work()
-    record = record_of(folder)
-    assert record.checkpoint == 3
-    assert [each.step for each in record.steps] == [1, 2, 3, 4]
-    assert bits_of(_finished(folder)) == bits_of(whole)
+        finished(tmp_path, {"optimizer.lr": 0.001})
 
 
 def test_checkpoints_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = _finished(tmp_path / "seldom", checkpoint_every_s=1e9)
+    record = finished(tmp_path / "seldom", checkpoint_every_s=1e9)
     lines = (tmp_path / "seldom" / RECORD).read_text()
     assert lines.count('"event":"checkpoint"') == 1
     assert record.checkpoint == STEPS
-    _finished(tmp_path / "always")
+    finished(tmp_path / "always")
     assert (tmp_path / "always" / RECORD).read_text().count('"event":"checkpoint"') == STEPS
     # One that takes long is followed by a long time without.
     ticks = iter(np.arange(0.0, 1e6, 30.0))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
-    _finished(tmp_path / "slow", checkpoint_every_s=1.0)
+    finished(tmp_path / "slow", checkpoint_every_s=1.0)
     assert (tmp_path / "slow" / RECORD).read_text().count('"event":"checkpoint"') == 2
 
 
@@ -381,11 +312,3 @@ def test_an_optimizer_that_averages_is_evaluated_at_its_average() -> None:
     assert found == pytest.approx(at_average.held_out(whole=False).loss, rel=1e-5)
     at_average._trainer.model.load_state_dict(trainer.model.state_dict())
     assert found != pytest.approx(at_average.held_out(whole=False).loss, rel=1e-4)
-
-
-def test_the_whole_text_is_scored_only_where_the_config_asks() -> None:
-    sampled = Examiner(trainer_of(), TOKENS)
-    assert sampled.held_out(whole=True) == sampled.held_out(whole=False)
-    strided = Examiner(trainer_of({"evaluation.final_stride": 4}), TOKENS)
-    assert strided.held_out(whole=False) == sampled.held_out(whole=False)
-    assert strided.held_out(whole=True) != sampled.held_out(whole=True)

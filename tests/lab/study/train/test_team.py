@@ -125,15 +125,6 @@ def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _run(tmp_path, DROPOUT)
-    parts, whole = _in_parts(tmp_path, run, "ddp", monkeypatch), _alone(tmp_path, "whole", run)
-    assert bits_of(parts, kernels=False) == bits_of(whole, kernels=False)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
@@ -162,15 +153,17 @@ def test_other_sums_differ_by_rounding_alone(
 
 
 @pytest.mark.slow
-def test_parts_of_weights_are_put_together_in_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_goes_on_with_another_number_of_processes(
+    strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process, then two that hold half of everything each, then one."""
-    run = _run(tmp_path)
-    whole_run = _alone(tmp_path, "whole", run)
-    record = _in_parts(tmp_path, run, "fsdp", monkeypatch)
-    assert [start.environment["strategy"] for start in record.starts] == [None, "fsdp", None]
-    for mine, theirs in zip(whole_run.steps, record.steps, strict=True):
+    """One process, then two (with fsdp each holds half of everything), then one."""
+    run = _run(tmp_path, DROPOUT if strategy == "ddp" else {})
+    parts, whole = _in_parts(tmp_path, run, strategy, monkeypatch), _alone(tmp_path, "whole", run)
+    assert [start.environment["strategy"] for start in parts.starts] == [None, strategy, None]
+    if strategy == "ddp":
+        assert bits_of(parts, kernels=False) == bits_of(whole, kernels=False)
+    for mine, theirs in zip(whole.steps, parts.steps, strict=True):
         assert theirs.loss == pytest.approx(mine.loss, rel=1e-5)
 
 
@@ -224,6 +217,12 @@ def test_micro_batches_are_dealt_out_and_draw_their_own_numbers() -> None:
     assert list(ALONE.share(items)) == items
     assert ALONE.total(2.5, torch.device("cpu")) == 2.5
     assert ALONE.agreed("x") == "x"
+    model = nn.Linear(3, 2)
+    ALONE.spread(model)
+    assert ALONE.wrapped(model) is model
+    weight = model.weight
+    assert local(weight) is whole({"weight": weight})["weight"] is weight
+    assert cut_like(weight, weight) is weight
     seeds = [
         micro_batch_seed(seed, step, index)
         for seed in (0, 1, -1)
@@ -232,16 +231,6 @@ def test_micro_batches_are_dealt_out_and_draw_their_own_numbers() -> None:
     ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= each < 2**63 for each in seeds)
-
-
-def test_one_process_has_nothing_to_put_together() -> None:
-    model = nn.Linear(3, 2)
-    ALONE.spread(model)
-    assert ALONE.wrapped(model) is model
-    weight = model.weight
-    assert local(weight) is weight
-    assert whole({"weight": weight})["weight"] is weight
-    assert cut_like(weight, weight) is weight
 
 
 def test_torchrun_is_told_what_to_do_instead(

@@ -1,20 +1,27 @@
-"""One step by hand, what is paired between arms, and every option of a step."""
+"""One step by hand, what is paired between arms, every option of a step; rows of other kinds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from tests.lab.study.train.toys import CPU, STEPS, run_of, tokens_of, trainer_of
+from tests.lab.study.records_of import known
+from tests.lab.study.train.toys import (
+    CPU,
+    STEPS,
+    finished,
+    run_of,
+    tokens_of,
+    trainer_of,
+)
 from tilelab.study import need as needs
 from tilelab.study.tasks.families import nudge
-from tilelab.study.tasks.task import Batch
 from tilelab.study.train.state import weights_sha256
 from tilelab.study.train.trainer import Diverged, Trainer
 
@@ -62,55 +69,6 @@ def test_training_learns_and_the_rate_follows_its_schedule() -> None:
     assert taken[-1].lr == pytest.approx(0.01 / 27)
 
 
-def test_every_step_learns_from_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_of()
-    asked: list[int] = []
-    at = trainer._batches.at
-
-    def noted(step: int) -> Sequence[Batch]:
-        asked.append(step)
-        return at(step)
-
-    monkeypatch.setattr(trainer._batches, "at", noted)
-    for _ in range(3):
-        trainer.step()
-    assert asked == [0, 1, 2]
-
-
-def test_micro_batches_count_by_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One target in the first, all in the second: the mean is over targets, not over batches."""
-    trainer, other = (trainer_of({"model.dropout.residual": 0.0}) for _ in range(2))
-    first, second = trainer._batches.at(0)
-    few = first._replace(targets=first.targets[:, :3], counted=first.targets[:, :3].numel())
-    whole = trainer.task.losses
-
-    def short(output: Tensor, targets: Tensor, training: Any) -> tuple[Tensor, Tensor]:
-        return whole(output[:, : targets.shape[1]], targets, training)
-
-    monkeypatch.setattr(trainer.task, "losses", short)
-    monkeypatch.setattr(trainer._batches, "at", lambda step: [few, second])
-    taken = trainer.step()
-
-    logits = [other.model(*each.inputs)[:, : each.targets.shape[1]] for each in (few, second)]
-    rows = torch.cat([each.flatten(0, 1) for each in logits])
-    targets = torch.cat([few.targets.flatten(), second.targets.flatten()])
-    loss = functional.cross_entropy(rows, targets)
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm(each.grad for each in other.model.parameters())
-    assert taken.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert taken.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
-    assert taken.tokens == 2 * second.tokens
-
-
-def test_accumulation_is_one_large_batch_in_pieces() -> None:
-    whole = trainer_of({"training.batch": 4, "training.accumulation": 1})
-    pieces = trainer_of({"training.batch": 1, "training.accumulation": 4})
-    for _ in range(3):
-        one, other = whole.step(), pieces.step()
-        assert one.loss == pytest.approx(other.loss, rel=1e-5)
-        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
-
-
 ARMS: list[dict[str, Any]] = [
     {"attention.implementation": "plain"},
     {"attention.implementation": "sdpa"},
@@ -139,11 +97,6 @@ def test_a_seed_gives_every_arm_the_same_weights_and_batches(changes: dict[str, 
 def _three_steps(trainer: Trainer) -> tuple[list[float], str]:
     """Losses, and the hash of all state. A trainer owns torch's random state: one at a time."""
     return [trainer.step().loss for _ in range(3)], trainer.state({}).sha256
-
-
-@pytest.mark.parametrize("changes", [{}, *ARMS], ids=str)
-def test_the_same_run_gives_the_same_bits(changes: dict[str, Any]) -> None:
-    assert _three_steps(trainer_of(changes)) == _three_steps(trainer_of(changes))
 
 
 def test_options_change_what_is_learnt_and_not_what_is_recorded_first() -> None:
@@ -197,7 +150,11 @@ def test_gradients_that_overflow_at_any_scale_are_divergence() -> None:
         trainer.step()
 
 
-def test_a_loss_that_is_not_finite_is_divergence_and_takes_no_step() -> None:
+def test_a_loss_or_gradient_that_is_not_finite_is_divergence_and_takes_no_step() -> None:
+    trainer = trainer_of()
+    trainer.model.norm.bias.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(Diverged, match="norm of the gradient of step 1"):
+        trainer.step()
     trainer = trainer_of()
     trainer.step()
     with torch.no_grad():
@@ -207,13 +164,6 @@ def test_a_loss_that_is_not_finite_is_divergence_and_takes_no_step() -> None:
         trainer.step()
     assert _bits(trainer) == before
     assert trainer.done == 1
-
-
-def test_a_gradient_that_is_not_finite_is_divergence() -> None:
-    trainer = trainer_of()
-    trainer.model.norm.bias.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(Diverged, match="norm of the gradient of step 1"):
-        trainer.step()
 
 
 def test_where_memory_goes_and_that_asking_changes_nothing() -> None:
@@ -236,6 +186,10 @@ def test_parameters_count_the_tied_head_once_and_name_the_positions() -> None:
     layer = 4 * (d * d + d) + (8 * d * d + 5 * d) + 4 * d
     total = vocabulary * d + context * d + 2 * layer + 2 * d
     assert trainer.parameters == {"total": total, "embedding": context * d}
+    other = trainer_of(FACTORS, seed=7)  # without a table nothing is looked up
+    assert other.parameters == {"total": needs.parameters(other.config), "embedding": 0}
+    identity = {"config": other.run.config_hash, "seed": "7", "corpus": "0" * 64}
+    assert other.identity == identity
 
 
 FACTORS = {
@@ -244,11 +198,6 @@ FACTORS = {
     "model.norm": "rms",
     "model.qk_norm": True,
 }
-
-
-def test_without_a_table_of_positions_nothing_is_looked_up() -> None:
-    trainer = trainer_of(FACTORS)
-    assert trainer.parameters == {"total": needs.parameters(trainer.config), "embedding": 0}
 
 
 @pytest.mark.parametrize("implementation", ["plain", "sdpa", "tilewise"])
@@ -262,41 +211,15 @@ def test_a_model_with_every_factor_trains(implementation: str) -> None:
     assert kernels.pop().startswith(implementation)
 
 
-@pytest.mark.parametrize("factors", [{}, FACTORS], ids=["gpt2", "all"])
-def test_groups_name_every_parameter_once(factors: dict[str, Any]) -> None:
-    trainer = trainer_of(factors)
-    named = [name for names in trainer.groups.values() for name in names]
-    assert sorted(named) == sorted(name for name, _ in trainer.model.named_parameters())
-
-
 def test_variants_reach_the_model() -> None:
     window = trainer_of({"attention.variant": {"name": "window", "size": 2}})
     assert _bits(window) == _bits(trainer_of())
     assert window.step().loss != trainer_of().step().loss
 
 
-def test_the_state_names_its_run() -> None:
-    run = run_of(seed=7)
-    trainer = Trainer(run, tokens_of(), CPU)
-    assert trainer.identity == {"config": run.config_hash, "seed": "7", "corpus": "0" * 64}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
-def test_a_compiled_model_learns_the_same_and_its_kernels_are_probed() -> None:
-    eager, compiled = trainer_of(), trainer_of({"training.compile": True})
-    for _ in range(3):
-        assert compiled.step().loss == pytest.approx(eager.step().loss, rel=1e-5)
-    kernels = compiled.guard.kernels().layers
-    assert [(each.kernel, each.calls) for each in kernels] == 2 * [
-        ("tilewise cpu (eager probe)", 6)
-    ]
-    assert compiled.split().activations_bytes > 0
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_run_goes_on_to_the_bit() -> None:
+def test_a_compiled_run_goes_on_to_the_bit_and_learns_the_same() -> None:
     changes = {"training.compile": True, "model.dropout.residual": 0.1}
     whole = trainer_of(changes)
     losses = [whole.step().loss for _ in range(4)]
@@ -308,6 +231,12 @@ def test_a_compiled_run_goes_on_to_the_bit() -> None:
     second.restore(state)
     assert [second.step().loss for _ in range(2)] == losses[2:]
     assert second.state({}).sha256 == whole.state({}).sha256
+    eager, compiled = trainer_of(), trainer_of({"training.compile": True})
+    for _ in range(3):
+        assert compiled.step().loss == pytest.approx(eager.step().loss, rel=1e-5)
+    probed = [("tilewise cpu (eager probe)", 6)] * 2
+    assert [(each.kernel, each.calls) for each in compiled.guard.kernels().layers] == probed
+    assert compiled.split().activations_bytes > 0
 
 
 NUDGED = {"model.nudge": True}
@@ -329,9 +258,6 @@ def test_every_weight_moves_to_a_neighbour_by_a_fair_coin() -> None:
     moved = _ulps(trainer_of(NUDGED), trainer_of())
     assert moved.abs().eq(1).all()
     assert 0.45 < moved.gt(0).float().mean() < 0.55
-
-
-def test_weights_of_zero_move_too() -> None:
     layer = torch.nn.Linear(4, 50)
     torch.nn.init.zeros_(layer.bias)
     nudge(layer, 0)
@@ -351,15 +277,84 @@ def test_the_coin_is_the_seeds_and_not_the_weights() -> None:
     assert abs(torch.corrcoef(torch.stack([weights, first.sign() * weights.sign()]))[0, 1]) < 0.05
 
 
-def test_a_nudged_run_stays_close_and_is_not_the_same() -> None:
-    nudged, plain = trainer_of(NUDGED), trainer_of()
-    pairs = [(nudged.step().loss, plain.step().loss) for _ in range(3)]
-    assert all(abs(a - b) < 1e-5 * b for a, b in pairs)
-    assert _ulps(nudged, plain).any()
+WARM = {"training.length_warmup": {"start": 4, "steps": 4}}
 
 
-def test_the_same_with_every_attention() -> None:
-    arms = [
-        trainer_of({**NUDGED, "attention.implementation": name}) for name in ("plain", "tilewise")
+@pytest.mark.parametrize("packing", ["stream", "documents", "padded"])
+def test_tokens_are_those_that_have_a_target(packing: str, tmp_path: Path) -> None:
+    record = finished(tmp_path / "run", {"data.packing": packing, **WARM})
+    trainer = Trainer(run_of({"data.packing": packing, **WARM}), tokens_of(), CPU)
+    counts = [each.tokens or 0 for each in record.steps]
+    for step, count in enumerate(counts):
+        targets = [each.targets for each in trainer._batches.at(step)]
+        assert count == sum(int((each >= 0).sum()) for each in targets)
+    whole = 2 * 2 * 16
+    assert len(counts) == STEPS
+    if packing == "stream":
+        assert counts == [whole] * STEPS
+    else:
+        assert sum(counts) < STEPS * whole
+    known = {each.step: each.tokens for each in record.evaluations}
+    assert known == {step: sum(counts[:step]) for step in (0, 2, 4, 6)}
+    piece = record.start.flops_per_token["full"] - 6 * (
+        record.start.parameters["total"] - record.start.parameters["embedding"]
+    )
+    # Twelve for each of two layers, sixteen channels and the mean length of a row or its piece.
+    mean, found = (4 + 4 + 8 + 8 + 16 + 16) / 6, piece / (12 * 2 * 16)
+    assert found == pytest.approx(mean) if packing == "stream" else 1 < found < mean
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "tilewise"])
+def test_implementations_learn_the_same_from_documents(implementation: str) -> None:
+    def losses(name: str) -> list[float]:
+        changes = {"data.packing": "documents", "attention.implementation": name}
+        trainer = Trainer(run_of(changes), tokens_of(), CPU)
+        return [trainer.step().loss for _ in range(STEPS)]
+
+    assert losses(implementation) == pytest.approx(losses("plain"), rel=1e-5)
+
+
+def test_a_step_is_the_mean_over_its_tokens_in_whichever_micro_batch() -> None:
+    common = {"data.packing": "padded", "training.z_loss": 1e-3}
+    cuts = ({"training.batch": rows, "training.accumulation": 4 // rows} for rows in (4, 1))
+    whole, parts = (Trainer(run_of({**common, **each}), tokens_of(), CPU) for each in cuts)
+    for _ in range(3):
+        one, other = whole.step(), parts.step()
+        assert one.tokens == other.tokens
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+
+
+def test_evaluations_are_the_same_whatever_the_packing(tmp_path: Path) -> None:
+    """Before the first step; and documents apart are another evaluation, for all arms."""
+
+    def first(number: int, changes: dict[str, Any]) -> float | None:
+        return finished(tmp_path / str(number), changes).evaluations[0].loss
+
+    packings = ("stream", "documents", "padded")
+    stream = {first(at, {"data.packing": each}) for at, each in enumerate(packings)}
+    apart = {
+        first(at, {"data.packing": each, "evaluation.documents": True})
+        for at, each in enumerate(packings, 3)
+    }
+    assert len(stream) == len(apart) == 1
+    assert stream != apart
+
+
+def test_attention_is_recorded_and_changes_nothing(tmp_path: Path) -> None:
+    watched = finished(tmp_path / "watched", {})
+    without = finished(tmp_path / "without", {"evaluation.attention_windows": 0})
+    plain = finished(tmp_path / "plain", {"attention.implementation": "plain"})
+    assert known(watched.end).weights_sha256 == known(without.end).weights_sha256
+    assert [each.loss for each in watched.evaluations] == [
+        each.loss for each in without.evaluations
     ]
-    assert not _ulps(*arms).any()
+    for record in (without, plain):
+        assert [each.softmaxes for each in record.evaluations] == [None] * 4
+    for each in watched.evaluations:
+        assert each.softmaxes is not None
+        assert [layer.layer for layer in each.softmaxes] == [0, 1]
+        for layer in each.softmaxes:
+            assert layer.max_logit is not None
+            assert 0 < known(layer.lowest_head) <= known(layer.entropy) < np.log(16)
+    assert watched.evaluations[0].softmaxes != watched.evaluations[-1].softmaxes

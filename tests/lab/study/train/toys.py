@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tests.lab.study.data import texts
+from tests.lab.study.records_of import known
 from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
 from tilelab.study.ask.registry import names
 from tilelab.study.ask.run import RECORD, RunSpec
-from tilelab.study.data.tokens import Tokens
+from tilelab.study.data.tokens import Documents, Tokens
 from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.costs import PeakMeter
@@ -47,10 +48,13 @@ def text(size: int = 4000) -> bytes:
 
 
 def tokens_of(data: bytes = text()) -> Tokens:
-    """The bytes as a corpus, a tenth of it held out."""
+    """The bytes as a corpus in documents of 1 to 40 bytes, a tenth of it held out."""
     numbers = np.frombuffer(data, np.uint8)
     split = len(numbers) // 10
-    return texts.tokens_of(numbers[split:], numbers[:split], name="toy", source="toy")
+    parts = numbers[split:], numbers[:split]
+    begins = np.cumsum([0, *np.random.default_rng(1).integers(1, 40, len(numbers))])
+    found = Documents(*(begins[begins < len(each)] for each in parts))
+    return texts.tokens_of(*parts, name="toy", source="toy", find_documents=lambda: found)
 
 
 def trainer_of(changes: dict[str, Any] | None = None, seed: int = 0) -> Trainer:
@@ -99,12 +103,11 @@ def bits_of(record: RunRecord, *, kernels: bool = True) -> tuple[Any, ...]:
         record: of a run that is over.
         kernels: with the calls of kernels, of which each of several processes has a part.
     """
-    assert record.end is not None
     return (
-        record.end,
+        known(record.end),
         [(each.step, each.loss, each.lr, each.gradient_norm, each.tokens) for each in record.steps],
         [
-            (each.step, each.tokens, each.loss, each.bits_per_byte, each.metrics)
+            (each.step, each.tokens, each.loss, each.bits_per_byte, each.metrics, each.softmaxes)
             for each in record.evaluations
         ],
         record.kernels if kernels else None,
@@ -114,6 +117,13 @@ def bits_of(record: RunRecord, *, kernels: bool = True) -> tuple[Any, ...]:
 def record_of(folder: Path) -> RunRecord:
     """What a session has written."""
     return RunRecord.read(folder / RECORD)
+
+
+def finished(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> RunRecord:
+    """The record of such a run, which works in a folder until it is over."""
+    folder.mkdir(exist_ok=True)
+    session_of(folder, changes, **options).work()
+    return record_of(folder)
 
 
 def text_file(folder: Path) -> Data:

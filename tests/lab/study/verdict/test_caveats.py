@@ -13,6 +13,7 @@ from tests.lab.study.records_of import (
     config_of,
     experiment_of,
     judged,
+    known,
     records_of,
     study_of,
 )
@@ -20,7 +21,7 @@ from tilelab.study.ask.config import Arm, Experiment
 from tilelab.study.records.events import PROBED, Kernels, LayerKernel, RunRecord
 from tilelab.study.verdict.caveats import kernel_flags, kernel_uses
 from tilelab.study.verdict.judge import judge
-from tilelab.study.verdict.result import ExperimentVerdict, KernelFlag, KernelUse
+from tilelab.study.verdict.result import ExperimentVerdict, KernelUse
 
 Spoil = Callable[[RunRecord], None]
 LION = "optimizers/lion/seed-1"
@@ -51,10 +52,11 @@ def start_loss(value: float) -> Spoil:
     return spoil
 
 
-def test_a_study_in_order_has_no_notes() -> None:
+def test_a_study_in_order_has_no_notes_and_one_seed_is_noted() -> None:
     found = verdict(lion=Behaviour(effect=-0.1))
-    assert found.notes == ()
-    assert found.arms[0].notes == ()
+    assert found.notes == found.arms[0].notes == ()
+    (note,) = verdict(experiment_of("lion", seeds=(0,))).notes
+    assert "One seed only" in note
 
 
 def test_other_text_is_noted() -> None:
@@ -76,6 +78,9 @@ def test_another_machine_or_version_is_noted_also_after_a_resume() -> None:
 
     (note,) = verdict(spoil=resumed).notes
     assert "(threads differ)" in note
+    flops = {"full": 1e30, "causal": 1e30}
+    (note,) = verdict(spoil=of_start(flops_per_token=flops)).notes
+    assert "above 100 %" in note
 
 
 def test_an_arm_that_started_from_other_weights_is_noted() -> None:
@@ -134,12 +139,12 @@ def test_the_whole_text_is_the_same_at_every_context() -> None:
 
 
 def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:
-    for changes in ({"model.width": 64}, {"evaluation.windows": 8}, {"training.precision": "bf16"}):
+    same: list[dict[str, Any]] = [{"model.dropout.residual": 0.1}, {"model.nudge": True}]
+    other: list[dict[str, Any]] = [{"model.width": 64}, {"training.precision": "bf16"}]
+    for changes in (*same, *other, {"evaluation.windows": 8}):
         experiment = experiment_of(Arm(name="lion", changes=changes))
-        notes = verdict(experiment, start_loss(7.0)).arms[0].notes
-        assert not any("Not paired" in note for note in notes)
-    dropout = experiment_of(Arm(name="lion", changes={"model.dropout.residual": 0.1}))
-    assert verdict(dropout, start_loss(7.0)).arms[0].notes != ()
+        notes = verdict(experiment, start_loss(9.0)).arms[0].notes
+        assert any("Not paired" in note for note in notes) == (changes in same)
 
 
 def test_a_target_nobody_reached_is_noted_when_all_is_over() -> None:
@@ -148,18 +153,6 @@ def test_a_target_nobody_reached_is_noted_when_all_is_over() -> None:
     assert note.startswith("No run reached the target of 0.5 bits per byte; the best evaluation")
     assert verdict(experiment, lion=Behaviour(stopped={0: 5})).notes == ()
     assert verdict(experiment_of("lion", target=7.0)).notes == ()
-
-
-def test_one_seed_is_noted() -> None:
-    (note,) = verdict(experiment_of("lion", seeds=(0,))).notes
-    assert "One seed only" in note
-
-
-def test_a_utilisation_above_one_is_noted() -> None:
-    flops = {"full": 1e30, "causal": 1e30}
-    (note,) = verdict(spoil=of_start(flops_per_token=flops)).notes
-    assert "above 100 %" in note
-    assert config_of().steps == 40
 
 
 TILEWISE = Arm(name="tilewise", changes={"attention.implementation": "tilewise"}, kind="systems")
@@ -203,16 +196,13 @@ def test_the_drift_of_a_kernel_stands_beside_that_of_rounding() -> None:
         f"{first} 2.0e-06 of its value: this is what rounding alone does.",
     )
     assert drifts(TILEWISE, tilewise=1e-6)["tilewise"] == (f"{first} 1.0e-06 of its value.",)
-
-
-def test_no_drift_is_said_as_well() -> None:
     same = "The training loss of the first 20 steps is the baseline's, to the last bit"
     assert drifts(TILEWISE)["tilewise"] == (f"{same}.",)
     notes = drifts(TILEWISE, ROUNDING, rounding=2e-6)
     assert notes["tilewise"] == (f"{same} (rounding alone: 2.0e-06).",)
-
-
-def test_drift_is_of_systems_arms_in_float32() -> None:
+    notes = drifts(TILEWISE, ROUNDING, tilewise=1e-3, rounding=2e-6)
+    assert "More than rounding explains" in notes["tilewise"][0]
+    # It is told of systems arms in float32 alone.
     assert drifts(Arm(name="tilewise", changes=TILEWISE.changes), tilewise=1e-6)["tilewise"] == ()
     assert drifts(TILEWISE, precision="bf16", tilewise=1e-6)["tilewise"] == ()
 
@@ -222,12 +212,6 @@ def test_drift_is_not_told_before_all_runs_are_over() -> None:
         found = judged(experiment_of(TILEWISE), {unfinished: Behaviour(stopped={2: 10})})
         assert found.arms[0].notes == ()
     assert "training loss" in verdict(experiment_of(TILEWISE)).arms[0].notes[0]
-
-
-def test_a_nudged_start_is_a_paired_one() -> None:
-    arm = Arm(name="lion", changes={"model.nudge": True})
-    (note,) = verdict(experiment_of(arm), start_loss(9.0)).arms[0].notes
-    assert "Not paired" in note
 
 
 def agreeing(gap: float, control: float, drift: float = 0.0) -> list[tuple[bool | None, bool]]:
@@ -244,125 +228,92 @@ def agreeing(gap: float, control: float, drift: float = 0.0) -> list[tuple[bool 
             assert loss is not None
             record.evaluations[-1] = replace(theirs.evaluations[-1], loss=loss * (1 + share))
     first = records["optimizers/tilewise/seed-1"].steps
-    assert first[6].loss is not None
-    first[6] = replace(first[6], loss=first[6].loss * (1 + drift))
+    first[6] = replace(first[6], loss=known(first[6].loss) * (1 + drift))
     found = judge(study, records).experiments[0].arms
     return [(arm.agrees, arm.changed_what_is_learnt) for arm in found]
 
 
-def test_a_kernel_agrees_that_differs_by_no_more_than_rounding() -> None:
-    fine, control = (True, False), (None, False)
-    assert agreeing(1e-6, 2e-6) == [fine, control]
-    assert agreeing(1e-7, 0.0) == [fine, control], "one spacing of float32 is nothing"
-    assert agreeing(0.0, 0.0, drift=9e-6) == [fine, control]
-
-
-def test_a_kernel_that_differs_by_more_is_told() -> None:
-    parted = [(False, True), (None, False)]
-    assert agreeing(3e-6, 2e-6) == parted
-    assert agreeing(0.0, 0.0, drift=2e-5) == parted
-    notes = drifts(TILEWISE, ROUNDING, tilewise=1e-3, rounding=2e-6)
-    assert "More than rounding explains" in notes["tilewise"][0]
+@pytest.mark.parametrize(
+    ("gap", "control", "drift", "agrees"),
+    [
+        (1e-6, 2e-6, 0.0, True),
+        (1e-7, 0.0, 0.0, True),  # one spacing of float32 is nothing
+        (0.0, 0.0, 9e-6, True),
+        (3e-6, 2e-6, 0.0, False),
+        (0.0, 0.0, 2e-5, False),
+    ],
+)
+def test_a_kernel_agrees_that_differs_by_no_more_than_rounding(
+    gap: float, control: float, drift: float, agrees: bool
+) -> None:
+    assert agreeing(gap, control, drift) == [(agrees, not agrees), (None, False)]
 
 
 FLASH, MATH = "sdpa flash (cpu)", "sdpa math"
-DROPOUT = Arm(name="dropout", changes={"model.dropout.attention": 0.1})
+DROPOUT = Arm(name="arm", changes={"model.dropout.attention": 0.1})
+WINDOW = Arm(name="arm", changes={"attention.variant": {"name": "window"}})
+OTHER = Arm(name="arm", changes={"attention.implementation": "plain"})
+COMPILED = Arm(name="arm", changes={"training.compile": True})
+ASKED = "All layers ran plain, where the baseline ran sdpa flash (cpu), as the arm asks."
+UNASKED = (
+    "All layers ran sdpa math, where the baseline ran sdpa flash (cpu). The arm did not ask "
+    "for that: its speed and memory are those of both changes together."
+)
 
 
-def flags(arm: Arm, layers: int = 2, **behaviours: Behaviour) -> tuple[KernelFlag, ...]:
-    config = config_of(**{"attention.implementation": "sdpa", "model.layers": layers})
-    return judged(experiment_of(arm, baseline=config), behaviours).arms[0].kernel_flags
-
-
-def test_dropout_that_switches_the_kernel_is_flagged_as_unasked() -> None:
-    (flag,) = flags(
-        DROPOUT, baseline=Behaviour(kernels=(FLASH,)), dropout=Behaviour(kernels=(MATH,))
-    )
-    assert (flag.arm, flag.baseline, flag.layers, flag.expected) == (MATH, FLASH, (0, 1), False)
-    assert flag.words == (
-        "All layers ran sdpa math, where the baseline ran sdpa flash (cpu). The arm did not ask "
-        "for that: its speed and memory are those of both changes together."
-    )
-
-
-def test_a_variant_that_switches_the_kernel_is_unasked_too() -> None:
-    arm = Arm(name="window", changes={"attention.variant": {"name": "window"}})
-    (flag,) = flags(arm, baseline=Behaviour(kernels=(FLASH,)), window=Behaviour(kernels=(MATH,)))
-    assert not flag.expected
-
-
-def test_an_arm_that_asks_for_another_attention_is_told_and_not_accused() -> None:
-    changes = {"attention.implementation": "plain"}
-    for arm in (Arm(name="plain", changes=changes), Arm(name="plain", kind="systems")):
-        (flag,) = flags(
-            arm, baseline=Behaviour(kernels=(FLASH,)), plain=Behaviour(kernels=("plain",))
-        )
-        assert flag.expected
-        assert flag.words == (
-            "All layers ran plain, where the baseline ran sdpa flash (cpu), as the arm asks."
-        )
-
-
-def test_the_same_kernels_are_no_flag() -> None:
-    same = Behaviour(kernels=(FLASH,))
-    assert flags(DROPOUT, baseline=same, dropout=same) == ()
-
-
-def test_a_compiled_arm_is_not_accused_of_how_its_kernel_was_seen() -> None:
-    arm = Arm(name="compiled", changes={"training.compile": True})
-    eager, probed = Behaviour(kernels=(FLASH,)), Behaviour(kernels=(FLASH + PROBED,))
-    assert flags(arm, baseline=eager, compiled=probed) == ()
-    (flag,) = flags(arm, baseline=eager, compiled=Behaviour(kernels=(MATH + PROBED,)))
-    assert (flag.arm, flag.baseline) == (MATH, FLASH)
-
-
-def test_nothing_is_flagged_before_both_have_run() -> None:
+@pytest.mark.parametrize(
+    ("arm", "ran", "layers", "words"),
+    [
+        (DROPOUT, (FLASH,) * 2, [], ""),
+        (DROPOUT, (MATH,) * 2, [(0, 1)], UNASKED),
+        (WINDOW, (MATH,) * 2, [(0, 1)], UNASKED),
+        # Who asks for another attention is told and not accused.
+        (OTHER, ("plain",) * 2, [(0, 1)], ASKED),
+        (Arm(name="arm", kind="systems"), ("plain",) * 2, [(0, 1)], ASKED),
+        # How the kernel of a compiled arm was seen is no other kernel.
+        (COMPILED, (FLASH + PROBED,) * 2, [], ""),
+        (COMPILED, (MATH + PROBED,) * 2, [(0, 1)], UNASKED),
+        (DROPOUT, (FLASH, MATH, MATH, FLASH, MATH, FLASH), [(1, 2, 4)], "Layers 1 to 2 and 4 ran "),
+        (DROPOUT, ("plain", MATH, MATH), [(0,), (1, 2)], "Layer 0 ran plain"),
+    ],
+)
+def test_a_layer_that_ran_another_kernel_is_flagged(
+    arm: Arm, ran: tuple[str, ...], layers: list[tuple[int, ...]], words: str
+) -> None:
+    config = config_of(**{"attention.implementation": "sdpa", "model.layers": len(ran)})
+    experiment = experiment_of(arm, baseline=config)
+    flash, other = Behaviour(kernels=(FLASH,)), Behaviour(kernels=ran)
+    found = judged(experiment, {"baseline": flash, "arm": other}).arms[0].kernel_flags
+    assert [each.layers for each in found] == layers
+    assert {each.baseline for each in found} <= {FLASH}
+    assert {each.arm for each in found} <= {MATH, "plain"}
+    assert all(each.words.startswith(words) for each in found[:1])
+    assert {each.expected for each in found} <= {words == ASKED}
+    # Nothing is flagged before both have run.
     absent = Behaviour(absent=(0, 1, 2))
-    math = Behaviour(kernels=(MATH,))
-    assert flags(DROPOUT, baseline=absent, dropout=math) == ()
-    assert flags(DROPOUT, baseline=math, dropout=absent) == ()
+    for behaviours in ({"baseline": absent, "arm": other}, {"baseline": flash, "arm": absent}):
+        assert judged(experiment, behaviours).arms[0].kernel_flags == ()
 
 
-def test_only_the_layers_that_differ_are_named() -> None:
-    (flag,) = flags(
-        DROPOUT,
-        layers=6,
-        baseline=Behaviour(kernels=(FLASH,)),
-        dropout=Behaviour(kernels=(FLASH, MATH, MATH, FLASH, MATH, FLASH)),
-    )
-    assert flag.layers == (1, 2, 4)
-    assert flag.words.startswith("Layers 1 to 2 and 4 ran sdpa math")
+TWO = (KernelUse(FLASH, (0, 1), 12),)
 
 
-def test_different_differences_are_different_flags() -> None:
-    first, second = flags(
-        DROPOUT,
-        layers=3,
-        baseline=Behaviour(kernels=(FLASH,)),
-        dropout=Behaviour(kernels=("plain", MATH)),
-    )
-    assert (first.layers, second.layers) == ((0,), (1, 2))
-    assert first.words.startswith("Layer 0 ran plain")
-
-
-def experiment(layers: int = 2) -> Experiment:
-    return experiment_of(Arm(name="deep", changes={"model.layers": layers}))
-
-
-def test_a_layer_that_ran_two_kernels_differs_from_one_that_ran_one() -> None:
-    ran = (KernelUse(FLASH, (0, 1), 10), KernelUse(MATH, (1,), 2))
-    (flag,) = kernel_flags(experiment(), "deep", ran, (KernelUse(FLASH, (0, 1), 12),))
-    assert flag.layers == (1,)
-    assert flag.arm == "sdpa flash (cpu) and sdpa math"
-
-
-def test_more_layers_than_the_baseline_are_compared_with_all_of_its_kernels() -> None:
-    baseline = (KernelUse(FLASH, (0, 1), 12),)
-    same = (KernelUse(FLASH, (0, 1, 2, 3), 24),)
-    assert kernel_flags(experiment(4), "deep", same, baseline) == ()
-    other = (KernelUse(FLASH, (0, 1), 12), KernelUse(MATH, (2, 3), 12))
-    (flag,) = kernel_flags(experiment(4), "deep", other, baseline)
-    assert flag.layers == (2, 3)
+@pytest.mark.parametrize(
+    ("layers", "ran", "named", "kernels"),
+    [
+        # A layer that ran two kernels differs from one that ran one.
+        (2, (KernelUse(FLASH, (0, 1), 10), KernelUse(MATH, (1,), 2)), (1,), f"{FLASH} and {MATH}"),
+        # More layers than the baseline's are compared with all of its kernels.
+        (4, (KernelUse(FLASH, (0, 1, 2, 3), 24),), (), ""),
+        (4, (*TWO, KernelUse(MATH, (2, 3), 12)), (2, 3), MATH),
+    ],
+)
+def test_kernels_are_compared_layer_by_layer(
+    layers: int, ran: tuple[KernelUse, ...], named: tuple[int, ...], kernels: str
+) -> None:
+    deep = experiment_of(Arm(name="deep", changes={"model.layers": layers}))
+    found = [(each.layers, each.arm) for each in kernel_flags(deep, "deep", ran, TWO)]
+    assert found == ([(named, kernels)] if named else [])
 
 
 def test_uses_are_summed_over_seeds_and_sorted_by_calls() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import Behaviour, config_of, record_of
+from tests.lab.study.records_of import Behaviour, config_of, known, record_of
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
 from tilelab.study.train.session import WARMUP_STEPS
@@ -28,7 +28,7 @@ from tilelab.study.verdict.measures import (
     status,
     tokens_per_step,
 )
-from tilelab.study.verdict.result import ArmMeasures, ArmVerdict, Cost, MemorySplit, SweepResult
+from tilelab.study.verdict.result import ArmMeasures, Cost, MemorySplit
 
 STEPS, TOKENS = 40, 256  # of the builder's runs: 4 sequences of 64 tokens
 
@@ -46,15 +46,12 @@ def test_throughput_is_of_the_steps_after_the_warmup() -> None:
     run.steps[0] = replace(run.steps[0], wall_s=99.0)
     found = measure(run)
     assert tokens_per_step(run) == TOKENS
+    three = config_of(**{"training.accumulation": 3})
+    assert tokens_per_step(record_of(RunSpec("e", "a", 0, three), Behaviour())) == 3 * TOKENS
     assert found["tokens_per_s"] == pytest.approx(TOKENS / 0.2)
     assert found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 0.4)
     assert found["step_s"] == pytest.approx(0.2)
     assert (found["step_low_s"], found["step_high_s"]) == (0.1, 0.3)
-
-
-def test_accumulation_counts_as_tokens_of_the_step() -> None:
-    config = config_of(**{"training.accumulation": 3})
-    assert tokens_per_step(record_of(RunSpec("e", "a", 0, config), Behaviour())) == 3 * TOKENS
 
 
 def test_utilisation_is_operations_over_the_peak_in_both_conventions() -> None:
@@ -80,6 +77,7 @@ def test_quality_is_that_after_the_last_step() -> None:
     assert found["word_perplexity"] == pytest.approx(math.exp(4 * loss))
     assert final_metric(run, "loss") == pytest.approx(loss)
     assert final_metric(run, "bits_per_byte") == pytest.approx(2.0)
+    assert measure(record(finals={0: 2000.0}))["perplexity"] == math.inf
 
 
 def test_a_run_under_way_has_speed_and_no_quality() -> None:
@@ -89,14 +87,12 @@ def test_a_run_under_way_has_speed_and_no_quality() -> None:
     assert found["bits_per_byte"] is None
     assert found["perplexity"] is None
     assert found["tokens_per_s"] is not None
+    assert measure(record(stopped={0: 2}))["tokens_per_s"] is None, "still in its warm-up"
     assert status(run, "loss") == "incomplete"
-
-
-def test_a_run_that_was_done_but_not_evaluated_is_incomplete() -> None:
     run = record()
     run.evaluations.pop()
     assert final_metric(run, "loss") is None
-    assert status(run, "loss") == "incomplete"
+    assert status(run, "loss") == "incomplete", "done, and not evaluated"
 
 
 def test_what_diverged_is_told_from_what_is_missing() -> None:
@@ -117,15 +113,6 @@ def test_an_empty_record_has_no_measures() -> None:
     assert found["tokens_per_s"] is None
     assert found["gradient_norm"] is None
     assert found["spike_rate"] is None
-
-
-def test_a_run_in_its_warmup_has_no_speed() -> None:
-    assert measure(record(stopped={0: 2}))["tokens_per_s"] is None
-
-
-def test_a_loss_beyond_the_floats_has_an_infinite_perplexity() -> None:
-    run = record(finals={0: 2000.0})
-    assert measure(run)["perplexity"] == math.inf
 
 
 def test_gradient_norms_leave_out_what_was_not_finite() -> None:
@@ -160,8 +147,7 @@ def test_noise_and_falling_losses_are_no_spikes() -> None:
 def test_a_plateau_after_a_jump_stops_being_one() -> None:
     losses = noisy(50) + [(each or 0) + 2.0 for each in noisy(200, seed=1)]
     rate = spike_rate(losses)
-    assert rate is not None
-    assert 10 / 242 < rate < 40 / 242, "the window has to move over to the new level"
+    assert 10 / 242 < known(rate) < 40 / 242, "the window has to move over to the new level"
 
 
 def test_reach_is_the_first_evaluation_at_or_below_the_target() -> None:
@@ -204,15 +190,11 @@ def test_over_seeds_summarises_every_measure() -> None:
         layers = [LayerSoftmax(0, 3.0, 2.5, 7.0 + seed), LayerSoftmax(1, 2.0, 1.5 + seed, 6.0)]
         run.evaluations = [replace(each, softmaxes=layers) for each in run.evaluations]
     found = over_seeds([measure(each) for each in records])
-    assert found["bits_per_byte"] is not None
-    assert found["bits_per_byte"].values == pytest.approx((2.0, 3.0))
-    assert found["tokens_per_s"] is not None
-    assert found["tokens_per_s"].mean == pytest.approx(1.5 * TOKENS / 0.05)
+    assert known(found["bits_per_byte"]).values == pytest.approx((2.0, 3.0))
+    assert known(found["tokens_per_s"]).mean == pytest.approx(1.5 * TOKENS / 0.05)
     assert found["word_perplexity"] is None
-    assert found["max_logit"] is not None
-    assert found["max_logit"].values == (7.0, 8.0)
-    assert found["entropy_low"] is not None
-    assert found["entropy_low"].values == (1.5, 2.5)
+    assert known(found["max_logit"]).values == (7.0, 8.0)
+    assert known(found["entropy_low"]).values == (1.5, 2.5)
     for name in MEASURES:
         if name != "word_perplexity":
             assert found[name] is not None, name
@@ -234,23 +216,11 @@ def test_every_measure_is_defined(measure: measures.Measure) -> None:
     assert row in PAGE, f"add to a table of docs/metrics.md: {row}"
 
 
-def test_ratios_and_memory_are_defined() -> None:
-    parts = {each.name for each in (*fields(ArmMeasures), *fields(MemorySplit))}
-    for name in parts - {"summaries", "kernels"}:
-        assert f"`{name}`" in PAGE, name
-
-
-def test_what_decides_is_defined() -> None:
-    names = {each.name for each in fields(ArmVerdict)}
-    for name in ("interval", "p_value", "p_holm", "p_equivalence", "p_equivalence_holm"):
-        assert name in names
-        assert f"`{name}`" in PAGE
-    for name in ("more_seeds", "speed_withheld", "cost"):
-        assert name in names
-        assert f"`{name}`" in PAGE
-    for name in ("survived", "chosen", "at_edge"):
-        assert name in {each.name for each in fields(SweepResult)}
-        assert f"`{name}`" in PAGE
+def test_ratios_memory_and_what_decides_are_defined() -> None:
+    names = {each.name for kind in (ArmMeasures, MemorySplit) for each in fields(kind)}
+    names |= {"interval", "p_value", "p_holm", "p_equivalence", "p_equivalence_holm"}
+    names |= {"more_seeds", "speed_withheld", "cost", "survived", "chosen", "at_edge"}
+    assert [name for name in names - {"summaries", "kernels"} if f"`{name}`" not in PAGE] == []
 
 
 def test_numbers_are_those_of_the_code() -> None:

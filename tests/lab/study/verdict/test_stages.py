@@ -12,6 +12,7 @@ from tests.lab.study.records_of import (
     Behaviour,
     config_of,
     experiment_of,
+    known,
     study_of,
     work,
 )
@@ -56,8 +57,9 @@ def stages(study: Study, behaviours: dict[str, Behaviour] | None = None) -> list
 def test_survivors_are_combined_and_the_winner_runs_again() -> None:
     first, factorial, last = stages(staged())
     assert factorial.name == "optimizers.combine"
-    assert factorial.design is not None
-    assert factorial.design.factors == ("wsd", "drop", "smooth"), "decay was shown to be worse"
+    assert known(factorial.design).factors == ("wsd", "drop", "smooth"), (
+        "decay was shown to be worse"
+    )
     assert len(factorial.arms) == 7
     assert factorial.config_of("wsd+drop").schedule.name == "wsd"
     assert factorial.config_of("wsd+drop").model.dropout.residual == 0.1
@@ -66,32 +68,38 @@ def test_survivors_are_combined_and_the_winner_runs_again() -> None:
     assert last.config_of("wsd+drop") == factorial.config_of("wsd+drop")
 
 
-def test_only_what_is_better_survives_where_the_rule_says_so() -> None:
-    _, factorial, _ = stages(staged(combine={"keep": "better"}))
-    assert factorial.design is not None
-    assert factorial.design.factors == ("wsd", "drop")
-
-
-def test_at_most_so_many_the_best_of_them() -> None:
-    _, factorial, _ = stages(staged(combine={"most": 2}))
-    assert factorial.design is not None
-    assert factorial.design.factors == ("wsd", "drop")
+@pytest.mark.parametrize(
+    ("combine", "wsd", "factors"),
+    [
+        ({"keep": "better"}, Behaviour(effect=-0.1), ("wsd", "drop")),
+        ({"most": 2}, Behaviour(effect=-0.1), ("wsd", "drop")),
+        ({}, Behaviour(effect=-1, diverged={1: 4}), ("drop", "smooth")),
+    ],
+)
+def test_who_survives(combine: dict[str, Any], wsd: Behaviour, factors: tuple[str, ...]) -> None:
+    _, factorial, _ = stages(staged(combine=combine), {**BEHAVIOURS, "wsd": wsd})
+    assert known(factorial.design).factors == factors
 
 
 def test_where_there_are_too_many_combinations_a_fraction_is_run() -> None:
     _, factorial, last = stages(staged(combine={"runs": 4, "most": 3}))
-    assert factorial.design is not None
-    assert factorial.design.generators == {"smooth": ("wsd", "drop")}
+    assert known(factorial.design).generators == {"smooth": ("wsd", "drop")}
     assert [arm.name for arm in factorial.arms] == ["wsd+smooth", "drop+smooth", "wsd+drop"]
     assert last.arm_names[1] == "wsd+drop"
+    # The winner may be one that the effects predict and that was not run.
+    better = dict.fromkeys(("wsd", "drop", "smooth"), Behaviour(effect=-0.1))
+    better |= dict.fromkeys(("wsd+drop", "wsd+smooth", "drop+smooth"), Behaviour(effect=-0.2))
+    confirm = Confirm(seeds=(20, 21), winner="predicted")
+    last = stages(staged(*ALL, combine={"runs": 4}, confirm=confirm), better)[-1]
+    assert last.arm_names == ("baseline", "wsd+drop+smooth")
+    assert last.config_of("wsd+drop+smooth").training.label_smoothing == 0.1
 
 
 def test_of_two_that_change_the_same_value_the_better_goes_on() -> None:
     behaviours = {**BEHAVIOURS, "cosine": Behaviour(effect=-0.15)}
     study = staged(WSD, COSINE, DROP)
     _, factorial, _ = stages(study, behaviours)
-    assert factorial.design is not None
-    assert factorial.design.factors == ("cosine", "drop")
+    assert known(factorial.design).factors == ("cosine", "drop")
     verdict = judge(study, work(study, behaviours).records)
     assert "Left out, for what a better one changes too: wsd." in verdict.experiments[0].follows
 
@@ -110,29 +118,6 @@ def test_where_nothing_is_better_it_ends() -> None:
     (only,) = judge(study, work(study, worse).records).experiments
     assert "There is nothing to combine." in only.follows
     assert "nothing to confirm" in only.follows
-
-
-def test_an_arm_that_diverged_does_not_go_on() -> None:
-    behaviours = {**BEHAVIOURS, "wsd": Behaviour(effect=-1, diverged={1: 4})}
-    _, factorial, _ = stages(staged(), behaviours)
-    assert factorial.design is not None
-    assert factorial.design.factors == ("drop", "smooth")
-
-
-def test_the_winner_may_be_one_that_the_effects_predict_and_was_not_run() -> None:
-    # Three factors in four runs: all of them together is not among these.
-    arms = (WSD, DROP, SMOOTH)
-    better = {
-        name: Behaviour(effect=effect)
-        for name, effect in {
-            "wsd": -0.1, "drop": -0.1, "smooth": -0.1,
-            "wsd+drop": -0.2, "wsd+smooth": -0.2, "drop+smooth": -0.2,
-        }.items()
-    }  # fmt: skip
-    study = staged(*arms, combine={"runs": 4}, confirm=Confirm(seeds=(20, 21), winner="predicted"))
-    last = stages(study, better)[-1]
-    assert last.arm_names == ("baseline", "wsd+drop+smooth")
-    assert last.config_of("wsd+drop+smooth").training.label_smoothing == 0.1
 
 
 def half(**changes: Any) -> Experiment:

@@ -49,31 +49,34 @@ def swept(
     return results[1], experiment, records
 
 
-def test_the_best_mean_is_chosen_and_values_are_in_order() -> None:
-    found, _, _ = swept(best=1e-3)
+@pytest.mark.parametrize(
+    ("behaviour", "chosen", "survived", "at_edge", "words"),
+    [
+        ({"best": 1e-3}, 1e-3, 1e-2, False, "tried 0.0003, 0.001, 0.003, 0.01; 0.001 did best; no"),
+        ({"best": 1e-2, "survives": 2e-3}, 1e-3, 1e-3, False, "diverged: 0.003, 0.01."),
+        ({"best": 1e-5}, 3e-4, 1e-2, True, "a better one may lie beyond it."),
+        ({"best": 1.0}, 1e-2, 1e-2, True, "a better one may lie beyond it."),
+    ],
+)
+def test_the_best_that_survived_is_chosen(
+    behaviour: dict[str, Any], chosen: float, survived: float, at_edge: bool, words: str
+) -> None:
+    found, _, _ = swept(**behaviour)
     assert [each.value for each in found.candidates] == [3e-4, 1e-3, 3e-3, 1e-2]
-    assert (found.path, found.chosen, found.at_edge) == ("optimizer.lr", 1e-3, False)
-    assert found.survived == Interval(3e-4, 1e-2)
-    assert found.words == (
-        "lion, optimizer.lr: tried 0.0003, 0.001, 0.003, 0.01; 0.001 did best; none diverged."
-    )
+    assert (found.path, found.chosen, found.at_edge) == ("optimizer.lr", chosen, at_edge)
+    assert found.survived == Interval(3e-4, survived)
+    assert words in found.words
+    lost = [each.status == "diverged" for each in found.candidates]
+    assert lost == [each.value > survived for each in found.candidates]
+    assert not all_diverged(found)
 
 
-def test_what_diverged_is_not_chosen_and_bounds_what_survived() -> None:
-    found, _, _ = swept(best=1e-2, survives=2e-3)
-    assert found.chosen == 1e-3
-    assert found.survived == Interval(3e-4, 1e-3)
-    assert [each.status for each in found.candidates] == ["done", "done", "diverged", "diverged"]
-    assert "diverged: 0.003, 0.01." in found.words
-
-
-@pytest.mark.parametrize(("best", "edge"), [(1e-5, 3e-4), (1.0, 1e-2)])
-def test_a_choice_at_the_edge_is_said(best: float, edge: float) -> None:
-    found, _, _ = swept(best=best)
-    assert (found.chosen, found.at_edge) == (edge, True)
-    assert found.words.endswith("a better one may lie beyond it.")
-    single, _, _ = swept((1e-3,))
-    assert not single.at_edge
+def test_no_choice_and_no_edge() -> None:
+    assert not swept((1e-3,))[0].at_edge
+    assert sweep_results(experiment_of("lion"), {}) == ()
+    found, _, _ = swept(survives=0)
+    assert all_diverged(found)
+    assert (found.chosen, found.survived) == (None, None)
 
 
 def test_equal_means_choose_the_smaller_value() -> None:
@@ -99,13 +102,6 @@ def test_nothing_is_chosen_before_every_trial_is_over() -> None:
     assert sweep_results(experiment, {})[1].survived is None
 
 
-def test_all_of_them_diverged() -> None:
-    found, _, _ = swept(survives=0)
-    assert all_diverged(found)
-    assert (found.chosen, found.survived) == (None, None)
-    assert not all_diverged(swept(survives=5e-4)[0])
-
-
 def test_one_diverged_seed_of_a_value_is_enough() -> None:
     found, experiment, records = swept(seeds=(1000, 1001), best=1e-3)
     lost = records_of(study_of(experiment), {"lion": Behaviour(survives=0)})
@@ -114,10 +110,6 @@ def test_one_diverged_seed_of_a_value_is_enough() -> None:
     assert found.chosen == 1e-3
     assert again.chosen != 1e-3
     assert again.candidates[1].status == "diverged"
-
-
-def test_without_a_sweep_there_is_no_result() -> None:
-    assert sweep_results(experiment_of("lion"), {}) == ()
 
 
 MULTIPLES = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
@@ -152,6 +144,10 @@ def test_each_rung_has_half_the_candidates_for_twice_the_steps() -> None:
     # Every trial's schedule ends where its rung does.
     steps = {run.config.steps for each in rungs for runs in each.runs.values() for run in runs}
     assert steps == {10, 20, 40}
+    halving = Halving(eta=3, rungs=3, longest=0.5)  # a third goes on
+    assert [halving.candidates(9, rung) for rung in range(3)] == [9, 3, 1]
+    assert [halving.candidates(10, rung) for rung in range(3)] == [10, 4, 2]
+    assert [halving.steps(180, rung) for rung in range(3)] == [10, 30, 90]
 
 
 def test_every_arm_is_tuned_with_the_tokens_that_are_stated() -> None:
@@ -248,19 +244,8 @@ def test_what_diverges_in_a_longer_rung_is_not_chosen_for_a_shorter_one() -> Non
     found = chosen(finals, Halving(rungs=2))
     assert found.chosen == pytest.approx(0.003), "the best that never diverged"
     assert [each.status for each in found.candidates] == ["done", *["diverged"] * 3]
-
-
-def test_where_all_diverge_at_once_there_is_nothing_more() -> None:
     found = chosen(dict.fromkeys(((value, 0) for value in (1, 2, 4, 8)), None), Halving())
-    assert found.chosen is None
-    assert len(found.rungs) == 1
-
-
-def test_a_third_goes_on() -> None:
-    halving = Halving(eta=3, rungs=3, longest=0.5)
-    assert [halving.candidates(9, rung) for rung in range(3)] == [9, 3, 1]
-    assert [halving.candidates(10, rung) for rung in range(3)] == [10, 4, 2]
-    assert [halving.steps(180, rung) for rung in range(3)] == [10, 30, 90]
+    assert (found.chosen, len(found.rungs)) == (None, 1), "all at once: nothing more"
 
 
 @pytest.mark.parametrize(

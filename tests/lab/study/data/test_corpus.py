@@ -281,3 +281,33 @@ def test_missing_files_say_how_to_get_them(tmp_path: Path) -> None:
         find("wikitext-103-raw", None)
     _make(tmp_path / "some.txt", tmp_path / "wiki.train.tokens")
     assert inside(tmp_path) is None, "an ordinary folder"
+
+
+def test_little_of_the_standard_library_that_is_held_out_is_trained_on_too() -> None:
+    found = load("stdlib", 0.05, 16 << 20)
+    train = set(found.train.split(b"\n"))
+    held_out = [line for line in found.held_out.split(b"\n") if len(line) > 30]
+    assert sum(line in train for line in held_out) < 0.15 * len(held_out)
+
+
+def test_the_real_slice_is_found(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
+    found = load("wikitext-103", 0.05, CAP)
+    assert found.name.startswith("wikitext-103")
+    assert b"Valkyria Chronicles III" in found.train
+    assert b"Homarus gammarus" in found.held_out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["wikitext103.train-prefix.tokens", "wikitext103.valid.tokens", "wikitext.valid.raw"],
+)
+def test_nothing_is_lost_of_the_real_files(shared_data: Path, name: str) -> None:
+    text = gzip.decompress((shared_data / "wikitext" / f"{name}.txt.gz").read_bytes()).decode()
+    out = detokenise(text)
+    assert _without_spaces(out) == _without_spaces(text)
+    assert len(out) < 0.97 * len(text)
+    for joint in JOINTS:
+        assert f" {joint} " not in out
+    assert " , " not in out
+    assert not any(line != line.strip(" ") for line in out.split("\n"))

@@ -360,3 +360,31 @@ def test_a_data_set_that_is_missing_says_where_it_comes_from(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(Unsupported, match=r"pip install 'tilewise\[hub\]'"):
         read(Data(source="hub:ylecun/mnist"), 0)
+
+
+@needs_data
+@pytest.mark.slow
+def test_a_vit_learns_cifar(tmp_path: Path) -> None:
+    config = change(
+        config_of("any.npz"),
+        {
+            "data.source": "cifar10-gray",
+            "task.patch": 4,
+            "model.context": 65,
+            "model.layers": 2,
+            "model.heads": 4,
+            "model.width": 64,
+            "training.batch": 32,
+            "training.accumulation": 1,
+            "budget.steps": 300,
+            "optimizer.lr": 0.001,
+            "evaluation.every": 300,
+        },
+    )
+    session_for(config, tmp_path).work()
+    record = record_of(tmp_path)
+    losses = np.array([step.loss for step in record.steps], np.float64)
+    assert losses[-25:].mean() < losses[:25].mean() - 0.15
+    accuracy = record.evaluations[-1].metrics["accuracy"]
+    assert accuracy is not None
+    assert accuracy > 0.18  # a tenth is chance, and 0.01 one deviation of it

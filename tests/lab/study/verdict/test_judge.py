@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.lab.study.records_of import (
@@ -16,9 +18,10 @@ from tests.lab.study.records_of import (
     study_of,
 )
 from tilelab.study.ask.config import Arm, Experiment, Sweep
+from tilelab.study.verdict.decide import Comparison, Rules, decide, examine
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.measures import TIMES
-from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict
+from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
 from tilelab.study.verdict.stats import paired, seeds_for_equivalence
 
 SDPA = Arm(name="sdpa", changes={"attention.implementation": "sdpa"}, kind="systems")
@@ -301,3 +304,45 @@ def test_other_records_are_ignored_and_the_order_does_not_count() -> None:
     expected = judge(study, records)
     others = records_of(study_of(experiment_of("muon", name="other")))
     assert judge(study, dict(reversed([*records.items(), *others.items()]))) == expected
+
+
+def test_the_cost_of_a_sweep_is_charged() -> None:
+    sweep = Sweep(values={"baseline": (1e-3, 3e-3), "lion": (1e-4, 3e-4)})
+    found = verdict(experiment_of("lion", sweep=sweep))
+    assert found.arms[0].cost.sweep_runs == 2
+    assert found.arms[0].cost.runs == 5
+    assert found.arms[0].cost.sweep_tokens == 2 * 40 * 256
+
+
+def simulated(rng: np.random.Generator, arms: int, mean: float, spread: float) -> list[str]:
+    """The labels of arms whose true effect is ``mean``, with three seeds."""
+    rules = Rules("bits_per_byte", 0.02, 0.95, 0.8, arms)
+    compared = []
+    for values in rng.normal(mean, spread, (arms, 3)):
+        seeds = [
+            SeedResult(at, "done", float(each), 0.0, float(each), False)
+            for at, each in enumerate(values)
+        ]
+        compared.append(Comparison("training", seeds))
+    rows = zip(compared, examine(compared, rules), strict=True)
+    return [decide(each, test, rules).label for each, test in rows]
+
+
+def test_arms_that_do_nothing_are_rarely_called_better_or_worse() -> None:
+    rng = np.random.default_rng(11)
+    studies = [simulated(rng, 4, 0.0, 0.03) for _ in range(800)]
+    wrong = sum("better" in labels or "worse" in labels for labels in studies)
+    assert wrong / len(studies) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(studies))
+
+
+def test_arms_that_matter_are_rarely_called_no_difference() -> None:
+    rng = np.random.default_rng(12)
+    studies = [simulated(rng, 4, 0.02, 0.004) for _ in range(800)]
+    wrong = sum("no difference" in labels for labels in studies)
+    assert 0 < wrong / len(studies) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(studies))
+
+
+def test_clear_effects_are_found() -> None:
+    rng = np.random.default_rng(13)
+    labels = [label for _ in range(50) for label in simulated(rng, 4, -0.1, 0.008)]
+    assert labels.count("better") / len(labels) > 0.9

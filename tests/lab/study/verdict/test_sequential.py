@@ -190,3 +190,21 @@ def test_looks_that_do_not_fit_are_refused(looks: tuple[int, ...]) -> None:
 def test_effects_of_a_design_need_every_run() -> None:
     with pytest.raises(ValidationError, match="a design and sequential"):
         planned("a", "b", "a+b", design={"factors": ("a", "b")})
+
+
+def test_a_difference_is_found_with_fewer_seeds_than_all() -> None:
+    """Two standard deviations of the differences: nearly always, after half of the seeds."""
+    random = np.random.default_rng(6)
+    found, seeds = 0, 0
+    for _ in range(400):
+        (only,) = judged(random.normal(-2, 1, size=(1, LOOKS[-1])), smallest=0.5)
+        found += only.decision.label == "better"
+        seeds += len(only.compared.seeds)
+    assert found / 400 > 0.99
+    assert seeds / 400 < 7
+    # One standard deviation: a test of all twelve seeds at once would find 88 %.
+    power = sum(
+        judged(random.normal(-1, 1, size=(1, LOOKS[-1])), 0.1)[0].decision.label == "better"
+        for _ in range(400)
+    )
+    assert power / 400 > 0.7

@@ -124,4 +124,4 @@ def test_autocast_and_half_precision_read_the_same_table() -> None:
 def test_what_explains_a_plan_shows_the_function() -> None:
     q, k, v = operands()
     said = str(tilewise.explain(q, k, v, score=lambda s, b, h, m, n: s * (m + 1)))
-    assert "expr{s;m;const_int:1;add(1,2);to_float(3);mul(0,4)}" in said
+    assert "s * float(m + 1)" in said

@@ -30,6 +30,13 @@ def test_each_case_dtype_and_instruction_set_is_in_the_sample() -> None:
     assert len(chosen) < 1.2 * len(TABLE)
 
 
+def test_each_instruction_set_has_its_share_of_the_functions() -> None:
+    functions = [{f"test_{at}[{isa}]": {"isa": isa} for isa in ISAS} for at in range(60)]
+    chosen = [function[name]["isa"] for function in functions for name in sample(function)]
+    assert len(chosen) == 60
+    assert all(chosen.count(isa) > 10 for isa in ISAS)
+
+
 def test_cases_that_share_no_value_are_all_in_the_sample() -> None:
     cases = {str(number): {"seed": number} for number in range(20)}
     assert sample(cases) == set(cases)

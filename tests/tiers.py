@@ -1,9 +1,10 @@
 """Which tests ``./run test`` leaves to ``./run test --all``: those with the marker ``thorough``.
 
 A test function with many cases is thorough in all but a sample of them. In the sample each value of
-each parameter occurs at least once: each instruction set, each dtype, each named case. Fields of a
-parameter, such as the dtype of a ``Case``, are parameters of their own. Which values meet is drawn
-from the names of the tests, so the sample is the same in every process. A test or a case that takes
+each parameter occurs at least once: each dtype, each named case. Fields of a parameter, such as the
+dtype of a ``Case``, are parameters of their own. Instruction sets are the exception: each runs its
+share of the suite, not of each function. Which values meet is drawn from the names of the tests, so
+the sample is the same in every process. A test or a case that takes
 long for what it adds has the marker in its file.
 """
 
@@ -50,7 +51,7 @@ def sample(cases: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield a parameter as pairs of names and values, a pair for each field if it has fields."""
-    fields = {"": value}
+    fields = {"": "any" if name == "isa" else value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         fields = value._asdict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

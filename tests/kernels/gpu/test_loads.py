@@ -172,8 +172,8 @@ def _detached(call: Call) -> tuple[Problem, Operands]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("scattered", "rows", "buckets"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("hashed", "columns")),
+        *("scattered", "buckets"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("hashed", "columns", "rows")),
     ],
 )
 def test_tables_and_loads_of_every_form(name: str) -> None:

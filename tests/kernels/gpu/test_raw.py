@@ -195,8 +195,11 @@ def _chains() -> dict[str, tuple[list[Any], list[Any]]]:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("before", "after")),
-        *("between", "two", "one-by-one"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("before", "after", "between", "one-by-one")
+        ),
+        "two",
     ],
 )
 def test_composition(name: str) -> None:
@@ -272,7 +275,8 @@ def test_what_lies_beyond_a_length_does_not_leak() -> None:
     assert_same_bits(bad.grad[:, :, :16], good.grad[:, :, :16], "grad of k")
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     """A graph has the name; the op finds the functions in its process. One graph for any sizes."""
     torch._dynamo.reset()

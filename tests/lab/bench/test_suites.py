@@ -204,6 +204,7 @@ def test_models(tmp_path: Path) -> None:
 
 
 @needs_core
+@pytest.mark.thorough
 def test_variants(tmp_path: Path) -> None:
     values = run("variants", tmp_path)
     ours = {p["case"] for p in values["points"] if p["method"] == "tilewise" and p["samples"]}

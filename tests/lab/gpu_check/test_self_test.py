@@ -62,6 +62,7 @@ def test_nothing_else_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+@pytest.mark.thorough
 def test_what_fails_ends_with_1(tmp_path: Path) -> None:
     done = call("--backend", "unknown", "--only", "smoke", out=tmp_path / "out")
     assert done.returncode == 1

@@ -244,8 +244,22 @@ def _check_top(judged: Judged) -> None:
         chosen = s.gather(-1, keys.clamp(min=0)[..., None])[..., 0].double()
         slack = 1e-5 * (1 + s[s.isfinite()].abs().amax().double()) if s.isfinite().any() else 0.0
         worse = (~dead) & (chosen < s.amax(-1).double() - slack)
-        if bool(worse.any()) and not judged.case.kinked:
+        if not bool(worse.any()) or judged.case.kinked:
+            continue
+        # sin(s ** 3) has few true digits in float32: plain torch's error says how many.
+        worse &= chosen < s.amax(-1).double() - slack - 2 * _score_error(judged)
+        if bool(worse.any()):
             raise FaultError("top1", f"{int(worse.sum())} rows name a key that is not the largest")
+
+
+def _score_error(judged: Judged) -> float:
+    """The largest error of a score that plain torch computes in float32; 0 for a float64 case."""
+    if not judged.oracle.scores:
+        return 0.0
+    rounded = plain(judged.case, judged.call, torch.float32).scores
+    pairs = zip(rounded, judged.oracle.scores, strict=True)
+    errors = [(one.double() - true).nan_to_num(0.0, 0.0, 0.0).abs() for one, true in pairs]
+    return max((each.amax().item() for each in errors if each.numel()), default=0.0)
 
 
 def describe(error: BaseException) -> tuple[str, str]:

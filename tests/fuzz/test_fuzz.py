@@ -129,6 +129,14 @@ def test_bits_that_depend_on_threads_are_found(monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.kind == "bits"
 
 
+def test_a_top_key_may_be_any_that_rounding_cannot_tell_from_the_largest() -> None:
+    """sin(s ** 3) has few true digits in float32, so another key may be the largest there."""
+    sine = Node("float", "torch.sin(s ** 3)")
+    score = Node("score", "scores.function(lambda s, b, h, m, n: {})", (sine,), means="{}")
+    case = Case(queries=70, keys=70, head_dim=16, scores=(score,), gain=4.0, stats="top1")
+    assert judge(case) == ("", "")
+
+
 def test_a_wrong_statistic_and_a_wrong_top_key_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(queries=9, keys=40, head_dim=4, stats="top1", gain=3.0)
     check(case)

@@ -101,6 +101,21 @@ def test_records_by_the_name_of_their_run(tmp_path: Path) -> None:
     assert store.read_records(tmp_path / "nowhere") == {}
 
 
+def test_a_record_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    records = records_of(STORED.study, {})
+    write(tmp_path, records)
+    lost = next(iter(records))
+    path = tmp_path / "runs" / lost / RECORD
+    path.unlink()
+    path.mkdir()
+    found = store.readable_records(tmp_path)
+    assert set(found.whole) == set(records) - {lost}
+    assert found.damaged == {
+        lost: f"{path}: cannot be read (Is a directory). "
+        "Move the folder of the run away to train it again."
+    }
+
+
 def test_the_study_worked_on_last_is_the_first(tmp_path: Path) -> None:
     for number, name in enumerate("abc"):
         store.begin(tmp_path / name, STORED)

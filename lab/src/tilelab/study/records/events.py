@@ -267,7 +267,8 @@ class RunRecord:
         """Return the record in a file; an empty record where there is no file.
 
         Raises:
-            CorruptRecordError: a line other than a torn last one is not an event, or was changed.
+            CorruptRecordError: a line other than a torn last one is not an event, or was changed;
+                or nothing can be read.
         """
         record = cls()
         for event in _events(path):
@@ -370,7 +371,12 @@ def _planned_steps(config: dict[str, Any]) -> int:
 def _events(path: Path) -> Iterator[Event]:
     if not path.exists():
         return
-    for number, line, wrong in _whole_lines(path):
+    try:
+        lines = list(_whole_lines(path))
+    except OSError as error:
+        fix = "Move the folder of the run away to train it again."
+        raise CorruptRecordError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    for number, line, wrong in lines:
         try:
             event = _event(json.loads(line))
             if wrong is not None:

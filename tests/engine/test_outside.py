@@ -137,6 +137,7 @@ def test_decoding_counts_rows_from_0() -> None:
     attention(Q[:, :, :1], Q, Q, score=_by_row)
     attention(Q[:, :, :0], Q, Q, score=_by_row)
     attention(Q, Q[:, :, :0], Q[:, :, :0], score=_by_row)
+    attention(Q, Q[:, :, :0], Q[:, :, :0], score=lambda s, b, h, m, n: s + ONE[n])
 
 
 def test_compiled_calls_refuse_an_expression_too() -> None:

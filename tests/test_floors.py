@@ -25,6 +25,7 @@ SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 # not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.errors", "tilewise.folders", "tilewise.interrupts", "tilewise.torch_private"),
+    ("tilewise.checks",),
     ("tilewise.chips", "tilewise.variants"),
     ("tilewise.problem",),
     ("tilewise.validation",),

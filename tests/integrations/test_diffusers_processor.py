@@ -69,8 +69,7 @@ class Plain:
                 len(q), attn.heads, -1, k.shape[2]
             )
         out = logits.softmax(-1) @ v
-        mixed: Tensor = attn.to_out[0](out.transpose(1, 2).reshape(len(q), -1, attn.inner_dim))
-        return mixed
+        return attn.to_out[0](out.transpose(1, 2).reshape(len(q), -1, attn.inner_dim))
 
 
 def documented() -> Any:

@@ -22,11 +22,7 @@ from tilewise.variants.values import Mask, Score
 
 
 def refuse_paged_transforms() -> None:
-    """Refuse a call inside of torch.func transforms or of a forward-mode level.
-
-    Raises:
-        Unsupported: it is.
-    """
+    """Refuse a call inside of torch.func transforms or of a forward-mode level."""
     if transforms_active():
         raise Unsupported(
             "tilewise has no torch.func transforms and no forward-mode derivatives of paged keys",

@@ -39,11 +39,7 @@ def tensor_reader() -> Reader | None:
 
 
 def check_name(name: object) -> str | None:
-    """``backend=`` as given, if it names a backend or is None.
-
-    Raises:
-        InvalidArgument, InvalidType: it does neither.
-    """
+    """``backend=`` as given, if it names a backend or is None."""
     *first, last = map(repr, BACKEND_NAMES)
     required = f"{', '.join(['None (choose)', *first])} or {last}"
     if name is None:

@@ -61,9 +61,6 @@ class Past:
         cache: of the layer.
         sequences: the B numbers of a ``PageCache``; None for a ``RowCache``.
         x: what the layer is called with, [B, M, width].
-
-    Raises:
-        InvalidArgument, InvalidType: these do not go together.
     """
 
     def __init__(self, cache: Cache, sequences: Sequence[int] | None, x: Tensor) -> None:

@@ -42,10 +42,8 @@ def read(block_mask: Any, queries: int | None = None, keys: int | None = None) -
     mask sets its ``seq_lengths`` alone. A slice, ``block_mask[:, :, i]``, has fewer rows than its
     lengths say.
 
-    Args:
-        block_mask: to be read.
-        queries: M of the call; what the mask says if None, or as many as the rows of a slice have.
-        keys: N of the call; what the mask says if None.
+    ``queries`` and ``keys`` are M and N of the call; what the mask says if None, or as many rows as
+    a slice has.
 
     Raises:
         InvalidType: it is none.

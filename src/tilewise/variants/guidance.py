@@ -66,16 +66,7 @@ _SCORES = {
 
 
 def refuse_keywords(call: str, given: Mapping[str, object], known: Iterable[str]) -> NoReturn:
-    """Refuse a keyword that a call does not have, saying what to write in its place.
-
-    Args:
-        call: the name of the function.
-        given: the keywords that it does not have.
-        known: those that it has.
-
-    Raises:
-        InvalidType: always; a TypeError, as Python's own.
-    """
+    """Refuse a keyword that a call does not have, saying what to write in its place."""
     name, value = next(iter(given.items()))
     if name in _KEYWORDS:
         fix = f"Write instead: {_KEYWORDS[name]}."
@@ -104,10 +95,6 @@ def _instead(name: str, known: Mapping[str, str], otherwise: str) -> str:
 
 def uncalled(argument: str, function: object) -> str:
     """Return what to write if a function of ``masks`` or ``scores`` came instead of its result.
-
-    Args:
-        argument: the keyword, "mask" or "score".
-        function: what was given.
 
     Returns:
         An empty string for any other function.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tilewise.checks import INTEGERS
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.expr import Graph, Kind
 from tilewise.variants.functions import FUNCTIONS
@@ -27,7 +28,6 @@ DISPATCHED: dict[Any, Handler] = {}
 
 _LENGTHS = {"m": "M", "n": "N"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _HERE = os.path.dirname(__file__)
 
 
@@ -88,7 +88,7 @@ class Recording:
             "bool"
             if tensor.dtype is torch.bool
             else "int"
-            if tensor.dtype in _INTEGERS
+            if tensor.dtype in INTEGERS
             else "float"
             if tensor.dtype in _FLOATS
             else None
@@ -293,7 +293,7 @@ class Traced:
             return self
         if dtype is torch.bool:
             return self.bool()
-        if dtype in _INTEGERS:
+        if dtype in INTEGERS:
             return self.long()
         if dtype in _FLOATS:
             return self.float()

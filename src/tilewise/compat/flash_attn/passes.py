@@ -17,19 +17,19 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Options, check_tensor, read
+from tilewise.checks import check_tensor
+from tilewise.compat.flash_attn.arguments import Options, check_rank, read
 from tilewise.compat.flash_attn.calls import (
     Answer,
     Packing,
     check_dense,
     check_packed,
-    dense,
-    packed,
     paged,
+    whole,
 )
 from tilewise.compat.flash_attn.forward_only import forward_only
 from tilewise.engine.call import build_problem, read_keywords
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.errors import InvalidArgument
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import encode, fitted
 
@@ -76,7 +76,7 @@ def _flash_attn_forward(
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], *flags)
     with torch.no_grad():
-        found = dense(q, k, v, options, lse=True, signed=return_softmax)
+        found = whole(q, k, v, None, options, lse=True, signed=return_softmax)
     return _passed("_flash_attn_forward", found, q, k, v)
 
 
@@ -101,28 +101,11 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Passed:
-    """Run the forward pass of ``flash_attn_varlen_func``, whose arguments these are, and more.
+    """Run the forward pass of ``flash_attn_varlen_func``, whose arguments these are.
 
-    Args:
-        q: [Tq, Hq, D].
-        k: [Tk, Hk, D], or pages with a block_table.
-        v: as k, with width Dv.
-        cu_seqlens_q: integer [sequences + 1].
-        cu_seqlens_k: integer [sequences + 1].
-        max_seqlen_q: rows of the longest sequence.
-        max_seqlen_k: keys of the longest sequence.
-        dropout_p: as ``flash_attn_func``, like all up to alibi_slopes.
-        softmax_scale: 1/sqrt(D) if None.
-        causal: bottom right corner of each sequence.
-        window_size_left: -1 for no bound.
-        window_size_right: -1 for no bound.
-        softcap: above 0, scores are capped to it.
-        alibi_slopes: floating [Hq] or [sequences, Hq].
-        return_softmax: ask for S_dmask.
-        block_table: integer [sequences, blocks], without dropout.
-        leftpad_k: integer [sequences]: as many keys at the beginning of each do not count.
-        seqused_k: integer [sequences]: how many keys of each there are, instead of all.
-        zero_tensors: of no effect: rows without keys are 0 anyway.
+    Besides, ``leftpad_k``, integer [sequences], says how many keys at the beginning of each do not
+    count, and ``seqused_k`` how many keys of each there are, instead of all. ``zero_tensors`` is of
+    no effect: rows without keys are 0 anyway.
 
     Returns:
         out [Tq, Hq, Dv]; softmax_lse [Hq, Tq]; S_dmask and rng_state as ``_flash_attn_forward``.
@@ -138,7 +121,7 @@ def _flash_attn_varlen_forward(
     options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     with torch.no_grad():
         if block_table is None and leftpad_k is None and seqused_k is None:
-            found = packed(q, k, v, packing, options, lse=True, signed=return_softmax)
+            found = whole(q, k, v, packing, options, lse=True, signed=return_softmax)
         else:
             found = paged(q, k, v, packing, options, block_table, leftpad_k, seqused_k)
     return _passed("_flash_attn_varlen_forward", found, q, k, v)
@@ -166,25 +149,10 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients of ``_flash_attn_forward`` into dq, dk and dv.
 
-    Args:
-        dout: the gradient of out, [B, M, Hq, Dv].
-        q: [B, M, Hq, D], like k and v as in the forward pass.
-        k: [B, N, Hk, D].
-        v: [B, N, Hk, Dv].
-        out: [B, M, Hq, Dv], of all keys that the softmax is over, these or more.
-        softmax_lse: [B, Hq, M], of all of them too.
-        dq: where the gradient of q goes, of q's shape and dtype, any strides; None for nowhere.
-        dk: likewise.
-        dv: likewise.
-        dropout_p: as in the forward pass, like all up to alibi_slopes.
-        softmax_scale: 1/sqrt(D) if None.
-        causal: row i sees the keys up to i + N - M.
-        window_size_left: -1 for no bound.
-        window_size_right: -1 for no bound.
-        softcap: above 0, scores are capped to it.
-        alibi_slopes: floating [Hq] or [B, Hq]; no gradient.
-        deterministic: always so.
-        rng_state: of the forward pass; needed with dropout.
+    q, k, v and the flags are those of the forward pass. dout, out [B, M, Hq, Dv] and softmax_lse
+    [B, Hq, M] are of all keys that the softmax is over, these or more. dq, dk and dv are of the
+    shapes and dtypes of q, k and v, with any strides, or None for a gradient that goes nowhere.
+    ``rng_state`` is that of the forward pass, needed with dropout.
 
     Returns:
         softmax_d, [B, Hq, M up to a multiple of 128]: (1 - dropout_p) * sum over Dv of dout * out,
@@ -280,8 +248,7 @@ def _seed_of(rng_state: Tensor | None, options: Options) -> Tensor | None:
     if not options.dropout_p:
         return None
     required = "what the forward pass returned, an int64 tensor [2], as dropout_p is not 0"
-    if not isinstance(rng_state, Tensor):
-        raise InvalidType("rng_state", f"a {type(rng_state).__name__}", required)
+    rng_state = check_tensor("rng_state", rng_state, required)
     if rng_state.dtype is not torch.int64 or tuple(rng_state.shape) != (2,):
         came = f"a tensor of {rng_state.dtype}, shape {tuple(rng_state.shape)}"
         raise InvalidArgument("rng_state", came, required)
@@ -299,7 +266,7 @@ def _check_rows(
         if tensor.dtype != q.dtype or tensor.device != q.device:
             came = f"{tensor.dtype} on {tensor.device}"
             raise InvalidArgument(name, came, f"q's, {q.dtype} on {q.device}")
-    check_tensor("softmax_lse", lse, "[B, H, M]" if len(rows) == 3 else "[H, T]")
+    check_rank("softmax_lse", lse, "[B, H, M]" if len(rows) == 3 else "[H, T]")
     assert isinstance(lse, Tensor)
     if tuple(lse.shape) != rows:
         raise InvalidArgument("softmax_lse", f"shape {tuple(lse.shape)}", f"{rows}, as of the rows")
@@ -316,8 +283,7 @@ def _checked(
         if buffer is None:
             continue
         required = f"a tensor of {like.dtype}, shape {tuple(like.shape)}, on {like.device}, or None"
-        if not isinstance(buffer, Tensor):
-            raise InvalidType(name, f"a {type(buffer).__name__}", required)
+        check_tensor(name, buffer, required)
         if (buffer.shape, buffer.dtype, buffer.device) != (like.shape, like.dtype, like.device):
             came = f"one of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device}"
             raise InvalidArgument(name, came, required)

@@ -52,14 +52,14 @@ def check_tensor(
             raise InvalidArgument(name, f"a tensor of {value.dtype}", required, fix)
     if dims is not None and value.dim() not in ((dims,) if isinstance(dims, int) else dims):
         raise InvalidArgument(name, f"shape {tuple(value.shape)}", required, fix)
-    if shape is not None and not _has_shape(value, shape):
+    if shape is not None and value.shape != shape and not _fits(value, shape):
         raise InvalidArgument(name, f"shape {tuple(value.shape)}", required, fix)
     if device is not None and value.device.type != device:
         raise InvalidArgument(name, f"device {value.device}", required, fix)
     return value
 
 
-def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
     return tensor.dim() == len(shape) and all(
         due is None or size == due for size, due in zip(tensor.shape, shape, strict=True)
     )

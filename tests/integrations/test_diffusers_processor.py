@@ -37,14 +37,13 @@ class Layer(nn.Module):
         attention_mask: Tensor | None = None,
         **cross_attention_kwargs: Any,
     ) -> Tensor:
-        found: Tensor = self.processor(
+        return self.processor(
             self,
             hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             attention_mask=attention_mask,
             **cross_attention_kwargs,
         )
-        return found
 
 
 class Plain:

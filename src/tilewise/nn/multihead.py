@@ -217,14 +217,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return nested_as(found, rows)
 
 
-def adopt(module: torch.nn.MultiheadAttention) -> None:
-    """Make torch's module one of ours, where it is: it has the same state, and nothing is lost.
-
-    Parameters, buffers, hooks and whatever refers to the module stay as they are.
-    """
-    module.__class__ = MultiheadAttention
-
-
 def _by_heads(x: Tensor, heads: int) -> Tensor:
     """[.., H * D] -> [.., H, D], a view."""
     return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)

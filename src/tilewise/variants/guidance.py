@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from tilewise.errors import InvalidType
+from tilewise.errors import InvalidType, Unsupported
 
 _CAUSAL = (
     "mask=tilewise.masks.causal() sets the last query against the last key, "
@@ -76,6 +76,20 @@ def refuse_keywords(call: str, given: Mapping[str, object], known: Iterable[str]
     came = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
     required = f"no such keyword: tilewise.{call} has {', '.join(known)}"
     raise InvalidType(name, came, required, fix)
+
+
+def not_expressed(what: str, function: object, error: Exception, instead: str) -> Unsupported:
+    """Return the error for another library's function that is not in the language, and why.
+
+    ``instead`` says what else to do.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return Unsupported(
+        f"{what} {getattr(function, '__module__', '?')}.{name} is not in the language of tilewise: "
+        f"{error}",
+        fix="say it in plain Python and torch over the positions, with tensors indexed by "
+        f"integers (docs/variants.md); or {instead}",
+    )
 
 
 def named_mask(name: str) -> str:

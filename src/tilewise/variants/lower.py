@@ -213,9 +213,9 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _lengths(tensor: Tensor, extent: Extent) -> Tensor:
-    # The op takes any tensors for a program: what ``masks`` checked is checked again.
-    required = f"an integer tensor [B] with B = {extent.batch}"
-    check_tensor("mask (lengths)", tensor, required, INTEGERS, shape=(extent.batch,))
+    if tensor.dtype is not torch.int64 or tensor.shape != (extent.batch,):
+        required = f"an integer tensor [B] with B = {extent.batch}"
+        check_tensor("mask (lengths)", tensor, required, INTEGERS, shape=(extent.batch,))
     if extent.check_values:
         _check_length_values(tensor, extent)
     return tensor.to(torch.int64).contiguous()
@@ -259,7 +259,8 @@ def _ids(tensor: Tensor, position: int, extent: Extent) -> Tensor:
         else ("mask (document ids)", "N", extent.keys)
     )
     form = f"an integer tensor [{letter}] or [B, {letter}]"
-    check_tensor(name, tensor, form, INTEGERS, dims=(1, 2))
+    if tensor.dtype is not torch.int64 or tensor.dim() != 2:
+        check_tensor(name, tensor, form, INTEGERS, dims=(1, 2))
     if tensor.dim() == 1:
         tensor = tensor[None]
     rows, columns = tensor.shape
@@ -302,8 +303,8 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Kernels read biases in the output's dtype or in the dtype of the statistics."""
-    check_tensor("score (bias)", tensor, "a floating tensor", FLOATING)
     if tensor.dtype is not output_dtype(dtype):
+        check_tensor("score (bias)", tensor, "a floating tensor", FLOATING)
         tensor = tensor.to(statistics_dtype(dtype))
     return tensor.resolve_neg()
 

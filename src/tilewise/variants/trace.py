@@ -64,7 +64,7 @@ def _trace(
         came = f"a function that returns {number}"
         raise InvalidType(argument, came, _RETURNS[kind], "Compare: x != 0.")
     expr = recording.graph.expr(found.place)
-    used = slots_of(expr)
+    used = slots_of(expr) if recording.captured else []
     if used != list(range(len(recording.captured))):
         expr = with_slots(expr, {slot: at for at, slot in enumerate(used)})
     return expr, tuple([recording.captured[slot] for slot in used])

@@ -146,8 +146,7 @@ def _filled(number: int | None, sized: bool) -> Callable[..., Traced]:
         made = recording.lift(value)
         if dtype is not None:
             return made.to(dtype)
-        kind = recording.lift(like).kind
-        return {"bool": made.bool, "int": made.long, "float": made.float}[kind]()
+        return made.as_kind(recording.lift(like).kind)
 
     return handler
 

@@ -169,7 +169,10 @@ def _cache(
         table = block_table
     elif cache_batch_idx is not None:
         check_integers("cache_batch_idx", cache_batch_idx, (batch,), device.type)
-        _check_rows("cache_batch_idx", cache_batch_idx, caches)
+        outside = (cache_batch_idx < 0) | (cache_batch_idx >= caches)
+        if cache_batch_idx.is_cpu and bool(outside.any()):
+            came, required = str(cache_batch_idx.tolist()), f"numbers of the {caches} caches"
+            raise InvalidArgument("cache_batch_idx", came, required)
         table = cache_batch_idx[:, None]
     else:
         if caches < batch:
@@ -188,11 +191,6 @@ def _cache(
         assert isinstance(cache_seqlens, Tensor)
         lengths = cache_seqlens
     return Cache(k_cache, v_cache, lengths, table, cache_leftpad)
-
-
-def _check_rows(name: str, tensor: Tensor, count: int) -> None:
-    if tensor.is_cpu and bool(((tensor < 0) | (tensor >= count)).any()):
-        raise InvalidArgument(name, f"{tensor.tolist()}", f"numbers of the {count} caches")
 
 
 def _rotated(

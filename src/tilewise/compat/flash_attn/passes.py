@@ -12,7 +12,7 @@ int64 [2]: the first number is the seed of dropout, the second is 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,17 +36,6 @@ from tilewise.variants.program import encode, fitted
 Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 _PIECE = 128  # rows in multiples of which flash-attn 2 lays out softmax_d
 _FIX = "call flash_attn_func, or write an autograd.Function over the two passes"
-
-
-class _Given(NamedTuple):
-    """The tensors of a backward pass, with heads before rows where they are dense."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def _flash_attn_forward(
@@ -168,10 +157,9 @@ def _flash_attn_backward(
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[0], q.shape[2], q.shape[1]))
     seed = _seed_of(rng_state, options)
     with torch.no_grad():
-        g, x, y, z, o = (each.transpose(1, 2) for each in (dout, q, k, v, out))
-        given = _Given(g, x, y, z, o, softmax_lse)
+        given = [each.transpose(1, 2) for each in (dout, q, k, v, out)]
         buffers = [None if x is None else x.transpose(1, 2) for x in _checked(dq, dk, dv, q, k, v)]
-        _write_gradients(given, buffers, options, seed, None)
+        _write_gradients(given, softmax_lse, buffers, options, seed, None)
         delta = _delta(given, options)
         return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _PIECE))
 
@@ -222,8 +210,9 @@ def _flash_attn_varlen_backward(
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
     seed = _seed_of(rng_state, options)
     with torch.no_grad():
-        given = _Given(dout, q, k, v, out, softmax_lse)
-        _write_gradients(given, _checked(dq, dk, dv, q, k, v), options, seed, packing.starts)
+        given = [dout, q, k, v, out]
+        buffers = _checked(dq, dk, dv, q, k, v)
+        _write_gradients(given, softmax_lse, buffers, options, seed, packing.starts)
         delta = _delta(given, options)
         starts = cu_seqlens_q.contiguous()
         rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
@@ -291,36 +280,32 @@ def _checked(
 
 
 def _write_gradients(
-    given: _Given,
+    given: list[Tensor],
+    lse: Tensor,
     buffers: list[Tensor | None],
     options: Options,
     seed: Tensor | None,
     packed: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Compute the gradients that have a buffer, and copy them there."""
-    q, k, v = given.q, given.k, given.v
-    keywords = (
-        options.mask,
-        options.score(),
-        options.scale,
-        float(options.dropout_p),
-        None,
-        None,
-        packed,
-    )
-    wanted = read_keywords(*keywords)
+    """Compute the gradients that have a buffer, and copy them there.
+
+    ``given`` are dout, q, k, v and out, with heads before rows where they are dense.
+    """
+    dout, q, k, v, out = given
+    mask, score, scale = options.mask, options.score(), options.scale
+    wanted = read_keywords(mask, score, scale, float(options.dropout_p), None, None, packed)
     problem = build_problem(q, k, v, wanted)
     program, captured = wanted.score.program, wanted.score.captured
     sizes = (0, 0) if packed else (problem.queries, problem.keys)
     extent = Extent(problem.batch, problem.heads, *sizes, packed is not None, check_values=False)
     slopes = lower_score(program, captured, extent, q.dtype, q.device)
-    lse = given.lse.to(statistics_dtype(q.dtype)).contiguous()
+    lse = lse.to(statistics_dtype(q.dtype)).contiguous()
     lse = torch.where(lse == torch.inf, -torch.inf, lse)  # rows without keys, as tilewise has them
     gradients: list[Tensor] = torch.ops.tilewise.attention_backward(
-        given.dout,
+        dout,
         None,
         None,
-        given.out,
+        out,
         lse,
         None,  # of the stats that the kernels keep
         [*(buffer is not None for buffer in buffers), False, *(False for _ in slopes)],
@@ -334,7 +319,7 @@ def _write_gradients(
         *(packed or (None, None)),
         wanted.mask.text,
         encode(fitted(program)),
-        None if options.scale is None else problem.scale,
+        None if scale is None else problem.scale,
         problem.dropout_p,
         None,
         True,  # out and lse may be of more keys than these
@@ -344,8 +329,9 @@ def _write_gradients(
             buffer.copy_(gradient)
 
 
-def _delta(given: _Given, options: Options) -> Tensor:
+def _delta(given: list[Tensor], options: Options) -> Tensor:
     """(1 - dropout_p) * sum over the width of dout * out: [B, Hq, M], packed [Hq, Tq]."""
-    wide = statistics_dtype(given.q.dtype)
-    found = (given.dout.to(wide) * given.out.to(wide)).sum(-1) * (1 - options.dropout_p)
+    dout, *_, out = given
+    wide = statistics_dtype(dout.dtype)
+    found = (dout.to(wide) * out.to(wide)).sum(-1) * (1 - options.dropout_p)
     return found if found.dim() == 3 else found.transpose(0, 1)

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument, OutOfPages
 from tilewise.serving.pages import PageAllocator
 
 
+@dataclass(eq=False, slots=True)
 class Held:
     """Pages and length of one sequence.
 
@@ -18,12 +20,9 @@ class Held:
             a key in them.
     """
 
-    __slots__ = ("dropped", "length", "pages")
-
-    def __init__(self, pages: list[int], length: int, dropped: int) -> None:
-        self.pages = pages
-        self.length = length
-        self.dropped = dropped
+    pages: list[int]
+    length: int
+    dropped: int
 
 
 class Growth(NamedTuple):

@@ -185,7 +185,7 @@ VALUES: dict[str, tuple[Call, str]] = {
     ),
     "cu_seqlens dtype": (
         packed(cu(0, 6, dtype=torch.int16), cu(0, 6)),
-        "^cu_seqlens_q: got a tensor of torch.int16; required: torch.int32 or torch.int64",
+        "^cu_seqlens_q: got a tensor of torch.int16; required: an int32 or int64 tensor",
     ),
     "cu_seqlens float": (packed(cu(0, 6), torch.tensor([0.0, 6.0])), "^cu_seqlens_k: .*float32"),
     "cu_seqlens rank": (packed(cu(0, 6)[None], cu(0, 6)), "^cu_seqlens_q: got shape"),

@@ -25,6 +25,7 @@ SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 # not.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.errors", "tilewise.folders", "tilewise.interrupts", "tilewise.torch_private"),
+    ("tilewise.checks",),
     ("tilewise.chips", "tilewise.variants"),
     ("tilewise.problem",),
     ("tilewise.validation",),
@@ -34,8 +35,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.kernels",),
     ("tilewise.engine",),
     ("tilewise.functional", "tilewise.sparse"),
-    ("tilewise.merging", "tilewise.nn"),
+    ("tilewise.merging",),
     ("tilewise.serving", "tilewise.distributed"),
+    ("tilewise.nn",),
     ("tilewise.compat",),
     ("tilewise.integrations",),
     ("tilewise",),

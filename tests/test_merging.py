@@ -27,10 +27,7 @@ def _tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> AttentionResult:
-    found: AttentionResult = tilewise.attention(
-        q, k, v, **keywords, return_lse=True, backend="tiled"
-    )
-    return found
+    return tilewise.attention(q, k, v, **keywords, return_lse=True, backend="tiled")
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor) -> list[AttentionResult]:
@@ -74,10 +71,9 @@ def test_packed_sequences() -> None:
     sinks = torch.randn(H, generator=generator, dtype=torch.float64)
 
     def packed(keys: Tensor, ends: Tensor, mask: Any = None) -> AttentionResult:
-        found: AttentionResult = tilewise.attention_varlen(
+        return tilewise.attention_varlen(
             q, keys, keys, cu, ends, mask=mask, return_lse=True, backend="tiled"
         )
-        return found
 
     shared = packed(torch.cat([prefix, prefix]), torch.tensor([0, 6, 12]))
     own = packed(k, cu, masks.causal())

@@ -73,39 +73,9 @@ any_score = st.lists(
 )
 
 
-def _leaf(instr: Instr, captured: tuple[Tensor, ...]) -> Tensor:
-    rows, keys = torch.arange(M)[:, None], torch.arange(N)[None]
-    if instr.op == "band":
-        left, right, anchor = map(int, instr.params)
-        offset = keys - rows - (N - M if anchor else 0)
-        seen = torch.ones(M, N, dtype=torch.bool)
-        if left != -1:
-            seen &= offset >= -left
-        if right != -1:
-            seen &= offset <= right
-        return seen
-    if instr.op == "below":
-        length = captured[instr.slots[0]] if instr.slots else torch.tensor(int(instr.params[0]))
-        return (keys < length).expand(M, N)
-    if instr.op == "same_document":
-        queries, ids = (captured[slot] for slot in instr.slots)
-        return queries[:, None] == ids[None]
-    return captured[instr.slots[0]]
-
-
 def meaning(mask: Mask) -> Tensor:
-    """The [M, N] booleans of a mask, from the definitions alone."""
-    stack: list[Tensor] = []
-    for instr in mask.program:
-        if instr.op == "not":
-            stack.append(~stack.pop())
-        elif instr.op in ("and", "or"):
-            right, left = stack.pop(), stack.pop()
-            stack.append(left & right if instr.op == "and" else left | right)
-        else:
-            stack.append(_leaf(instr, mask.captured))
-    (result,) = stack or [torch.ones(M, N, dtype=torch.bool)]
-    return result
+    """The [M, N] booleans of a mask."""
+    return tilewise.visible_pairs(mask, M, N)[0, 0]
 
 
 @given(any_mask)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.variants import some_masks as masks
-from tests.variants import some_scores as scores
+from tests.variants import some_masks, some_scores
 from tests.variants.calls import Call, assert_all_close, check_exact
 from tests.variants.making import Made, Sizes, Variant
 
@@ -17,67 +16,4 @@ __all__ = [
     "check_exact",
 ]
 
-CATALOGUE: tuple[Variant, ...] = (
-    Variant("causal", masks.causal),
-    Variant("bottom-right", masks.bottom_right),
-    Variant("window", masks.window),
-    Variant("causal-window", masks.causal_window),
-    Variant("heads-windows", masks.heads_windows),
-    Variant("prefix", masks.prefix),
-    Variant("lengths", masks.lengths),
-    Variant("documents", masks.documents),
-    Variant("documents-causal", masks.documents_causal),
-    Variant("other-documents", masks.other_documents),
-    Variant("dilated", masks.dilated),
-    Variant("dilated-both-ways", masks.dilated_both_ways),
-    Variant("neighbourhood", masks.neighbourhood),
-    Variant("natten", masks.natten),
-    Variant("checkerboard", masks.checkerboard),
-    Variant("blocks-below", masks.blocks_below),
-    Variant("layout", masks.layout),
-    Variant("strided", masks.strided),
-    Variant("local-and-global", masks.local_and_global),
-    Variant("butterfly", masks.butterfly),
-    Variant("random", masks.random),
-    Variant("random-each", masks.random_each),
-    Variant("keys-dropped", masks.keys_dropped),
-    Variant("alibi", masks.causal, scores.alibi),
-    Variant("softcap", None, scores.softcap),
-    Variant("learned-softcap", None, scores.learned_softcap),
-    Variant("t5", None, scores.t5),
-    Variant("relative", None, scores.relative),
-    Variant("relative-clipped", masks.causal, scores.relative_clipped),
-    Variant("swin", masks.checkerboard, scores.swin),
-    Variant("swin-2d", None, scores.swin_2d),
-    Variant("tanh-gate", None, scores.tanh_gate),
-    Variant("temperature", masks.causal, scores.temperature),
-    Variant("temperature-of-rows", None, scores.temperature_of_rows),
-    Variant("one-temperature", None, scores.one_temperature),
-    Variant("gaussian", None, scores.gaussian),
-    Variant("kerple", None, scores.kerple),
-    Variant("power", None, scores.power),
-    Variant("fire", masks.causal, scores.fire),
-    Variant("retention", masks.causal, scores.retention),
-    Variant("forgetting", masks.causal, scores.forgetting),
-    Variant("sigmoid", None, scores.sigmoid),
-    Variant("waves", None, scores.waves),
-    Variant("sawtooth", None, scores.sawtooth),
-    Variant("near-and-far", None, scores.near_and_far),
-    Variant("limits", None, scores.limits),
-    Variant("ties", None, scores.ties),
-    Variant("polynomial", None, scores.polynomial),
-    Variant("squashed", None, scores.squashed),
-    Variant("pruned", None, scores.pruned),
-    Variant("undefined-above", masks.causal, scores.undefined_above),
-    Variant("outside-above", masks.causal, scores.outside_above),
-    Variant("chosen", masks.causal, scores.chosen),
-    Variant("stepped", None, scores.stepped),
-    Variant("times-zero", None, scores.times_zero),
-    Variant("sinks", masks.both(masks.causal, masks.documents), scores.alibi, sinks=True),
-    Variant(
-        "everything",
-        masks.both(masks.both(masks.causal, masks.random_each), masks.documents),
-        scores.everything,
-        sinks=True,
-    ),
-)
+CATALOGUE: tuple[Variant, ...] = (*some_masks.VARIANTS, *some_scores.VARIANTS)

@@ -11,7 +11,6 @@ from tilewise.chips import Chip, named
 from tilewise.engine import registry
 from tilewise.engine.call import (
     NO_KEYWORDS,
-    Keywords,
     build_operands,
     build_problem,
     make_plan,
@@ -387,7 +386,7 @@ def plan(
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     made = make_plan(q, k, v, keywords)
-    _check_captured(made, q, k, v, keywords)
+    build_operands(made.problem, q, k, v, keywords, 0)  # checks captured tensors as a call does
     return made
 
 
@@ -475,8 +474,3 @@ def _passed_over(chosen: str | None, asked_for: str | None) -> str:
     if chosen is None:
         return "it could, but a slow reference runs only when it is asked for by name"
     return f"it could, but {chosen!r} comes first"
-
-
-def _check_captured(made: Plan, q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
-    """Let what a call checks about captured tensors be said when the plan is made."""
-    build_operands(made.problem, q, k, v, keywords, 0)

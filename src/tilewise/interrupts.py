@@ -29,9 +29,8 @@ def command_loads() -> bool:
 def ending_at_once(wanted: bool = True) -> Iterator[None]:
     """End the process with status 130 on Ctrl-C while the block lasts.
 
-    Args:
-        wanted: False changes nothing. Neither does another thread than the main one, nor a program
-            that handles or ignores Ctrl-C itself.
+    ``wanted=False`` changes nothing. Neither does another thread than the main one, nor a program
+    that handles or ignores Ctrl-C itself.
     """
     main = threading.current_thread() is threading.main_thread()
     if not (wanted and main) or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

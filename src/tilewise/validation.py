@@ -6,11 +6,12 @@ Captured tensors are checked where they are lowered (``variants/lower.py``). Let
 
 import math
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, INDICES, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import DTYPES, Problem
 from tilewise.variants.float8 import fix_for
@@ -19,26 +20,12 @@ from tilewise.variants.program import Program
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
 _NUMBERS = (int, float, *_SYMBOLS, Real)
+_Sizes: TypeAlias = tuple[int, int, int, int, int, int, int]  # B, Hq, Hk, M, N, D and Dv
 
 
-def dense_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Program,
-    score: Program,
-    scale: float | None,
-    dropout_p: float,
-    sinks: Tensor | None,
-) -> Problem:
-    """Return the problem of ``attention``, checked (arguments as there; programs already built).
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
+def dense_problem(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Problem:
+    """Return the problem of ``attention``, checked; ``asked`` are the keywords of ``_problem``."""
     _check_tensors(q, k, v, rank=4, shape="[B, H, S, D]")
-    check_caps(score, q.dtype)
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[0] != batch:
@@ -48,41 +35,22 @@ def dense_problem(
                 f"q's batch, {batch}",
                 "Batches do not broadcast; expand() costs no memory.",
             )
-    _check_pairing(q, k, v, heads_dim=1, keys_dim=2)
+    _check_pairing(q, k, v, keys_dim=2)
     sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[3])
-    numbers = _check_numbers(scale, dropout_p, q)
-    has_sinks = check_sinks(sinks, heads, q.device.type)
-    return Problem(*sizes, q.dtype, q.device.type, "dense", mask, score, *numbers, has_sinks)
+    return _problem(q, sizes, "dense", **asked)
 
 
 def varlen_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    mask: Program,
-    score: Program,
-    scale: float | None,
-    dropout_p: float,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **asked: Any
 ) -> Problem:
-    """Return the problem of ``attention_varlen``, checked but for the values of cu_seqlens.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
+    """Return the problem of ``attention_varlen``, checked but for the values of cu_seqlens."""
     _check_tensors(q, k, v, rank=3, shape="[T, H, D]")
-    _check_pairing(q, k, v, heads_dim=1, keys_dim=0)
+    _check_pairing(q, k, v, keys_dim=0)
     check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
-    check_caps(score, q.dtype)
     (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
     batch = cu_seqlens_q.shape[0] - 1
     sizes = (batch, heads, kv_heads, queries, keys, head_dim, v.shape[2])
-    numbers = _check_numbers(scale, dropout_p, q)
-    has_sinks = check_sinks(sinks, heads, q.device.type)
-    return Problem(*sizes, q.dtype, q.device.type, "varlen", mask, score, *numbers, has_sinks)
+    return _problem(q, sizes, "varlen", **asked)
 
 
 def paged_problem(
@@ -92,17 +60,9 @@ def paged_problem(
     block_table: Tensor,
     key_lengths: Tensor,
     cu_seqlens_q: Tensor | None,
-    *,
-    mask: Program,
-    score: Program,
-    scale: float | None,
-    sinks: Tensor | None,
+    **asked: Any,
 ) -> Problem:
-    """Return the problem of ``attention_paged``, checked but for the values of its integer tensors.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
+    """Return the problem of ``attention_paged``, checked but for the values of integer tensors."""
     packed = cu_seqlens_q is not None
     _check_tensors(
         q,
@@ -112,8 +72,7 @@ def paged_problem(
         shape="[T, Hq, D]" if packed else "[B, Hq, M, D]",
         paged=True,
     )
-    _check_pairing(q, k_pages, v_pages, heads_dim=1, keys_dim=2, paged=True)
-    check_caps(score, q.dtype)
+    _check_pairing(q, k_pages, v_pages, keys_dim=2, paged=True)
     check_page_tensors(block_table, key_lengths, cu_seqlens_q)
     batch, slots = block_table.shape
     if not packed and q.shape[0] != batch:
@@ -123,20 +82,32 @@ def paged_problem(
     _, kv_heads, page_size, head_dim = k_pages.shape
     queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
     sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
-    layout = "varlen" if packed else "dense"
-    numbers = _check_numbers(scale, 0.0, q)
-    rest = (*numbers, check_sinks(sinks, heads, q.device.type), page_size)
+    return _problem(q, sizes, "varlen" if packed else "dense", page_size, **asked)
+
+
+def _problem(
+    q: Tensor,
+    sizes: _Sizes,
+    layout: str,
+    page_size: int = 0,
+    *,
+    mask: Program,
+    score: Program,
+    scale: float | None,
+    sinks: Tensor | None,
+    dropout_p: float = 0.0,
+) -> Problem:
+    """Check what has nothing to do with keys and values; the programs are built already."""
+    check_caps(score, q.dtype)
+    numbers = _check_numbers(scale, dropout_p, q)
+    rest = (*numbers, check_sinks(sinks, q.shape[1], q.device.type), page_size)
     return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
 
 
 def check_page_tensors(
     block_table: Tensor, key_lengths: Tensor, cu_seqlens_q: Tensor | None
 ) -> None:
-    """Types, dtypes and shapes of what finds pages (their values: ``engine/pages.py``).
-
-    Raises:
-        InvalidArgument, InvalidType: naming the one that is wrong.
-    """
+    """Types, dtypes and shapes of what finds pages (their values: ``engine/pages.py``)."""
     _check_integers("block_table", block_table, 2, "[sequences, pages of the longest]")
     _check_integers("key_lengths", key_lengths, 1, "[sequences]")
     batch = block_table.shape[0]
@@ -158,20 +129,11 @@ def check_page_tensors(
 
 
 def _check_integers(name: str, tensor: object, rank: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, _named(tensor), f"an int32 or int64 tensor {shape}")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "torch.int32 or torch.int64")
-    if tensor.dim() != rank:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+    check_tensor(name, tensor, f"an int32 or int64 tensor {shape}", INDICES, dims=rank)
 
 
 def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Types, dtypes and shapes of cu_seqlens (their values: ``check_cu_seqlens``).
-
-    Raises:
-        InvalidArgument, InvalidType: naming the one that is wrong.
-    """
+    """Types, dtypes and shapes of cu_seqlens (their values: ``check_cu_seqlens``)."""
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_integers(name, tensor, 1, "[sequences + 1]")
         if tensor.shape[0] < 1:
@@ -185,11 +147,7 @@ def check_cu_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
-    """Check and return the values of cu_seqlens: from 0, never falling, up to ``total``.
-
-    Raises:
-        InvalidArgument: where they are not.
-    """
+    """Check and return the values of cu_seqlens: from 0, never falling, up to ``total``."""
     values: list[int] = tensor.tolist()
     if values[0] != 0:
         raise InvalidArgument(name, f"{values[0]} as its first entry", "0 as the first entry")
@@ -211,10 +169,6 @@ def check_cu_seqlens(name: str, tensor: Tensor, total: int) -> list[int]:
     return values
 
 
-def _named(value: object) -> str:
-    return f"a {type(value).__name__}"
-
-
 def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool = False) -> None:
     of_keys = (4, "[pages, Hk, page_size, D]") if paged else (rank, shape)
     k_name, v_name = _key_names(paged)
@@ -224,7 +178,7 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool
         (v_name, v, *of_keys),
     ):
         if not isinstance(tensor, Tensor):
-            raise InvalidType(name, _named(tensor), f"a tensor {form}")
+            raise InvalidType(name, named(tensor), f"a tensor {form}")
         if tensor.is_nested or tensor.layout is not torch.strided:
             came = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise InvalidArgument(name, came, "strided, or packed for attention_varlen")
@@ -248,9 +202,7 @@ def _key_names(paged: bool) -> tuple[str, str]:
     return ("k_pages", "v_pages") if paged else ("k", "v")
 
 
-def _check_pairing(
-    q: Tensor, k: Tensor, v: Tensor, *, heads_dim: int, keys_dim: int, paged: bool = False
-) -> None:
+def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, keys_dim: int, paged: bool = False) -> None:
     """K and v belong together, and q's heads divide over theirs."""
     k_name, v_name = _key_names(paged)
     if k.shape[-1] != q.shape[-1]:
@@ -265,9 +217,9 @@ def _check_pairing(
         raise InvalidArgument(
             v_name, f"{v.shape[0]} pages", f"k_pages' number of pages, {k.shape[0]}"
         )
-    heads, kv_heads = q.shape[heads_dim], k.shape[heads_dim]
-    if v.shape[heads_dim] != kv_heads:
-        raise InvalidArgument(v_name, f"{v.shape[heads_dim]} heads", f"k's heads, {kv_heads}")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if v.shape[1] != kv_heads:
+        raise InvalidArgument(v_name, f"{v.shape[1]} heads", f"k's heads, {kv_heads}")
     if kv_heads == 0 or heads == 0:
         name, came = (k_name, kv_heads) if kv_heads == 0 else ("q", heads)
         raise InvalidArgument(name, f"{came} heads", "at least one head")
@@ -302,28 +254,17 @@ def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, 
 def _real(name: str, value: object, required: str) -> float:
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         fix = "Multiply q by a tensor scale." if name == "scale" else ""
-        raise InvalidType(name, _named(value), required, fix)
+        raise InvalidType(name, named(value), required, fix)
     # A symbolic number of a traced call stands for a float and stays as it is.
     return cast(float, value) if isinstance(value, _SYMBOLS) else float(value)
 
 
 def check_sinks(sinks: object, heads: int, device: str) -> bool:
-    """Return whether there are sinks, which must then be a floating tensor [Hq] on ``device``.
-
-    Raises:
-        InvalidArgument, InvalidType: where they are not.
-    """
+    """Return whether there are sinks, which must then be a floating tensor [Hq] on ``device``."""
     if sinks is None:
         return False
-    required = f"a floating tensor [Hq] with Hq = {heads}"
-    if not isinstance(sinks, Tensor):
-        raise InvalidType("sinks", _named(sinks), required)
-    if not sinks.dtype.is_floating_point:
-        raise InvalidArgument("sinks", f"a tensor of {sinks.dtype}", required)
-    if sinks.dim() != 1 or sinks.shape[0] != heads:
-        raise InvalidArgument("sinks", f"shape {tuple(sinks.shape)}", required)
-    if sinks.device.type != device:
-        raise InvalidArgument("sinks", f"device {sinks.device}", f"q's device, {device}")
+    required = f"a floating tensor [Hq] with Hq = {heads} on q's device, {device}"
+    check_tensor("sinks", sinks, required, FLOATING, shape=(heads,), device=device)
     return True
 
 

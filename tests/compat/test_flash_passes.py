@@ -27,6 +27,20 @@ def said_of(flags: Flags, slopes: Tensor | None) -> dict[str, Any]:
     return said
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, said: dict[str, Any], **more: Any) -> Any:
+    """out, lse, S_dmask and rng_state of whole tensors."""
+    more = {"dropout_p": 0.0, "return_softmax": False, **more}
+    return passes._flash_attn_forward(q, k, v, **{**said, **more})
+
+
+def backward(call: tuple[Tensor, ...], said: dict[str, Any], **more: Any) -> list[Tensor]:
+    """The gradients of q, k and v; ``call`` is dout, q, k, v, out and lse."""
+    room = [torch.empty_like(x) for x in call[1:4]]
+    more = {"dropout_p": 0.0, "deterministic": True, **more}
+    passes._flash_attn_backward(*call, *room, **{**said, **more})
+    return room
+
+
 class Passes(torch.autograd.Function):
     """Attention by a forward and a backward pass; what is packed says so by its cu_seqlens."""
 
@@ -115,12 +129,10 @@ def test_both_passes_of_packed_sequences(flags: Flags, dtype: torch.dtype) -> No
 def test_large_logits_cost_no_accuracy() -> None:
     """The softmax is made again from lse: what it is rounded by once is lost, and nothing more."""
     q, k, v, dout = (draw(1, 200, 2, 64, seed=i).detach() * 6 for i in range(4))
-    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.0}
-    out, lse, *_ = passes._flash_attn_forward(q, k, v, **said, return_softmax=False)
+    said = said_of(Flags(causal=True), None)
+    out, lse, *_ = forward(q, k, v, said)
     assert float(lse.max()) > 100
-    room = [torch.empty_like(x) for x in (q, k, v)]
-    call = (dout, q, k, v, out, lse)
-    passes._flash_attn_backward(*call, *room, **said, deterministic=True)
+    room = backward((dout, q, k, v, out, lse), said)
 
     def plain(kind: torch.dtype) -> list[Tensor]:
         g, x, y, z, o = (each.to(kind).transpose(1, 2) for each in (dout, q, k, v, out))
@@ -137,17 +149,15 @@ def test_large_logits_cost_no_accuracy() -> None:
 
 def test_dropout_is_repeated_by_its_rng_state() -> None:
     q, k, v = (draw(2, *sizes, 16) for sizes in ((21, 4), (33, 2), (33, 2)))
-    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.3}
-    out, lse, signed, state = passes._flash_attn_forward(q, k, v, **said, return_softmax=True)
+    said, drops = said_of(Flags(causal=True), None), {"dropout_p": 0.3}
+    out, lse, signed, state = forward(q, k, v, said, **drops, return_softmax=True)
     assert state.dtype == torch.int64
     assert state.shape == (2,)
     assert signed.shape == (2, 4, 21, 33)
     kept = ~torch.signbit(signed)
     dout = draw(2, 21, 4, 16, seed=9).detach()
-    room = [torch.empty_like(x) for x in (q, k, v)]
     call = (dout, q, k, v, out, lse)
-    more = {**said, "deterministic": True}
-    passes._flash_attn_backward(*call, *room, **more, rng_state=state)
+    room = backward(call, said, **drops, rng_state=state)
 
     def plain(kind: torch.dtype) -> tuple[Tensor, ...]:
         found, *_ = attend(q, k, v, Flags(causal=True), None, kind, kept, 0.3)
@@ -158,9 +168,9 @@ def test_dropout_is_repeated_by_its_rng_state() -> None:
     ):
         assert_exact(got, one, two, f"gradient of {name}")
     with pytest.raises(InvalidType, match=r"rng_state: got a NoneType; required: what the"):
-        passes._flash_attn_backward(*call, *room, **more)
+        backward(call, said, **drops)
     with pytest.raises(InvalidArgument, match=r"rng_state: got a tensor of torch.int64, shape"):
-        passes._flash_attn_backward(*call, *room, **more, rng_state=state[:1])
+        backward(call, said, **drops, rng_state=state[:1])
 
 
 def test_softmax_d() -> None:
@@ -191,11 +201,9 @@ def test_nan_stays_nan() -> None:
     q = draw(1, 9, 2, 8).detach()
     q[0, 4, 1, 2] = math.nan
     k = draw(1, 7, 2, 8).detach()
-    said = {**said_of(Flags(), None), "dropout_p": 0.0}
-    out, lse, *_ = passes._flash_attn_forward(q, k, k, **said, return_softmax=False)
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    call = (torch.ones_like(q), q, k, k, out, lse, dq, dk, None)
-    passes._flash_attn_backward(*call, **said, deterministic=False)
+    said = said_of(Flags(), None)
+    out, lse, *_ = forward(q, k, k, said)
+    dq, dk, _ = backward((torch.ones_like(q), q, k, k, out, lse), said)
     assert bool(dq[0, 4, 1].isnan().all())
     assert bool(dk[0, :, 1].isnan().all())
     assert bool(dq[0, :4].isfinite().all())
@@ -203,12 +211,10 @@ def test_nan_stays_nan() -> None:
 
 def test_rows_without_keys_have_no_gradient() -> None:
     q, k = draw(1, 9, 2, 8).detach(), draw(1, 5, 2, 8).detach()
-    said = {**said_of(Flags(causal=True), None), "dropout_p": 0.0}
-    out, lse, *_ = passes._flash_attn_forward(q, k, k, **said, return_softmax=False)
+    said = said_of(Flags(causal=True), None)
+    out, lse, *_ = forward(q, k, k, said)
     assert bool((lse[..., :4] == math.inf).all())
-    dq = torch.full_like(q, math.nan)
-    call = (torch.ones_like(q), q, k, k, out, lse, dq, None, None)
-    passes._flash_attn_backward(*call, **said, deterministic=False)
+    dq, *_ = backward((torch.ones_like(q), q, k, k, out, lse), said)
     assert not dq[:, :4].any()
     assert bool(dq.isfinite().all())
 
@@ -277,23 +283,17 @@ def test_blocks_of_keys_are_full_attention(dtype: torch.dtype) -> None:
     first, second = (slice(None), slice(32)), (slice(None), slice(32, 64))
     blocks = ((first, first, True), (second, first, False), (second, second, True))
     flags = Flags(causal=True, softmax_scale=0.3)
-    said = {**said_of(flags, None), "dropout_p": 0.0}
+    said = said_of(flags, None)
     past = torch.zeros(2, 64, 4, 16), torch.full((2, 64, 4, 1), -torch.inf)
     for rows, keys, causal in blocks:
-        found = passes._flash_attn_forward(
-            q[rows], k[keys], v[keys], **{**said, "causal": causal}, return_softmax=False
-        )
+        found = forward(q[rows], k[keys], v[keys], said, causal=causal)
         _merged(past, rows, found[0], found[1].transpose(1, 2)[..., None])
     out, lse = past[0].to(dtype), past[1][..., 0].transpose(1, 2)
     sums = [torch.zeros(x.shape) for x in (q, k, v)]
     for rows, keys, causal in blocks:
         given = q[rows], k[keys], v[keys]
-        room = [torch.empty_like(x) for x in given]
-        passes._flash_attn_backward(
-            *(dout[rows], *given, out[rows], lse[:, :, rows[1]].contiguous(), *room),
-            **{**said, "causal": causal},
-            deterministic=True,
-        )
+        call = (dout[rows], *given, out[rows], lse[:, :, rows[1]].contiguous())
+        room = backward(call, said, causal=causal)
         for total, where, gradient in zip(sums, (rows, keys, keys), room, strict=True):
             total[where] += gradient.float()
     leaves = (q, k, v)
@@ -335,15 +335,13 @@ def test_packed_blocks_of_keys_are_full_attention() -> None:
 
 def test_a_gradient_through_a_pass_is_refused_when_it_is_asked_for() -> None:
     q = draw(1, 4, 2, 8)
-    said = {**said_of(Flags(), None), "dropout_p": 0.0}
-    out, lse, *_ = passes._flash_attn_forward(q, q, q, **said, return_softmax=False)
+    said = said_of(Flags(), None)
+    out, lse, *_ = forward(q, q, q, said)
     for found in (out, lse):
         with pytest.raises(Unsupported, match="q requires a gradient, and _flash_attn_forward has"):
             found.sum().backward(retain_graph=True)
     with torch.no_grad():
-        assert not passes._flash_attn_forward(q, q, q, **said, return_softmax=False)[
-            0
-        ].requires_grad
+        assert not forward(q, q, q, said)[0].requires_grad
 
 
 def test_under_torch_compile() -> None:
@@ -353,7 +351,7 @@ def test_under_torch_compile() -> None:
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> Any:
         room = [torch.empty_like(x) for x in (q, k, v)]
-        out, lse, *_ = passes._flash_attn_forward(q, k, v, **said, return_softmax=False)
+        out, lse, *_ = forward(q, k, v, said)
         call = (dout, q, k, v, out, lse, *room)
         return out, *room, passes._flash_attn_backward(*call, **said, deterministic=False)
 

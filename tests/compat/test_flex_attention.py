@@ -232,8 +232,7 @@ def slices_are_packed(whole: Any) -> bool:
     Then torch and we want exactly these rows of query, or the slice's ``seq_lengths`` set. An older
     slice still says how long the whole mask was.
     """
-    packed: bool = whole[:, :, 0].shape[-2] == whole.BLOCK_SIZE[0]
-    return packed
+    return whole[:, :, 0].shape[-2] == whole.BLOCK_SIZE[0]
 
 
 @pytest.mark.parametrize("said", [False, True], ids=["lengths as sliced", "lengths set"])

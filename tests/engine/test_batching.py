@@ -39,8 +39,7 @@ def _case(**keywords: Any) -> Callable[[str], Call]:
     def made(backend: str) -> Call:
         def call(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
             given = {name: make(*more) for name, make in keywords.items()}
-            out: Tensor = tilewise.attention(q, k, v, **given, backend=backend)
-            return out
+            return tilewise.attention(q, k, v, **given, backend=backend)
 
         return call
 
@@ -149,8 +148,7 @@ def test_hessian(way: str, backend: str) -> None:
     """The first is two vmaps, one within the other."""
 
     def ours(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, K[0], V[0], mask=masks.causal(), backend=backend)
-        return out
+        return tilewise.attention(q, K[0], V[0], mask=masks.causal(), backend=backend)
 
     def hessian(f: Call) -> Any:
         def scalar(q: Tensor) -> Tensor:
@@ -180,8 +178,7 @@ def test_vmap_of_packed_sequences(backend: str) -> None:
     several = torch.stack([q, -q])
 
     def call(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend)
-        return out
+        return tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend)
 
     found = func.vmap(call)(several)
     for each, out in zip(several, found, strict=True):
@@ -198,8 +195,7 @@ def test_drawn_dropout_goes_by_randomness(backend: str) -> None:
     """torch's own refusal by default; the same pairs in every call; others are not there."""
 
     def call(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, K[0], V[0], dropout_p=0.5, backend=backend)
-        return out
+        return tilewise.attention(q, K[0], V[0], dropout_p=0.5, backend=backend)
 
     alike = Q[:1].expand(CALLS, *Q.shape[1:])
     with pytest.raises(RuntimeError, match="randomness"):
@@ -220,8 +216,7 @@ def test_what_vmap_cannot_give_to_each_call_is_refused(backend: str) -> None:
     q, k, v, cu_q, cu_k = packed(grad=False)
 
     def call(cu_q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend)
-        return out
+        return tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend)
 
     with pytest.raises(Unsupported, match="cu_seqlens"):
         func.vmap(call)(torch.stack([cu_q, cu_q]))

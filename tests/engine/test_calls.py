@@ -179,8 +179,7 @@ def test_both_integers_serve_as_cu_seqlens(dtype: torch.dtype, backend: str) -> 
 
 
 def _dropped(backend: str, **keywords: Any) -> Tensor:
-    out: Tensor = tilewise.attention(*qkv(False), dropout_p=0.5, backend=backend, **keywords)
-    return out
+    return tilewise.attention(*qkv(False), dropout_p=0.5, backend=backend, **keywords)
 
 
 def test_seeds(backend: str) -> None:

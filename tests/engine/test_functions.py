@@ -50,7 +50,7 @@ class Model(nn.Module):
         self.factor = 1.5
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(
+        return attention(
             q,
             k,
             v,
@@ -60,7 +60,6 @@ class Model(nn.Module):
                 scores.softcap(5.0),
             ],
         )
-        return out
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])

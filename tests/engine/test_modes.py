@@ -66,8 +66,7 @@ def test_checkpointing_replays_dropout(reentrant: bool, backend: str) -> None:
     x = torch.linspace(-1, 1, 2 * 9 * 16).view(2, 9, 16)
 
     def again(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(model, x, use_reentrant=reentrant)
-        return out
+        return checkpoint(model, x, use_reentrant=reentrant)
 
     grads = []
     for call in (model, again):
@@ -85,8 +84,7 @@ def test_compiled_checkpointing_replays_dropout(backend: str) -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def again(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(model, x, use_reentrant=False)
-        return out
+        return checkpoint(model, x, use_reentrant=False)
 
     for mine, theirs in zip(run(model, [x]), run(again, [x]), strict=True):
         torch.testing.assert_close(theirs, mine)
@@ -97,8 +95,7 @@ PACKED = packed(grad=False)
 
 
 def _attend(q: Tensor) -> Tensor:
-    out: Tensor = tilewise.attention(q, K, V, backend="tiled")
-    return out
+    return tilewise.attention(q, K, V, backend="tiled")
 
 
 def _forward_ad(q: Tensor) -> Any:

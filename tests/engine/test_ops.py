@@ -93,8 +93,7 @@ def test_compiled_with_a_held_plan(backend: str) -> None:
     plan = tilewise.plan(*qkv(), mask=masks.causal(), backend=backend)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, plan=plan)
-        return out
+        return tilewise.attention(q, k, v, plan=plan)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for mine, theirs in zip(run(call, qkv()), run(compiled, qkv()), strict=True):
@@ -138,8 +137,7 @@ def test_inductor_draws_new_dropout_each_call_and_replays_a_seed(backend: str) -
     q, k, v = qkv()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q * 2, k, v, dropout_p=0.5, backend=backend) + 1
-        return out
+        return tilewise.attention(q * 2, k, v, dropout_p=0.5, backend=backend) + 1
 
     compiled = torch.compile(call, fullgraph=True)
     torch.manual_seed(0)
@@ -192,8 +190,7 @@ def test_few_queries_have_the_bits_of_an_eager_call(grad: bool, backend: str) ->
 def test_a_graph_made_without_gradients_has_those_of_an_eager_call(backend: str) -> None:
     class Attend(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = tilewise.attention(q, k, v, backend=backend)
-            return out
+            return tilewise.attention(q, k, v, backend=backend)
 
     with torch.no_grad():
         program = torch.export.export(Attend(), tuple(_few_queries(False)))
@@ -232,8 +229,7 @@ def test_dispatch_modes_see_the_op(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
 def test_a_jit_trace_is_not_a_constant(backend: str) -> None:
     def call(q: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, q, q, backend=backend)
-        return out
+        return tilewise.attention(q, q, q, backend=backend)
 
     traced = torch.jit.trace(call, torch.randn(1, 2, 3, 4))
     other = torch.randn(1, 2, 3, 4)
@@ -246,8 +242,7 @@ def test_a_jit_trace_has_gradients(traced_with: bool, backend: str) -> None:
     """torch's own check of the trace runs without gradients, and must find the same graph."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, mask=masks.causal(), backend=backend)
-        return out
+        return tilewise.attention(q, k, v, mask=masks.causal(), backend=backend)
 
     leaves = qkv()
     traced = torch.jit.trace(call, qkv() if traced_with else qkv(grad=False))
@@ -260,8 +255,7 @@ def test_the_op_checks_values_again_when_it_runs(backend: str) -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, mask=masks.lengths(lengths), backend=backend)
-        return out
+        return tilewise.attention(q, k, v, mask=masks.lengths(lengths), backend=backend)
 
     q, k, v = qkv(grad=False)
     call(q, k, v, torch.tensor([7, 0]))

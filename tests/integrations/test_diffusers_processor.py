@@ -37,14 +37,13 @@ class Layer(nn.Module):
         attention_mask: Tensor | None = None,
         **cross_attention_kwargs: Any,
     ) -> Tensor:
-        found: Tensor = self.processor(
+        return self.processor(
             self,
             hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             attention_mask=attention_mask,
             **cross_attention_kwargs,
         )
-        return found
 
 
 class Plain:
@@ -69,8 +68,7 @@ class Plain:
                 len(q), attn.heads, -1, k.shape[2]
             )
         out = logits.softmax(-1) @ v
-        mixed: Tensor = attn.to_out[0](out.transpose(1, 2).reshape(len(q), -1, attn.inner_dim))
-        return mixed
+        return attn.to_out[0](out.transpose(1, 2).reshape(len(q), -1, attn.inner_dim))
 
 
 def documented() -> Any:

@@ -60,8 +60,7 @@ def test_two_graphs_serve_a_prompt_and_all_that_follows() -> None:
 
     def step(cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.append(k, v)
-        out: Tensor = cache.attend(q)
-        return out
+        return cache.attend(q)
 
     compiled = torch.compile(step, fullgraph=True, backend=count)
     eager, traced = (KVCache(batch=2, kv_heads=2, head_dim=16, capacity=16) for _ in range(2))

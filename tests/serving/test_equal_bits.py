@@ -88,8 +88,7 @@ def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype, kv_heads: int
 
     def few(end: int, rows: int) -> Tensor:
         keys = k[:, :, :end], v[:, :, :end]
-        out: Tensor = tilewise.attention(q[:, :, end - rows : end], *keys, mask=masks.causal())
-        return out
+        return tilewise.attention(q[:, :, end - rows : end], *keys, mask=masks.causal())
 
     compared = 0
     for end in range(120, length, 11):

@@ -137,9 +137,9 @@ def test_rows_of_different_numbers_are_appended() -> None:
     assert torch.equal(found, rows[:5])
     assert torch.equal(cache.v_pages[int(table[1, 0]), :, :2], -rows[5:].transpose(0, 1))
     for wrong, said in (
-        (torch.tensor([0, 5]), r"got torch.int64 of shape \(2,\); required: an int32 or int64"),
+        (torch.tensor([0, 5]), r"got shape \(2,\); required: an int32 or int64"),
         (torch.tensor([0, 5, 6]), "got 6 as its last entry"),
-        (torch.tensor([0.0, 5, 7]), "got torch.float32"),
+        (torch.tensor([0.0, 5, 7]), "got a tensor of torch.float32"),
     ):
         with pytest.raises(InvalidArgument, match=f"^cu_seqlens: {said}"):
             cache.append([one, other], rows, rows, wrong)

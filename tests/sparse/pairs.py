@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import tilewise
 from tests.inputs import Inputs
 from tilewise import BlockMask, masks, patterns
-from tilewise.reference.blocks import Block
-from tilewise.reference.programs import visible
-from tilewise.variants.lower import Extent, lower_mask
-from tilewise.variants.values import Mask, as_mask
+from tilewise.variants.values import Mask
 
 
 class Sizes(NamedTuple):
@@ -29,15 +27,10 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-def shown(mask: Any, sizes: Sizes = SIZES, dtype: torch.dtype = torch.float32) -> Tensor:
+def shown(mask: Any, sizes: Sizes = SIZES) -> Tensor:
     """Every pair, bool [B, Hq, M, N]."""
-    mask = as_mask(mask)
-    extent, device = Extent(*sizes), torch.device("cpu")
-    tensors = lower_mask(mask.program, mask.captured, extent, device, dtype)
-    floats = torch.float64 if dtype is torch.float64 else torch.float32
-    spans = (range(sizes.queries), range(sizes.keys), sizes.queries, sizes.keys)
-    block = Block(*spans, range(sizes.batch), range(sizes.heads), floats)
-    return visible(mask.program, tensors, block, device).expand(tuple(sizes))
+    batch, heads, queries, keys = sizes
+    return tilewise.visible_pairs(mask, queries, keys, batch=batch, heads=heads)
 
 
 def table_of(pairs: Tensor, block: tuple[int, int]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from tests.sparse.pairs import SIZES, catalogue, shown, table_of
 from tilewise import BlockMask, masks
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -130,8 +131,9 @@ def test_changed_tensors_are_refused() -> None:
     found = BlockMask.of(masks.document(ids), 64)
     assert found.current() is found
     ids[5] = 9
+    q = torch.zeros(1, 1, 64, 8)
     with pytest.raises(InvalidArgument, match="changed in place since it was made"):
-        found.current()
+        tilewise.attention(q, q, q, mask=found)
     assert BlockMask.of(masks.document(ids), 64).current().counts == (0, 1, 0)
     with torch.inference_mode():
         fixed = torch.arange(64) // 8

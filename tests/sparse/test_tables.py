@@ -30,8 +30,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(CpuBackend, "absence", lambda self: "hidden by a test")
     elif missing:
         pytest.skip(missing)
-    name: str = request.param
-    return name
+    return request.param
 
 
 def _check(mask: Any, sizes: Sizes, block: tuple[int, int]) -> BlockMask:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilewise.reference.expressions import evaluate
-from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.expr import Expr, Graph, encode, slots_of, with_slots
 from tilewise.variants.functions import FUNCTIONS
 from tilewise.variants.program import Instr, Program
 
@@ -152,20 +152,13 @@ class Drawing:
 
 def own_slots(expr: Expr) -> tuple[Expr, list[int]]:
     """The expression with its slots counted from 0, and which they were."""
-    used = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
-    nodes = tuple(
-        node._replace(value=used.index(int(node.value or 0)))
-        if node.op.startswith("load_")
-        else node
-        for node in expr.nodes
-    )
-    return expr._replace(nodes=nodes), used
+    used = slots_of(expr)
+    return with_slots(expr, {slot: at for at, slot in enumerate(used)}), used
 
 
 def program_of(expr: Expr) -> Program:
     """The program of an expression, whatever kernels may know it by."""
-    slots = {node.value for node in expr.nodes if node.op.startswith("load_")}
-    return (Instr("expr", (encode(expr),), tuple(range(len(slots)))),)
+    return (Instr("expr", (encode(expr),), tuple(slots_of(expr))),)
 
 
 @st.composite

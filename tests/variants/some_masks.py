@@ -7,36 +7,50 @@ from typing import Any
 import torch
 
 from tests.plain import PairFunction
-from tests.variants.making import Drawn, Maker
+from tests.variants.making import Drawn, Maker, Variant
 
 
-def causal(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: n <= m
+def _one_bit(b: Any, h: Any, m: Any, n: Any) -> Any:
+    differing = (m // 4) ^ (n // 4)
+    return (differing & (differing - 1)) == 0
 
 
-def bottom_right(drawn: Drawn) -> PairFunction:
+def _hash(m: Any, n: Any, seed: Any) -> Any:
+    word = (m * 73856093 ^ n * 19349663 ^ seed * 83492791) & 0xFFFFFFFF
+    word = ((word ^ (word >> 15)) * 2654435769) & 0xFFFFFFFF
+    return word ^ (word >> 13)
+
+
+# Those that capture nothing.
+_PLAIN: dict[str, PairFunction] = {
+    "causal": lambda b, h, m, n: n <= m,
+    "window": lambda b, h, m, n: abs(m - n) <= 11,
+    "causal-window": lambda b, h, m, n: (n <= m) & (m - n < 13),
+    "heads-windows": lambda b, h, m, n: abs(m - n) < (1 << (h + 1)),
+    "dilated": lambda b, h, m, n: (n <= m) & ((m - n) % 3 == 0),
+    "dilated-both-ways": lambda b, h, m, n: ((m - n) % (h + 2) == 0) & ((n - m) // 5 < 2),
+    "neighbourhood": lambda b, h, m, n: (abs(m // 8 - n // 8) <= 1) & (abs(m % 8 - n % 8) <= 2),
+    "checkerboard": lambda b, h, m, n: (m // 8 + n // 8) % 2 == 0,
+    "blocks-below": lambda b, h, m, n: m // 16 >= n // 16,
+    "strided": lambda b, h, m, n: (n <= m) & ((m - n < 8) | (n % 8 == 7)),
+    "local-and-global": lambda b, h, m, n: (abs(m - n) <= 4) | (n < 3) | (m < 2),
+    "butterfly": _one_bit,
+    "random": lambda b, h, m, n: (_hash(m, n, 7) % 4 != 0) | (m == n),
+    "random-each": lambda b, h, m, n: _hash(m, n, b * 31 + h) & 1 == 0,
+}
+
+
+def _bottom_right(drawn: Drawn) -> PairFunction:
     shift = drawn.sizes.keys - drawn.sizes.queries
     return lambda b, h, m, n: n <= m + shift
 
 
-def window(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: abs(m - n) <= 11
-
-
-def causal_window(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (n <= m) & (m - n < 13)
-
-
-def heads_windows(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: abs(m - n) < (1 << (h + 1))
-
-
-def prefix(drawn: Drawn) -> PairFunction:
+def _prefix(drawn: Drawn) -> PairFunction:
     lengths = drawn.integers(0, drawn.sizes.keys + 1, drawn.sizes.batch)
     return lambda b, h, m, n: (n <= m) | (n < lengths[b])
 
 
-def lengths(drawn: Drawn) -> PairFunction:
+def _lengths(drawn: Drawn) -> PairFunction:
     lengths = drawn.integers(0, drawn.sizes.keys + 1, drawn.sizes.batch)
     return lambda b, h, m, n: n < lengths[b]
 
@@ -46,32 +60,17 @@ def documents(drawn: Drawn) -> PairFunction:
     return lambda b, h, m, n: ids[b, m] == ids[b, n]
 
 
-def documents_causal(drawn: Drawn) -> PairFunction:
+def _documents_causal(drawn: Drawn) -> PairFunction:
     ids = drawn.documents(3)
     return lambda b, h, m, n: (ids[b, m] == ids[b, n]) & (n <= m)
 
 
-def other_documents(drawn: Drawn) -> PairFunction:
+def _other_documents(drawn: Drawn) -> PairFunction:
     ids = drawn.documents(3)
     return lambda b, h, m, n: ~(ids[b, m] == ids[b, n]) | (n == m)
 
 
-def dilated(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (n <= m) & ((m - n) % 3 == 0)
-
-
-def dilated_both_ways(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: ((m - n) % (h + 2) == 0) & ((n - m) // 5 < 2)
-
-
-def neighbourhood(_: Drawn) -> PairFunction:
-    width = 8
-    return lambda b, h, m, n: (
-        (abs(m // width - n // width) <= 1) & (abs(m % width - n % width) <= 2)
-    )
-
-
-def natten(drawn: Drawn) -> PairFunction:
+def _natten(drawn: Drawn) -> PairFunction:
     """A window of constant size: at the border of the picture it is moved inside."""
     width, reach = 7, 2
     height = max(-(-drawn.sizes.keys // width), 2 * reach + 1)
@@ -84,58 +83,49 @@ def natten(drawn: Drawn) -> PairFunction:
     return inside
 
 
-def checkerboard(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (m // 8 + n // 8) % 2 == 0
-
-
-def blocks_below(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: m // 16 >= n // 16
-
-
-def layout(drawn: Drawn) -> PairFunction:
+def _layout(drawn: Drawn) -> PairFunction:
     blocks = [-(-size // 8) for size in drawn.sizes[2:]]
     layout = drawn.integers(0, 3, drawn.sizes.heads, *blocks) > 0
     return lambda b, h, m, n: layout[h, m // 8, n // 8]
 
 
-def strided(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (n <= m) & ((m - n < 8) | (n % 8 == 7))
-
-
-def local_and_global(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (abs(m - n) <= 4) | (n < 3) | (m < 2)
-
-
-def butterfly(_: Drawn) -> PairFunction:
-    def one_bit(b: Any, h: Any, m: Any, n: Any) -> Any:
-        differing = (m // 4) ^ (n // 4)
-        return (differing & (differing - 1)) == 0
-
-    return one_bit
-
-
-def _hash(m: Any, n: Any, seed: Any) -> Any:
-    word = (m * 73856093 ^ n * 19349663 ^ seed * 83492791) & 0xFFFFFFFF
-    word = ((word ^ (word >> 15)) * 2654435769) & 0xFFFFFFFF
-    return word ^ (word >> 13)
-
-
-def random(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: (_hash(m, n, 7) % 4 != 0) | (m == n)
-
-
-def random_each(_: Drawn) -> PairFunction:
-    return lambda b, h, m, n: _hash(m, n, b * 31 + h) & 1 == 0
-
-
-def keys_dropped(drawn: Drawn) -> PairFunction:
+def _keys_dropped(drawn: Drawn) -> PairFunction:
     kept = drawn.integers(0, 2, drawn.sizes.batch, drawn.sizes.keys) > 0
     return lambda b, h, m, n: kept[b, n]
 
 
-def both(first: Maker, second: Maker) -> Maker:
+def _of(function: PairFunction) -> Maker:
+    return lambda _: function
+
+
+MASKS: dict[str, Maker] = {
+    **{name: _of(function) for name, function in _PLAIN.items()},
+    "bottom-right": _bottom_right,
+    "prefix": _prefix,
+    "lengths": _lengths,
+    "documents": documents,
+    "documents-causal": _documents_causal,
+    "other-documents": _other_documents,
+    "natten": _natten,
+    "layout": _layout,
+    "keys-dropped": _keys_dropped,
+}
+VARIANTS = [Variant(name, mask) for name, mask in MASKS.items()]
+causal, checkerboard = MASKS["causal"], MASKS["checkerboard"]
+
+
+def both(*makers: Maker) -> Maker:
+    """What all of them allow."""
+
     def make(drawn: Drawn) -> PairFunction:
-        one, other = first(drawn), second(drawn)
-        return lambda b, h, m, n: one(b, h, m, n) & other(b, h, m, n)
+        first, *others = (maker(drawn) for maker in makers)
+
+        def seen(b: Any, h: Any, m: Any, n: Any) -> Any:
+            found = first(b, h, m, n)
+            for other in others:
+                found = found & other(b, h, m, n)
+            return found
+
+        return seen
 
     return make

@@ -13,46 +13,29 @@ import pytest
 import torch
 
 import tilewise
+from tests.inputs import drawn
+from tests.variants.drawn import Extents, run
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError
-from tilewise.reference.expressions import evaluate
 from tilewise.variants.expr import Expr, decode, encode, kinds
 from tilewise.variants.trace import trace_mask, trace_score
 
 B, H, M, N = 2, 3, 5, 7
 IDS = torch.tensor([[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 3]])
-TABLE = torch.randn(H, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TABLE = drawn(H, 16, dtype=torch.float64)
 FACTOR = torch.tensor(1.5, dtype=torch.float64)
 OFFSET = torch.tensor(2)
 
 
 def positions() -> tuple[torch.Tensor, ...]:
-    sizes = (B, H, M, N)
-    return tuple(
-        torch.arange(size).view([size if at == dim else 1 for at in range(4)])
-        for dim, size in enumerate(sizes)
-    )
+    return torch.meshgrid(*map(torch.arange, (B, H, M, N)), indexing="ij")
 
 
 def drawn_scores() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(B, H, M, N, dtype=torch.float64, generator=generator)
+    return drawn(B, H, M, N, seed=1, dtype=torch.float64)
 
 
 def value(expr: Expr, captured: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    b, h, m, n = positions()
-    (found,) = evaluate(
-        expr,
-        s=drawn_scores(),
-        b=b,
-        h=h,
-        m=m,
-        n=n,
-        queries=M,
-        keys=N,
-        loads=captured,
-        dtype=torch.float64,
-    )
-    return found.expand(B, H, M, N)
+    return run(expr, captured, extents=Extents(B, H, M, N), s=drawn_scores())[0]
 
 
 SCORES: dict[str, Callable[..., Any]] = {

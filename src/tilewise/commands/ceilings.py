@@ -26,10 +26,6 @@ def measure(chip: Chip, stream: int = _STREAM) -> Chip:
 
     On all its cores, by the time that threads ran and not that they waited. The best of some runs
     each: a ceiling is what was ever reached.
-
-    Args:
-        chip: what the system says of the processor.
-        stream: float32 numbers that are read.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(chip.cores)
@@ -75,10 +71,6 @@ def _best(call: Callable[[], object]) -> float:
 
 def keep(chip: Chip, path: Path | None = None) -> Path:
     """Write the ceilings where ``chips.measured`` finds them; those of other chips stay.
-
-    Args:
-        chip: a measured row.
-        path: the file; None for ``chips.ceilings_file``.
 
     Raises:
         OSError: it cannot be written.

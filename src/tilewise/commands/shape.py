@@ -43,15 +43,7 @@ MASK_FORMS = ", ".join([*_PLAIN_MASKS, *(f"{name}:N" for name in _SIZED_MASKS)])
 
 
 def read(options: argparse.Namespace, chip: Chip | None) -> Question:
-    """Return what the options of the command ask for.
-
-    Args:
-        options: parsed.
-        chip: that they name; None for this machine.
-
-    Raises:
-        InvalidArgument: naming the option that is wrong.
-    """
+    """Return what the options of the command ask for."""
     model = known_model(options.model) if options.model else None
     batch, heads, queries, head_dim = _shape(options, model)
     kv_heads = options.kv_heads or (model.kv_heads if model else heads)
@@ -141,11 +133,7 @@ def _named_mask(text: str) -> masks.Mask | None:
 
 
 def room(text: str) -> int:
-    """Return bytes of "24GB" (decimal), "24GiB" (binary) or "24G".
-
-    Raises:
-        InvalidArgument: it is no memory.
-    """
+    """Return bytes of "24GB" (decimal), "24GiB" (binary) or "24G"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     if found is None or (found[3] and not found[2]):
         raise InvalidArgument("fit", repr(text), "a memory, e.g. 24GB or 16GiB")

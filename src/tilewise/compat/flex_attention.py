@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import (
     noop_mask,
 )
 
+from tilewise.checks import check_tensor
 from tilewise.compat.flex_masks import created, is_adjusted, is_everything, mask_of, score_of
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
@@ -196,13 +197,10 @@ def _joined(mask_mods: tuple[Callable[..., Any], ...], both: bool) -> Callable[.
 
 def _check(query: Any, key: Any, value: Any, grouped: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidType(name, f"a {type(tensor).__name__}", "a tensor [B, H, S, E]")
-        if tensor.is_nested:
+        if check_tensor(name, tensor, "a tensor [B, H, S, E]").is_nested:
             fix = "tilewise.attention takes nested tensors."
             raise InvalidArgument(name, "a nested tensor", "a dense one [B, H, S, E]", fix)
-        if tensor.dim() != 4:
-            raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[B, H, S, E]")
+        check_tensor(name, tensor, "[B, H, S, E]", dims=4)
     if not grouped and query.shape[1] != key.shape[1]:
         raise InvalidArgument(
             "key",

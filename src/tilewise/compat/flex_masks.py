@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.sparse.block_mask import BlockMask
 from tilewise.sparse.flex import read, write
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants import masks, patterns, scores
+from tilewise.variants.guidance import not_expressed
 from tilewise.variants.values import Mask, Score, as_mask
 
 __all__ = ["created", "is_adjusted", "is_everything", "mask_of", "score_of"]
@@ -149,14 +150,8 @@ def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
     try:
         return reading(function)
     except (InvalidArgument, InvalidType, AttributeError, TypeError) as error:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        place = f"{getattr(function, '__module__', '?')}.{name}"
-        raise Unsupported(
-            f"{kind} {place} is not in the language of tilewise: {error}",
-            fix="say it in plain Python and torch over the positions, with tensors indexed by "
-            "integers (docs/variants.md); or call torch.nn.attention.flex_attention for it, which "
-            "runs any function",
-        ) from error
+        instead = "call torch.nn.attention.flex_attention for it, which runs any function"
+        raise not_expressed(kind, function, error, instead) from error
 
 
 _State: TypeAlias = tuple[str, tuple[int, ...], tuple[Tensor, ...]]

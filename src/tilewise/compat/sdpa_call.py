@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.engine.run import autocast
 from tilewise.functional import attention
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 
 _CAUSAL = masks.causal("top_left")
 _NOTHING = ~Mask(())
-_AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
@@ -35,25 +35,17 @@ class Call(NamedTuple):
 
 def cast(call: Call) -> Call:
     """The call as autocast hands it to torch's function: in its dtype, but for a float32 mask."""
-    device = call.query.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return call
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (
-        x.to(dtype) if x.dtype in _AUTOCAST_FROM else x for x in (call.query, call.key, call.value)
-    )
+    q, k, v = autocast(call.query, call.key, call.value)
     attn_mask = call.attn_mask
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype in _AUTOCAST_FROM[1:]:
-        attn_mask = attn_mask.to(dtype)
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.bfloat16, torch.float16):
+        attn_mask = autocast(call.query, attn_mask)[1]
     return Call(q, k, v, attn_mask, *call[4:])
 
 
 def attend(call: Call, more: tuple[Score, ...] = ()) -> Tensor:
     """Attention as the call means it; ``sdpa_mistakes`` found nothing wrong with its shapes.
 
-    Args:
-        call: what torch's function is called with.
-        more: scores that apply after the call's mask.
+    Scores in ``more`` apply after the call's mask.
 
     Returns:
         [.., L, Ev].

@@ -64,10 +64,7 @@ def take(
 ) -> tuple[str | None, Tensor | None]:
     """The output of a call, or the reason why tilewise does not compute it; one of them is None.
 
-    Args:
-        args: of torch's function, as they came.
-        keywords: the same.
-        more: scores that apply after what the call says.
+    Scores in ``more`` apply after what the call says.
     """
     if not torch.compiler.is_compiling():
         return _tried(args, keywords, more)
@@ -104,14 +101,11 @@ def _against(call: Call) -> str | None:
     wrong = mistake(call)
     if wrong is not None:
         return f"what torch refuses ({wrong})"
+    compiling = torch.compiler.is_compiling()
     for x in (call.query, call.key, call.value, call.attn_mask):
-        if x is not None and type(x) not in _PLAIN and not (x.is_nested or _compiling()):
+        if x is not None and type(x) not in _PLAIN and not (x.is_nested or compiling):
             return f"a tensor of another class ({type(x).__name__})"
     return why_not(call)
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 def _reason(error: Unsupported) -> str:

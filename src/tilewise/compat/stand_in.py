@@ -8,15 +8,15 @@ Modules made this way hold the public names of tilewise's modules; nothing else 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module, invalidate_caches
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from os import PathLike
-from types import MappingProxyType, ModuleType
-from typing import NamedTuple, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from tilewise.compat.stand_in_version import FLASH_ATTN_VERSION
 from tilewise.errors import InvalidArgument, Unsupported
@@ -24,41 +24,19 @@ from tilewise.errors import InvalidArgument, Unsupported
 __all__ = ["install", "installed", "uninstall"]
 
 
-class _Package(NamedTuple):
-    """A package that can be stood in for.
-
-    Args:
-        distribution: its name on the package index.
-        version: whose interface the modules have.
-        modules: its modules, each with tilewise's whose public names it has; "" for none.
-        note: what the distribution's summary says.
-    """
-
-    distribution: str
-    version: str
-    modules: Mapping[str, str]
-    note: str
-
-
 _HERE = "tilewise.compat.flash_attn"
-_PACKAGES = {
-    "flash_attn": _Package(
-        "flash-attn",
-        FLASH_ATTN_VERSION,
-        MappingProxyType(
-            {
-                "flash_attn": _HERE,
-                "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
-                "flash_attn.bert_padding": f"{_HERE}.bert_padding",
-                "flash_attn.layers": "",
-                "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
-                "flash_attn.ops": "",
-                "flash_attn.ops.triton": "",
-                "flash_attn.ops.triton.rotary": f"{_HERE}.layers.rotary",
-            }
-        ),
-        "tilewise standing in for flash-attn (tilewise.compat.install)",
-    )
+_PACKAGE, _DISTRIBUTION = "flash_attn", "flash-attn"
+_NOTE = "tilewise standing in for flash-attn (tilewise.compat.install)"  # the summary
+# Its modules, each with tilewise's whose public names it has; "" for none.
+_MODULES = {
+    "flash_attn": _HERE,
+    "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
+    "flash_attn.bert_padding": f"{_HERE}.bert_padding",
+    "flash_attn.layers": "",
+    "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
+    "flash_attn.ops": "",
+    "flash_attn.ops.triton": "",
+    "flash_attn.ops.triton.rotary": f"{_HERE}.layers.rotary",
 }
 
 
@@ -77,16 +55,16 @@ def install(name: str) -> None:
         InvalidArgument: no package of that name can be stood in for.
         Unsupported: the package itself is installed.
     """
-    package = _package(name)
+    _check(name)
     if installed(name):
         return
     if name in sys.modules or find_spec(name) is not None:
         raise Unsupported(
             f"{name} itself is installed here: tilewise does not take its place",
             fix=f"import tilewise.compat.{name} under that name, or uninstall "
-            f"{package.distribution} first",
+            f"{_DISTRIBUTION} first",
         )
-    sys.meta_path.append(_Finder(name, package))
+    sys.meta_path.append(_Finder())
     invalidate_caches()
 
 
@@ -96,53 +74,47 @@ def uninstall(name: str) -> None:
     Raises:
         InvalidArgument: no package of that name can be stood in for, or it is not installed.
     """
-    package = _package(name)
-    finders = [each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name]
+    _check(name)
+    finders = [each for each in sys.meta_path if isinstance(each, _Finder)]
     if not finders:
         raise InvalidArgument("name", f"{name!r}, which is not installed", "one that is")
     for finder in finders:
         sys.meta_path.remove(finder)
-    for module in package.modules:
+    for module in _MODULES:
         sys.modules.pop(module, None)
     invalidate_caches()
 
 
 def installed(name: str) -> bool:
     """Return whether tilewise stands in for the package."""
-    return any(isinstance(each, _Finder) and each.name == name for each in sys.meta_path)
+    return name == _PACKAGE and any(isinstance(each, _Finder) for each in sys.meta_path)
 
 
-def _package(name: str) -> _Package:
-    if name not in _PACKAGES:
-        raise InvalidArgument("name", repr(name), f"one of {', '.join(map(repr, _PACKAGES))}")
-    return _PACKAGES[name]
+def _check(name: str) -> None:
+    if name != _PACKAGE:
+        raise InvalidArgument("name", repr(name), f"one of {_PACKAGE!r}")
 
 
 class _Finder(MetaPathFinder):
-    """Answers for one package: its modules and its distribution."""
-
-    def __init__(self, name: str, package: _Package) -> None:
-        self.name = name
-        self._package = package
+    """Answers for the package's modules and for its distribution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of one of its modules, else None."""
-        modules = self._package.modules
-        if fullname not in modules:
+        source = _MODULES.get(fullname)
+        if source is None:
             return None
-        within = any(other.startswith(fullname + ".") for other in modules)
-        loader = _Names(modules[fullname])
-        return ModuleSpec(fullname, loader, origin=modules[fullname] or None, is_package=within)
+        within = any(other.startswith(fullname + ".") for other in _MODULES)
+        return ModuleSpec(fullname, _Names(source), origin=source or None, is_package=within)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
         """Yield its distribution if a search is for that or for everything."""
         wanted = None if context is None else context.name
-        if wanted is None or wanted.replace("_", "-").lower() == self._package.distribution:
-            yield _StandIn(self.name, self._package)
+        if wanted is None or wanted.replace("_", "-").lower() == _DISTRIBUTION:
+            yield _StandIn()
 
 
 class _Names(Loader):
@@ -162,11 +134,7 @@ class _Names(Loader):
 
 
 class _StandIn(Distribution):
-    """The metadata of a package that tilewise stands in for."""
-
-    def __init__(self, name: str, package: _Package) -> None:
-        self._name = name
-        self._package = package
+    """The metadata of the package."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the text of METADATA and top_level.txt; None for any other file."""
@@ -174,11 +142,11 @@ class _StandIn(Distribution):
             # Nothing is imported for it: whatever reads entry points reads this, also while the
             # modules themselves are being imported.
             return (
-                f"Metadata-Version: 2.1\nName: {self._package.distribution}\n"
-                f"Version: {self._package.version}\nSummary: {self._package.note}\n"
+                f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\n"
+                f"Version: {FLASH_ATTN_VERSION}\nSummary: {_NOTE}\n"
             )
-        return f"{self._name}\n" if filename == "top_level.txt" else None
+        return f"{_PACKAGE}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> NoReturn:
         """There are no files."""
-        raise FileNotFoundError(f"{self._package.note} has no file {path}")
+        raise FileNotFoundError(f"{_NOTE} has no file {path}")

@@ -170,21 +170,16 @@ def _fold(
     rows, u, x = parts
     batch = call.plan.problem.batch
     of_leaves = call.leaves(alike)
-    folded_rows = [
-        y if y is None else _folded(y, flag, calls, batch, "each", True, int(at == _STATS))
-        for at, (y, flag) in enumerate(zip(*rows, strict=True))
-    ]
-    folded_u = [
+    of_rows = [("each", True, int(at == _STATS)) for at in range(len(rows.tensors))]
+    hows: list[Any] = [*of_rows, *of_leaves[: len(u.tensors)], *alike]
+    given = [pair for part in parts for pair in zip(*part, strict=True)]
+    tensors = [
         y if y is None else _folded(y, flag, calls, batch, *how)
-        for y, flag, how in zip(*u, of_leaves[: len(u.tensors)], strict=True)
-    ]
-    folded_x = [
-        y if y is None else _folded(y, flag, calls, batch, *how)
-        for y, flag, how in zip(*x, alike, strict=True)
+        for (y, flag), how in zip(given, hows, strict=True)
     ]
     whole = Call(_plan(call, calls, alike), call.seed, call.masks)
     head = (whole,) if needs is None else (whole, needs)
-    found = apply(*head, *folded_rows, *folded_u, *folded_x)
+    found = apply(*head, *tensors)
     if needs is None:
         apart = [
             y.unflatten(int(at == _STATS), (calls, batch))  # type: ignore[no-untyped-call]

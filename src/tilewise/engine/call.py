@@ -123,15 +123,7 @@ def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
 def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bool = False) -> Plan:
     """Return the plan of a call, made at its first time.
 
-    Args:
-        q: of the call.
-        k: likewise.
-        v: likewise.
-        keywords: the keywords.
-        wrapped: whether transforms may have put wrappers without memory around the tensors.
-
-    Raises:
-        InvalidArgument, InvalidType, Unsupported: as ``make_plan``.
+    ``wrapped``: transforms may have put wrappers without memory around the tensors.
     """
     try:
         if keywords is NO_KEYWORDS and not wrapped:
@@ -197,50 +189,21 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Proble
 
 
 def check_call_scales(problem: Problem, scales: Scales) -> None:
-    """The scales of a call are for its operands.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the one that is not.
-    """
+    """The scales of a call are for its operands."""
     if scales is not NO_SCALES:
         heads = (problem.heads, problem.kv_heads, problem.kv_heads)
         check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
 
 
 def _problem_of(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Problem:
+    mask, score, scale, dropout_p, sinks, *_ = keywords
+    asked: dict[str, Any] = {"mask": mask.program, "score": score.program}
+    asked |= {"scale": scale, "dropout_p": dropout_p, "sinks": sinks}
     if keywords.pages is not None:
-        return paged_problem(
-            q,
-            k,
-            v,
-            *keywords.pages,
-            mask=keywords.mask.program,
-            score=keywords.score.program,
-            scale=keywords.scale,
-            sinks=keywords.sinks,
-        )
+        return paged_problem(q, k, v, *keywords.pages, **asked)
     if keywords.cu_seqlens is None:
-        return dense_problem(
-            q,
-            k,
-            v,
-            mask=keywords.mask.program,
-            score=keywords.score.program,
-            scale=keywords.scale,
-            dropout_p=keywords.dropout_p,
-            sinks=keywords.sinks,
-        )
-    return varlen_problem(
-        q,
-        k,
-        v,
-        *keywords.cu_seqlens,
-        mask=keywords.mask.program,
-        score=keywords.score.program,
-        scale=keywords.scale,
-        dropout_p=keywords.dropout_p,
-        sinks=keywords.sinks,
-    )
+        return dense_problem(q, k, v, **asked)
+    return varlen_problem(q, k, v, *keywords.cu_seqlens, **asked)
 
 
 def build_operands(
@@ -253,11 +216,7 @@ def build_operands(
     out_alone: bool = False,
     for_backward: bool = False,
 ) -> Operands:
-    """Return the operands in kernel form; captured tensors, cu_seqlens and seed are checked.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
+    """Return the operands in kernel form; captured tensors, cu_seqlens and seed are checked."""
     cu_q = cu_k = block_table = key_lengths = None
     mask_tensors, score_tensors = keywords.mask.captured, keywords.score.captured
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
@@ -277,7 +236,9 @@ def build_operands(
         cu_q = cu_q.to(device, torch.int64).contiguous()
         cu_k = cu_k.to(device, torch.int64).contiguous()
         if mask_tensors or score_tensors:
-            extent = _ragged_extent(problem, *starts) if starts else _unread_extent(problem)
+            # Without starts only the kernels know the lengths.
+            extent = extent._replace(queries=0, keys=0, ragged=True)
+            extent = _ragged_extent(problem, *starts) if starts else extent
     if mask_tensors:
         if problem.device != "cpu":
             extent = extent._replace(check_values=False)
@@ -320,11 +281,7 @@ def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operand
 
 
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
-    """Refuse a call of float8 of which a gradient may be wanted.
-
-    Raises:
-        Unsupported: it is one.
-    """
+    """Refuse a call of float8 of which a gradient may be wanted."""
     if q.dtype is FLOAT8:
         refuse_gradients((q, k, v, keywords.sinks, *keywords.scales, *keywords.score.captured))
 
@@ -339,11 +296,6 @@ def _stay_on_device(problem: Problem, keywords: Keywords) -> bool:
 def _reads_on_device(backend: str | None) -> bool:
     """Return whether a backend is asked for that reads lengths, pages and seeds on q's device."""
     return backend is not None and registry.load(backend).reads_on_device
-
-
-def _unread_extent(problem: Problem) -> Extent:
-    """Return the extent of a variable-length call whose lengths only the kernels know."""
-    return Extent(problem.batch, problem.heads, 0, 0, ragged=True)
 
 
 def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:

@@ -46,12 +46,8 @@ def gradients(
 ) -> list[Tensor | None]:
     """``Gradients`` of the leaves that are needed, None for the others.
 
-    Args:
-        call: the call.
-        needs: for each leaf.
-        result: out, lse, stats.
-        cotangents: of out and lse; None for zero.
-        x: the tensors of the call.
+    ``needs`` has a flag for each leaf, ``result`` out, lse and stats; ``cotangents`` are of out and
+    lse, None for zero.
     """
     if not any(needs):
         return [None] * len(needs)

@@ -17,9 +17,7 @@ from tilewise.variants.program import encode
 def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for a problem.
 
-    Args:
-        problem: what to compute.
-        backend: a name of the registry, which then does it or nobody does; None chooses.
+    A backend of the registry that is named does it, or nobody does; None chooses.
 
     Raises:
         Unsupported: the named backend, or every one, declines; with all reasons.
@@ -33,7 +31,8 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     )
     reasons = {candidate.name: candidate.reasons for candidate in considered if candidate.reasons}
     if choice.name is None:
-        fix = "" if backend is not None else _explicit_reference(considered)
+        able = [candidate.name for candidate in considered if not candidate.reasons]
+        fix = f"ask for the slow reference by name: backend={able[0]!r}." if able else ""
         raise Unsupported(_describe(problem, backend), reasons, fix)
     if choice.slow:
         warn_slow(choice.name, tuple(reasons.items()))
@@ -70,10 +69,7 @@ def _choose(considered: list[Candidate], problem: Problem) -> Choice:
 def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) -> list[Candidate]:
     """Return what each of the named backends says to a problem.
 
-    Args:
-        problem: what to compute.
-        names: of backends.
-        by_name: the caller asked for them; else those that are not in question are left out.
+    Unless the caller asked for them ``by_name``, those that are not in question are left out.
     """
     found = []
     for name in names:
@@ -84,11 +80,6 @@ def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) 
         reasons = (absence,) if absence is not None else tuple(backend.why_not(problem))
         found.append(Candidate(name, reasons, absence is not None, backend.last_resort))
     return found
-
-
-def _explicit_reference(considered: list[Candidate]) -> str:
-    able = [candidate.name for candidate in considered if not candidate.reasons]
-    return f"ask for the slow reference by name: backend={able[0]!r}." if able else ""
 
 
 def _describe(problem: Problem, backend: str | None) -> str:

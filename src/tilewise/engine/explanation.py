@@ -82,11 +82,7 @@ def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def chip_of(device: torch.device) -> Chip | None:
-    """Return the row of the chip of a device; None where the table has none.
-
-    Args:
-        device: a processor's row is what it says of itself, and what was measured of it.
-    """
+    """Return the row of the chip of a device; None where the table has none."""
     if device.type == "cpu":
         return named()
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -25,10 +25,6 @@ def transforms_active() -> bool:
 def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
     """Refuse any transform of a call that goes through the torch ops.
 
-    Args:
-        tensors: the tensors of the call.
-        traced: whether it goes through the ops (``run.run``), which have no rules for transforms.
-
     Raises:
         Unsupported: ``traced`` with a transform or a tangent.
     """
@@ -42,9 +38,6 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
 
 def refuse_batched(starts: tuple[Tensor, Tensor] | None) -> None:
     """Refuse what a vmap cannot give to each of its calls.
-
-    Args:
-        starts: cu_seqlens of the call.
 
     Raises:
         Unsupported: under vmap with cu_seqlens of each call, or with indices that are looked at.
@@ -88,11 +81,7 @@ def refuse_constants(score: Score) -> None:
 
 
 def refuse_beyond_first(score: Program) -> None:
-    """Refuse tangents and second derivatives of a score of which only the slope is known.
-
-    Raises:
-        Unsupported: there is a raw score in the program.
-    """
+    """Refuse tangents and second derivatives of a score of which only the slope is known."""
     for instr in score:
         if instr.op == RAW:
             raise Unsupported(

@@ -60,7 +60,7 @@ def call(
     sinks = lower_sinks(keywords.sinks, q.dtype)
     leaves = (q, k, v, *score_tensors) if sinks is None else (q, k, v, *score_tensors, sinks)
     cu_q, cu_k = keywords.cu_seqlens or (None, None)
-    out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention(
+    found = torch.ops.tilewise.attention(
         q,
         k,
         v,
@@ -81,6 +81,12 @@ def call(
         jit_tracing() is not None
         or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)),
     )
+    return result_of(found, statistics)
+
+
+def result_of(found: tuple[Tensor, ...], statistics: Statistics) -> Result:
+    """Return what an op returned as a result."""
+    out, lse, stats, max_logit, entropy, top_key = found
     if not statistics:
         return Result(out, lse, stats)
     return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.engine.call import Keywords, build_operands, build_problem, cached_plan, read_keywords
 from tilewise.engine.modes import refuse_vmap, transforms_active
-from tilewise.engine.ops import RESULTS, promised, returned, schema
+from tilewise.engine.ops import RESULTS, promised, result_of, returned, schema
 from tilewise.engine.pages import Pages
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
@@ -22,11 +22,7 @@ from tilewise.variants.values import Mask, Score
 
 
 def refuse_paged_transforms() -> None:
-    """Refuse a call inside of torch.func transforms or of a forward-mode level.
-
-    Raises:
-        Unsupported: it is.
-    """
+    """Refuse a call inside of torch.func transforms or of a forward-mode level."""
     if transforms_active():
         raise Unsupported(
             "tilewise has no torch.func transforms and no forward-mode derivatives of paged keys",
@@ -75,7 +71,7 @@ def call_paged(
     problem = build_problem(q, k, v, keywords)
     _check_undifferentiated(q, k, v, keywords)
     assert keywords.pages is not None
-    out, lse, stats, max_logit, entropy, top_key = torch.ops.tilewise.attention_paged(
+    found = torch.ops.tilewise.attention_paged(
         q,
         k,
         v,
@@ -90,9 +86,7 @@ def call_paged(
         statistics,
         *keywords.scales,
     )
-    if not statistics:
-        return Result(out, lse, stats)
-    return Result(out, lse, stats, max_logit, entropy, top_key if statistics == "top1" else None)
+    return result_of(found, statistics)
 
 
 class _Call(NamedTuple):

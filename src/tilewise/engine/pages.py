@@ -65,12 +65,7 @@ def lower_pages(
     Values are looked at where that stalls no device: on the CPU, and for the reference; of
     tensors on a device in checked mode.
 
-    Args:
-        problem: of the call.
-        pages: as given, of the right shapes and dtypes.
-        q: the queries.
-        k: the pages of keys.
-        stays: whether the kernels read the tensors on q's device.
+    ``stays``: the kernels read the tensors on q's device.
 
     Raises:
         InvalidArgument: naming the tensor that says something impossible.
@@ -87,7 +82,8 @@ def lower_pages(
             starts = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
             query_counts = tuple([end - start for start, end in pairwise(starts)])
         key_counts = _checked_lengths(problem, key_lengths)
-        _check_entries(problem, block_table, key_counts, k.shape[0])
+        counts = torch.tensor(key_counts, dtype=torch.int64)
+        check_entries("block_table", block_table.cpu(), counts, problem.page_size, k.shape[0])
         extent = extent._replace(
             queries=max(query_counts, default=0),
             keys=max(key_counts, default=0),
@@ -118,20 +114,17 @@ def _checked_lengths(problem: Problem, key_lengths: Tensor) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _check_entries(
-    problem: Problem, block_table: Tensor, key_counts: tuple[int, ...], held: int
-) -> None:
+def check_entries(name: str, table: Tensor, counts: Tensor, page_size: int, held: int) -> None:
     """Entries that a sequence has keys in name pages that there are; nobody reads the others."""
-    slots = torch.arange(block_table.shape[1])
-    used = slots * problem.page_size < torch.tensor(key_counts, dtype=torch.int64)[:, None]
-    entries = block_table.cpu()
-    wrong = used & ((entries < 0) | (entries >= held))
+    slots = torch.arange(table.shape[1])
+    used = slots * page_size < counts[:, None]
+    wrong = used & ((table < 0) | (table >= held))
     if not bool(wrong.any()):
         return
     index, slot = wrong.nonzero()[0].tolist()
     raise InvalidArgument(
-        "block_table",
-        f"page {int(entries[index, slot])} in slot {slot} of sequence {index}, which has "
-        f"{key_counts[index]} keys",
+        name,
+        f"page {int(table[index, slot])} in slot {slot} of sequence {index}, which has "
+        f"{int(counts[index])} keys",
         f"the number of one of the {held} pages",
     )

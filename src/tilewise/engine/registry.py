@@ -2,32 +2,24 @@
 
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.kernels.base import Backend, Reader
 
-
-class _Entry(NamedTuple):
-    name: str
-    module: str
-    class_name: str
-
-
-_ENTRIES = (
-    _Entry("cpu", "tilewise.kernels.cpu.backend", "CpuBackend"),
-    _Entry("gpu", "tilewise.kernels.gpu.backend", "GpuBackend"),
-    _Entry("tiled", "tilewise.kernels.tiled", "TiledBackend"),
-)
-
-BACKEND_NAMES = tuple(entry.name for entry in _ENTRIES)
+# By name, the module and the class.
+_BACKENDS = {
+    "cpu": ("tilewise.kernels.cpu.backend", "CpuBackend"),
+    "gpu": ("tilewise.kernels.gpu.backend", "GpuBackend"),
+    "tiled": ("tilewise.kernels.tiled", "TiledBackend"),
+}
+BACKEND_NAMES = tuple(_BACKENDS)
 
 
 @cache
 def load(name: str) -> Backend:
     """Return the backend of that name, one instance per process."""
-    entry = next(entry for entry in _ENTRIES if entry.name == name)
-    backend: Backend = getattr(import_module(entry.module), entry.class_name)()
+    module, kind = _BACKENDS[name]
+    backend: Backend = getattr(import_module(module), kind)()
     return backend
 
 
@@ -39,11 +31,7 @@ def tensor_reader() -> Reader | None:
 
 
 def check_name(name: object) -> str | None:
-    """``backend=`` as given, if it names a backend or is None.
-
-    Raises:
-        InvalidArgument, InvalidType: it does neither.
-    """
+    """``backend=`` as given, if it names a backend or is None."""
     *first, last = map(repr, BACKEND_NAMES)
     required = f"{', '.join(['None (choose)', *first])} or {last}"
     if name is None:

@@ -60,7 +60,7 @@ _PLAIN = frozenset((Tensor, Parameter))
 _new = tuple.__new__
 _NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-2]
 _UNSEEN = (None,) * (len(Result._fields) - 1)
-_AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def road(q: Any, k: Any, v: Any) -> Road:
@@ -106,7 +106,7 @@ def run(
             raise Unsupported("tilewise has no statistics inside of torch.func transforms", fix=fix)
         return _run_transformed(q, k, v, keywords, seed, plan, way == "transformed watched")
     if any_autocast():
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     if plan is None:
         plan = cached_plan(q, k, v, keywords)
     else:
@@ -146,7 +146,7 @@ def run_paged(
     """Attention over pages as asked (``functional.attention_paged``), or through its op."""
     refuse_paged_transforms()
     way = road(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if way != "eager":
         if plan is not None:
             _check_keywords(plan, keywords)
@@ -185,7 +185,7 @@ def _run_transformed(
         return _run_watched(q, k, v, keywords, seed, plan, "")
     refuse_constants(keywords.score)
     refuse_batched(keywords.cu_seqlens)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if plan is None:
         plan = cached_plan(q, k, v, keywords, wrapped=True)
     else:
@@ -210,7 +210,7 @@ def _run_watched(
     if plan is not None:
         _check_keywords(plan, keywords)
         keywords = _keywords_of(plan, keywords)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     return ops.call(q, k, v, keywords, seed, statistics)
 
 
@@ -218,11 +218,7 @@ def _run_watched(
 def _check_plan(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bool = False
 ) -> None:
-    """Refuse a held plan that is for another call (``wrapped``: as in ``cached_plan``).
-
-    Raises:
-        InvalidArgument, InvalidType: the call is not the one that the plan is for.
-    """
+    """Refuse a held plan that is for another call (``wrapped``: as in ``cached_plan``)."""
     if keywords is not NO_KEYWORDS or type(plan) is not Plan or not plan.bare:
         _check_keywords(plan, keywords)
     try:
@@ -320,15 +316,14 @@ def _describe(sign: tuple[Any, ...]) -> str:
     return f"q {q}, k {k}, v {v}, {sign[3]}, on {sign[6]}"
 
 
-def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v in autocast's dtype, as scaled_dot_product_attention has them; float64 stays."""
+def autocast(q: Any, *others: Any) -> tuple[Any, ...]:
+    """Tensors in autocast's dtype, as scaled_dot_product_attention has them; float64 stays."""
     if not isinstance(q, Tensor) or q.is_meta or not _autocast_enabled(q.device.type):
-        return q, k, v
+        return (q, *others)
     dtype = torch.get_autocast_dtype(q.device.type)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-
-
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _AUTOCAST_FROM:
-        return tensor
-    return tensor.to(dtype)
+    return tuple(
+        [
+            x.to(dtype) if isinstance(x, Tensor) and x.dtype in AUTOCAST_FROM else x
+            for x in (q, *others)
+        ]
+    )

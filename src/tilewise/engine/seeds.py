@@ -27,12 +27,6 @@ def read_seed(
 ) -> int | Tensor:
     """Return the seed of a call as its kernels take it; drawn if there is none.
 
-    Args:
-        seed: what the call says.
-        problem: of the call.
-        device: of q.
-        on_device: whether the kernels read it there.
-
     Returns:
         A number in [0, 2**64); with ``on_device`` an int64 tensor of one element, which is not
         read here.

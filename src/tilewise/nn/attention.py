@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import check_whole
+from tilewise.errors import InvalidArgument
 from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.nn.caches import Cache, Past
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
@@ -78,14 +79,14 @@ class Attention(nn.Module):
         implementation: Implementation = "tilewise",
     ) -> None:
         super().__init__()
-        self.width, self.heads = _positive("width", width), _positive("heads", heads)
-        self.kv_heads = heads if kv_heads is None else _positive("kv_heads", kv_heads)
+        self.width, self.heads = check_whole("width", width, 1), check_whole("heads", heads, 1)
+        self.kv_heads = heads if kv_heads is None else check_whole("kv_heads", kv_heads, 1)
         if heads % self.kv_heads:
             raise InvalidArgument("kv_heads", str(kv_heads), f"a divisor of heads={heads}")
         if head_dim is None and width % heads:
             fix = "Or name the head width: head_dim=."
             raise InvalidArgument("width", str(width), f"a multiple of heads={heads}", fix)
-        self.head_dim = width // heads if head_dim is None else _positive("head_dim", head_dim)
+        self.head_dim = check_whole("head_dim", width // heads if head_dim is None else head_dim, 1)
         if not 0.0 <= dropout_p < 1.0:
             raise InvalidArgument("dropout_p", str(dropout_p), "a number in [0, 1)")
         implementation_of(implementation)
@@ -97,8 +98,8 @@ class Attention(nn.Module):
         self.implementation: Implementation = implementation
         self.on_statistics: Callable[[SoftmaxStats], None] | None = None
         inner, inner_kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        source = width if context_width is None else _positive("context_width", context_width)
-        self.context_width = source
+        source = width if context_width is None else context_width
+        self.context_width = check_whole("context_width", source, 1)
         self.query = nn.Linear(width, inner, bias=bias)
         self.key = nn.Linear(source, inner_kv, bias=bias)
         self.value = nn.Linear(source, inner_kv, bias=bias)
@@ -257,14 +258,6 @@ def _then(first: ScoreLike, second: ScoreLike) -> Score | None:
         only = first if second is None else second
         return None if only is None else as_score(only)
     return as_score([as_score(first), as_score(second)])
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(name, f"a {type(value).__name__}", "an integer, 1 or more")
-    if value < 1:
-        raise InvalidArgument(name, str(value), "an integer, 1 or more")
-    return value
 
 
 def _check_input(name: str, tensor: Tensor, width: int) -> None:

@@ -1,57 +1,23 @@
-"""Keys and values that ``Attention`` keeps from call to call, in the caches of tilewise.serving.
-
-Those are built over the same calls as this floor, so that it knows them by what they do alone.
-"""
+"""Keys and values that ``Attention`` keeps from call to call, in the caches of tilewise.serving."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.nn.implementations import Ask, Implementation, implementation_of
+from tilewise.serving.contiguous import KVCache
+from tilewise.serving.paged import PagedKVCache
 from tilewise.variants.masks import causal
 
 _TOP_LEFT = causal("top_left").program
 
 
-@runtime_checkable
-class RowCache(Protocol):
-    """One batch whose sequences have one length: ``tilewise.serving.KVCache``."""
-
-    def __len__(self) -> int:
-        """Return how many keys there are."""
-
-    @property
-    def keys(self) -> Tensor:
-        """[B, Hk, N, D]."""
-
-    @property
-    def values(self) -> Tensor:
-        """[B, Hk, N, D]."""
-
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Put keys and values behind those that are there."""
-
-
-@runtime_checkable
-class PageCache(Protocol):
-    """Sequences of any lengths, by their numbers: ``tilewise.serving.PagedKVCache``."""
-
-    def length(self, sequence: int) -> int:
-        """Return how many keys a sequence has."""
-
-    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Put keys and values behind those of each sequence."""
-
-    def attend(self, sequences: Sequence[int], q: Tensor, **keywords: Any) -> Any:
-        """Attention of each sequence's queries over its keys."""
-
-
-Cache: TypeAlias = RowCache | PageCache
+Cache: TypeAlias = KVCache | PagedKVCache
 
 
 class Past:
@@ -59,22 +25,19 @@ class Past:
 
     Args:
         cache: of the layer.
-        sequences: the B numbers of a ``PageCache``; None for a ``RowCache``.
+        sequences: the B numbers of a ``PagedKVCache``; None for a ``KVCache``.
         x: what the layer is called with, [B, M, width].
-
-    Raises:
-        InvalidArgument, InvalidType: these do not go together.
     """
 
     def __init__(self, cache: Cache, sequences: Sequence[int] | None, x: Tensor) -> None:
         self._cache = cache
         self._sequences = sequences
-        if isinstance(cache, PageCache):
+        if isinstance(cache, PagedKVCache):
             if sequences is None or len(sequences) != x.shape[0]:
                 came = "None" if sequences is None else f"{len(sequences)} of them"
                 required = f"the numbers of the {x.shape[0]} sequences in x, for a cache of pages"
                 raise InvalidArgument("sequences", came, required)
-        elif not isinstance(cache, RowCache):
+        elif not isinstance(cache, KVCache):
             required = "a KVCache or PagedKVCache of tilewise.serving"
             raise InvalidType("cache", f"a {type(cache).__name__}", required)
         elif sequences is not None:
@@ -83,7 +46,7 @@ class Past:
     def positions(self, x: Tensor) -> Tensor:
         """Return the positions of the rows of ``x``, after the cached ones: [M] or [B, M]."""
         rows = torch.arange(x.shape[1], device=x.device)
-        if isinstance(self._cache, RowCache):
+        if isinstance(self._cache, KVCache):
             return rows + len(self._cache)
         lengths = [self._cache.length(sequence) for sequence in self._sequences or ()]
         return rows + torch.tensor(lengths, device=x.device)[:, None]
@@ -106,7 +69,7 @@ class Past:
         if ask.mask is not None and ask.mask.program == _TOP_LEFT:
             required = "masks.causal(): with a cache the rows of a call are the last ones"
             raise InvalidArgument("mask", 'causal("top_left")', required)
-        if isinstance(self._cache, RowCache):
+        if isinstance(self._cache, KVCache):
             self._cache.append(k, v)
             return implementation_of(implementation)(q, self._cache.keys, self._cache.values, ask)
         if implementation != "tilewise":
@@ -114,6 +77,8 @@ class Past:
             raise Unsupported(f"implementation {implementation!r} with a cache of pages", fix=fix)
         sequences = self._sequences or ()
         self._cache.append(sequences, k, v)
-        keywords = {"mask": ask.mask, "score": ask.score, "scale": ask.scale, "sinks": ask.sinks}
-        out: Tensor = self._cache.attend(sequences, q, **keywords)
+        mask, score, scale, sinks, _ = ask
+        out: Tensor = self._cache.attend(
+            sequences, q, mask=mask, score=score, scale=scale, sinks=sinks
+        )
         return out

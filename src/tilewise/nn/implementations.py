@@ -100,12 +100,6 @@ def with_statistics(
 def with_weights(q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
     """Return the plain implementation's output and its weights, those that dropout left.
 
-    Args:
-        q: [B, Hq, M, D].
-        k: [B, Hk, N, D].
-        v: [B, Hk, N, D].
-        ask: the keywords of the call.
-
     Returns:
         The output [B, Hq, M, D] and the weights [B, Hq, M, N]; 0 in rows that see no key.
     """
@@ -152,11 +146,7 @@ _IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Ask], Tensor]] = {
 
 
 def implementation_of(name: str) -> Callable[[Tensor, Tensor, Tensor, Ask], Tensor]:
-    """Return the function of an implementation: (q, k, v, ask) -> out, [B, H, S, D] all.
-
-    Raises:
-        InvalidArgument: there is none of this name.
-    """
+    """Return the function of an implementation: (q, k, v, ask) -> out, [B, H, S, D] all."""
     run = _IMPLEMENTATIONS.get(name)
     if run is None:
         required = " or ".join(repr(known) for known in _IMPLEMENTATIONS)

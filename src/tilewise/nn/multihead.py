@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask
 
 _NOTHING = ~Mask(())
-
-
-class _Call(NamedTuple):
-    """Arguments of a call other than its query, key and value."""
-
-    key_padding_mask: Tensor | None
-    need_weights: bool
-    attn_mask: Tensor | None
-    average_attn_weights: bool
-    is_causal: bool
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -110,19 +100,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             InvalidArgument: a shape or dtype that does not fit, by the argument's name.
         """
-        call = _Call(key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if self.drop_weights:
-            call = call._replace(need_weights=False)
+        need_weights = need_weights and not self.drop_weights
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._nested(query, key, value, call), None
+            _refuse_masks(key_padding_mask, attn_mask, need_weights)
+            return self._nested(query, key, value, is_causal), None
         sizes = check_shapes(query, key, value, key_padding_mask, attn_mask, self)
         batched = query.dim() == 3
         seq_first = batched and not self.batch_first
         q, k, v = self._heads(query, key, value, sizes, seq_first)
-        masks = said_by(call.key_padding_mask, call.attn_mask, call.is_causal, sizes)
+        masks = said_by(key_padding_mask, attn_mask, is_causal, sizes)
         weights = None
-        if call.need_weights:
-            out, weights = self._with_weights(q, k, v, masks, call)
+        if need_weights:
+            out, weights = self._with_weights(q, k, v, masks)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
             out = attention(q, k, v, **self._keywords(masks))
         order = (2, 0, 1, 3) if seq_first else (0, 2, 1, 3)
@@ -141,14 +131,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return {"mask": _NOTHING}
         return {**masks._asdict(), "dropout_p": dropout_p}
 
-    def _with_weights(
-        self, q: Tensor, k: Tensor, v: Tensor, masks: Masks, call: _Call
-    ) -> tuple[Tensor, Tensor]:
+    def _with_weights(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
             _warn_of_weights()
         ask = Ask(*masks, self.head_dim**-0.5, None, self._dropout())
-        out, weights = with_weights(q, k, v, ask)
-        return out, weights.mean(dim=1) if call.average_attn_weights else weights
+        return with_weights(q, k, v, ask)
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, sizes: Sizes, seq_first: bool
@@ -194,35 +181,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         of_k, of_v = weight[own:].chunk(2)
         return q, linear(key, of_k, second), linear(value, of_v, third)
 
-    def _nested(self, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    def _nested(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         """Attention of nested tensors [B, j, E], packed one sequence after the other."""
-        for name, came in (
-            ("key_padding_mask", call.key_padding_mask),
-            ("attn_mask", call.attn_mask),
-            ("need_weights", call.need_weights or None),
-        ):
-            if came is not None:
-                what = "True" if name == "need_weights" else "a mask"
-                fix = "A nested tensor has its own lengths; is_causal=True says the causal mask."
-                raise InvalidArgument(name, f"{what} with nested tensors", "none", fix)
         rows = rows_of("query", query)
         keys = rows if key is query else rows_of("key", key)
         values = keys if value is key else rows_of("value", value)
         check_same("value", values, keys, "key")
         packed = self._projected(rows.values, keys.values, values.values)
         q, k, v = (_by_heads(x, self.num_heads) for x in packed)
-        keywords = self._keywords(Masks(causal("top_left") if call.is_causal else None, None))
+        keywords = self._keywords(Masks(causal("top_left") if is_causal else None, None))
         out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **keywords)
         found = linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)
         return nested_as(found, rows)
 
 
-def adopt(module: torch.nn.MultiheadAttention) -> None:
-    """Make torch's module one of ours, where it is: it has the same state, and nothing is lost.
-
-    Parameters, buffers, hooks and whatever refers to the module stay as they are.
-    """
-    module.__class__ = MultiheadAttention
+def _refuse_masks(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, need_weights: bool
+) -> None:
+    """Nested tensors come without masks and weights."""
+    for name, came in (
+        ("key_padding_mask", None if key_padding_mask is None else "a mask"),
+        ("attn_mask", None if attn_mask is None else "a mask"),
+        ("need_weights", "True" if need_weights else None),
+    ):
+        if came is not None:
+            fix = "A nested tensor has its own lengths; is_causal=True says the causal mask."
+            raise InvalidArgument(name, f"{came} with nested tensors", "none", fix)
 
 
 def _by_heads(x: Tensor, heads: int) -> Tensor:

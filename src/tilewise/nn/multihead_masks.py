@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import check_tensor
+from tilewise.errors import InvalidArgument
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score, as_score
 
@@ -47,11 +48,7 @@ def check_shapes(
     attn_mask: Tensor | None,
     module: torch.nn.MultiheadAttention,
 ) -> Sizes:
-    """The sizes of a call.
-
-    Raises:
-        InvalidArgument, InvalidType: an argument does not fit the others or the module.
-    """
+    """The sizes of a call."""
     batched = query.dim() == 3
     form = "[S, E]"
     if batched:
@@ -84,11 +81,8 @@ def said_by(
 ) -> Masks:
     """Return what the masks of a call say; ``check_shapes`` has seen them.
 
-    Args:
-        key_padding_mask: [B, S], unbatched [S].
-        attn_mask: [L, S] or [B * H, L, S].
-        is_causal: query m sees the keys 0 to m; then attn_mask counts only for its gradient.
-        sizes: of the call.
+    ``attn_mask`` [B * H, L, S] may have one of all heads [L, S]; with ``is_causal`` it counts only
+    for its gradient.
     """
     hidden: list[Mask] = []
     added: list[Score] = []
@@ -164,8 +158,7 @@ def _check_pairs(mask: Tensor | None, sizes: Sizes) -> None:
         raise InvalidArgument("attn_mask", f"shape {list(mask.shape)}", required)
 
 
-def _check_kind(name: str, mask: object) -> None:
-    if not isinstance(mask, Tensor):
-        raise InvalidType(name, f"a {type(mask).__name__}", _KIND)
+def _check_kind(name: str, mask: Tensor) -> None:
+    check_tensor(name, mask, _KIND)
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise InvalidArgument(name, f"a tensor of {mask.dtype}", _KIND)

@@ -31,11 +31,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(name: str, nested: Any) -> Rows:
-    """Return the rows of a nested tensor; of a jagged one they are its own memory.
-
-    Raises:
-        InvalidArgument: it is not nested, or not of the form.
-    """
+    """Return the rows of a nested tensor; of a jagged one they are its own memory."""
     if not nested.is_nested:
         raise InvalidArgument(name, "a tensor that is not nested", f"{_FORM}, as the others are")
     if nested.dim() != 3:
@@ -54,9 +50,6 @@ def check_same(name: str, rows: Rows, others: Rows, other: str) -> None:
     """Check that two have sequences of the same lengths.
 
     Jagged ones on a device, and while torch.compile traces, have to be of the same origin.
-
-    Raises:
-        InvalidArgument: they have not.
     """
     same = rows.lengths == others.lengths
     if not same and rows.cu_seqlens.is_cpu and not torch.compiler.is_compiling():

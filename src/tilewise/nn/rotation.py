@@ -86,9 +86,23 @@ def rotary(
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
-    first, second = x[..., : dim // 2].to(work), x[..., dim // 2 : dim].to(work)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([part.to(x.dtype) for part in turned] + [x[..., dim:]], dim=-1)
+    return turned(x, cos, sin)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the first channel pairs of rows, [..., D], by angles, [..., dim/2]; copy the others.
+
+    Pairs are the halves of these channels; interleaved, those with even and with odd numbers.
+    """
+    dim = 2 * cos.shape[-1]
+    wide = x[..., :dim].to(cos.dtype)
+    if interleaved:
+        one, two = wide[..., 0::2], wide[..., 1::2]
+    else:
+        one, two = wide[..., : dim // 2], wide[..., dim // 2 :]
+    pair = (one * cos - two * sin, two * cos + one * sin)
+    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([both.to(x.dtype), x[..., dim:]], dim=-1)
 
 
 def longest(*positions: Tensor) -> Tensor | None:

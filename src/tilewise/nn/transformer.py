@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.nn.multihead import adopt
+from tilewise.nn.multihead import MultiheadAttention
 
-# The constructors are torch's own, whatever its version: ``wraps`` gives them its signature.
+# The constructors are torch's own, whatever its version: ``wraps`` gives them its signature. The
+# modules of attention that they make become ours by their class, and keep their state.
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -36,7 +37,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     @wraps(torch.nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        adopt(self.self_attn)
+        self.self_attn.__class__ = MultiheadAttention
 
     def forward(
         self,
@@ -80,5 +81,5 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     @wraps(torch.nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        adopt(self.self_attn)
-        adopt(self.multihead_attn)
+        self.self_attn.__class__ = MultiheadAttention
+        self.multihead_attn.__class__ = MultiheadAttention

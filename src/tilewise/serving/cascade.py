@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import check_whole
+from tilewise.errors import InvalidArgument
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike, attention_paged
 from tilewise.merging import merge
 from tilewise.variants.expr import decode
@@ -143,10 +144,9 @@ def _check_variants(mask: MaskLike, score: ScoreLike) -> None:
 
 def _shared_pages(k_pages: Tensor, block_table: Tensor, shared: int) -> int:
     """Return how many pages the common keys fill."""
-    if isinstance(shared, bool) or not isinstance(shared, int):
-        raise InvalidType("shared", f"a {type(shared).__name__}", "an integer, 0 or more")
+    check_whole("shared", shared)
     size, slots = k_pages.shape[2], block_table.shape[-1]
-    if shared < 0 or shared % size or shared // size > slots:
+    if shared % size or shared // size > slots:
         required = f"a multiple of the page size {size} from 0 to {slots * size}"
         raise InvalidArgument("shared", str(shared), required)
     return shared // size

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -32,27 +33,25 @@ class Attend(Protocol):
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
 
 
+@dataclass(eq=False)
 class _Running:
     """One prompt that is being continued.
 
     Args:
         index: of the prompt.
-        prompt: its tokens, all of them new to the caches.
+        pending: tokens that are new to the caches.
         sequences: its number in each cache.
         reserved: how many pages it may need of each.
+        length: how many tokens the caches have.
+        found: the tokens found.
     """
 
-    __slots__ = ("found", "index", "length", "pending", "reserved", "sequences")
-
-    def __init__(
-        self, index: int, prompt: Sequence[int], sequences: list[int], reserved: list[int]
-    ) -> None:
-        self.index = index
-        self.pending = list(prompt)
-        self.sequences = sequences
-        self.reserved = reserved
-        self.length = 0
-        self.found: list[int] = []
+    index: int
+    pending: list[int]
+    sequences: list[int]
+    reserved: list[int]
+    length: int = 0
+    found: list[int] = field(default_factory=list)
 
 
 def generate(
@@ -111,7 +110,7 @@ def generate(
                 index = waiting.popleft()
                 free = [left - need for left, need in zip(free, needs[index], strict=True)]
                 sequences = [cache.add() for cache in caches]
-                running.append(_Running(index, prompts[index], sequences, needs[index]))
+                running.append(_Running(index, list(prompts[index]), sequences, needs[index]))
             for one, token in zip(running, _round(step, caches, running), strict=True):
                 one.length += len(one.pending)
                 one.pending = [token]

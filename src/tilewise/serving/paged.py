@@ -15,10 +15,10 @@ from tilewise.serving.rows import check_rows, counts_of
 from tilewise.serving.sequences import Sequences
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
-from tilewise.variants.values import Mask, as_mask
+from tilewise.variants.values import as_mask
 
 
-class PagedKVCache:
+class PagedKVCache(Sequences):
     """Pages of keys and values, handed out as sequences grow.
 
     A sequence is a number that ``add`` or ``fork`` gave. A fork shares all pages of its origin; the
@@ -72,10 +72,7 @@ class PagedKVCache:
         for name, size in {**sizes, "value_dim": width}.items():
             if size < 1:
                 raise InvalidArgument(name, str(size), "at least 1")
-        self.pages = pages
-        self.page_size = page_size
-        self.window = window
-        self._sequences = Sequences(pages, page_size, window)
+        super().__init__(pages, page_size, window)
         # With a window one page more, of zeros, stands in the tables for those that were dropped:
         # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
         self._blank = pages
@@ -107,11 +104,6 @@ class PagedKVCache:
         """As ``k_scales``."""
         return self._values.scales
 
-    @property
-    def free_pages(self) -> int:
-        """Return how many pages no sequence has."""
-        return self._sequences.free_pages
-
     def pages_for(self, first: int, total: int) -> int:
         """Return the most pages that a sequence needs, given keys at once and then one by one.
 
@@ -124,43 +116,6 @@ class PagedKVCache:
             return every
         later = -(-(self.window + self.page_size - 1) // self.page_size)
         return min(every, max(-(-first // self.page_size), later))
-
-    def add(self) -> int:
-        """Return a new sequence without keys."""
-        return self._sequences.add()
-
-    def fork(self, sequence: int) -> int:
-        """Return a new sequence with the keys that one has, in the same pages.
-
-        Raises:
-            InvalidArgument: there is no such sequence.
-        """
-        return self._sequences.fork(sequence)
-
-    def remove(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other has are free.
-
-        Raises:
-            InvalidArgument: there is no such sequence.
-        """
-        self._sequences.remove(sequence)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forget the keys of a sequence from ``length`` on.
-
-        Raises:
-            InvalidArgument: there is no such sequence, it has not as many keys, or with a window
-                the next query would see keys that were dropped (never before the last ``append``).
-        """
-        self._sequences.truncate(sequence, length)
-
-    def length(self, sequence: int) -> int:
-        """Return how many keys a sequence was given.
-
-        Raises:
-            InvalidArgument: there is no such sequence.
-        """
-        return self._sequences[sequence].length
 
     @left_alone
     def append(
@@ -179,7 +134,7 @@ class PagedKVCache:
             InvalidArgument, InvalidType: naming the argument that is wrong.
             OutOfPages: there are too few pages; nothing was appended.
         """
-        self._sequences.different(sequences)
+        self._different(sequences)
         batch, like = len(sequences), (self._keys.like, self._values.like)
         heads = self.k_pages.shape[1]
         if cu_seqlens is None:
@@ -188,7 +143,7 @@ class PagedKVCache:
         else:
             total = check_rows(k, v, *like, (heads,), 0)
             counts = counts_of(cu_seqlens, batch, total)
-        growth = self._sequences.grow(sequences, counts)
+        growth = self._grow(sequences, counts)
         if not growth.pages:
             return
         device = self.k_pages.device
@@ -212,7 +167,7 @@ class PagedKVCache:
         Raises:
             InvalidArgument: there is no such sequence.
         """
-        found = [self._sequences[sequence] for sequence in sequences]
+        found = [self._of(sequence) for sequence in sequences]
         rows = [[self._blank] * held.dropped + held.pages for held in found]
         slots = max([1, *[len(row) for row in rows]])
         table = [row + [0] * (slots - len(row)) for row in rows]
@@ -250,7 +205,8 @@ class PagedKVCache:
             if cascade:
                 raise InvalidArgument("cascade", "True", "False for a cache with a window")
             self._check_queries(sequences, self._counts(sequences, q, keywords))
-            asked["mask"] = _windowed(keywords.get("mask"), self.window)
+            seen, mask = window(self.window - 1, 0), keywords.get("mask")
+            asked["mask"] = seen if mask is None else as_mask(mask) & seen
         tensors = self._readable(sequences)
         if not cascade:
             return attention_paged(q, *tensors, **asked)
@@ -283,7 +239,7 @@ class PagedKVCache:
 
     def _common(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
         """Return how many pages all sequences begin with, none with a key of these queries."""
-        found = [self._sequences[sequence] for sequence in sequences]
+        found = [self._of(sequence) for sequence in sequences]
         before = [
             (held.length - count) // self.page_size
             for held, count in zip(found, counts, strict=True)
@@ -295,14 +251,9 @@ class PagedKVCache:
     def _check_queries(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         """No query sees a key that was dropped."""
         for sequence, count in zip(sequences, counts, strict=False):
-            held = self._sequences[sequence]
-            if count and not self._sequences.has_keys_of(held, held.length - count):
+            held = self._of(sequence)
+            if count and not self._has_keys_of(held, held.length - count):
                 gone = held.dropped * self.page_size
                 came = f"{count} queries of sequence {sequence}, which has {held.length} keys"
                 required = f"fewer: with a window of {self.window} the first sees some of the "
                 raise InvalidArgument("q", came, required + f"{gone} keys that were dropped")
-
-
-def _windowed(mask: object, keys: int) -> Mask:
-    seen = window(keys - 1, 0)
-    return seen if mask is None else as_mask(mask) & seen

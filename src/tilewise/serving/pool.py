@@ -36,11 +36,6 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     return units.to(storage), scales
 
 
-def dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what rows in 8 bits stand for, [..., D] in a floating dtype."""
-    return (values.to(torch.float32) * scales[..., None]).to(dtype)
-
-
 class Pool:
     """Rows of keys, or of values, in pages.
 

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument, OutOfPages
 from tilewise.serving.pages import PageAllocator
 
 
+@dataclass(eq=False, slots=True)
 class Held:
     """Pages and length of one sequence.
 
@@ -18,12 +20,9 @@ class Held:
             a key in them.
     """
 
-    __slots__ = ("dropped", "length", "pages")
-
-    def __init__(self, pages: list[int], length: int, dropped: int) -> None:
-        self.pages = pages
-        self.length = length
-        self.dropped = dropped
+    pages: list[int]
+    length: int
+    dropped: int
 
 
 class Growth(NamedTuple):
@@ -52,8 +51,9 @@ class Sequences:
     """
 
     def __init__(self, pages: int, page_size: int, window: int | None) -> None:
-        self._page_size = page_size
-        self._window = window
+        self.pages = pages
+        self.page_size = page_size
+        self.window = window
         self._allocator = PageAllocator(pages)
         self._held: dict[int, Held] = {}
         self._next = 0
@@ -63,62 +63,83 @@ class Sequences:
         """Return how many pages no sequence has."""
         return self._allocator.free
 
-    def __getitem__(self, sequence: int) -> Held:
+    def _of(self, sequence: int) -> Held:
         held = self._held.get(sequence)
         if held is None:
             required = "one that add or fork gave and that was not removed"
             raise InvalidArgument("sequence", repr(sequence), required)
         return held
 
-    def different(self, sequences: Sequence[int]) -> list[Held]:
+    def _different(self, sequences: Sequence[int]) -> list[Held]:
         """Return what each of some sequences has, none of which is named twice."""
         twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
         if twice:
             raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
-        return [self[sequence] for sequence in sequences]
+        return [self._of(sequence) for sequence in sequences]
 
     def add(self) -> int:
         """Return a new sequence without keys."""
         return self._enter(Held([], 0, 0))
 
     def fork(self, sequence: int) -> int:
-        """Return a new sequence with the pages that one has."""
-        held = self[sequence]
+        """Return a new sequence with the keys that one has, in the same pages.
+
+        Raises:
+            InvalidArgument: there is no such sequence.
+        """
+        held = self._of(sequence)
         self._allocator.share(held.pages)
         return self._enter(Held(list(held.pages), held.length, held.dropped))
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence."""
-        self._allocator.release(self[sequence].pages)
+        """Forget a sequence; pages that no other has are free.
+
+        Raises:
+            InvalidArgument: there is no such sequence.
+        """
+        self._allocator.release(self._of(sequence).pages)
         del self._held[sequence]
 
+    def length(self, sequence: int) -> int:
+        """Return how many keys a sequence was given.
+
+        Raises:
+            InvalidArgument: there is no such sequence.
+        """
+        return self._of(sequence).length
+
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the keys of a sequence from ``length`` on."""
-        held = self[sequence]
+        """Forget the keys of a sequence from ``length`` on.
+
+        Raises:
+            InvalidArgument: there is no such sequence, it has not as many keys, or with a window
+                the next query would see keys that were dropped (never before the last ``append``).
+        """
+        held = self._of(sequence)
         if not 0 <= length <= held.length:
             raise InvalidArgument("length", str(length), f"in [0, {held.length}]")
-        if not self.has_keys_of(held, length):
-            gone = held.dropped * self._page_size
-            required = f"{gone + (self._window or 1) - 1} or more: the next query sees "
-            required += f"{self._window} keys, and the first {gone} were dropped"
+        if not self._has_keys_of(held, length):
+            gone = held.dropped * self.page_size
+            required = f"{gone + (self.window or 1) - 1} or more: the next query sees "
+            required += f"{self.window} keys, and the first {gone} were dropped"
             raise InvalidArgument("length", str(length), required)
-        kept = -(-length // self._page_size) - held.dropped
+        kept = -(-length // self.page_size) - held.dropped
         self._allocator.release(held.pages[kept:])
         held.pages, held.length = held.pages[:kept], length
 
-    def has_keys_of(self, held: Held, position: int) -> bool:
+    def _has_keys_of(self, held: Held, position: int) -> bool:
         """Return whether no key that a query at a position sees was dropped."""
-        first = position + 1 - (self._window or 0)
-        return held.dropped == 0 or first >= held.dropped * self._page_size
+        first = position + 1 - (self.window or 0)
+        return held.dropped == 0 or first >= held.dropped * self.page_size
 
-    def grow(self, sequences: Sequence[int], counts: Sequence[int]) -> Growth:
+    def _grow(self, sequences: Sequence[int], counts: Sequence[int]) -> Growth:
         """Room for so many new rows of each sequence; pages behind its window go back first.
 
         Raises:
             InvalidArgument: there is no such sequence, or one is named twice.
             OutOfPages: there are too few pages.
         """
-        found = self.different(sequences)
+        found = self._different(sequences)
         grown = [(held, count) for held, count in zip(found, counts, strict=True) if count]
         behind = [self._behind(held) for held, _ in grown]
         left = Counter(
@@ -132,7 +153,7 @@ class Sequences:
         copied, wanted = self._wanted(grown, left)
         total, free = len(copied) + sum(wanted), self.free_pages + freed
         if total > free:
-            raise OutOfPages(total, free, self._allocator.pages)
+            raise OutOfPages(total, free, self.pages)
         for (held, _), count in zip(grown, behind, strict=True):
             self._allocator.release(held.pages[:count])
             held.pages = held.pages[count:]
@@ -141,8 +162,8 @@ class Sequences:
         for (held, count), more in zip(grown, wanted, strict=True):
             held.pages += self._allocator.take(more)
             for n in range(held.length, held.length + count):
-                growth.pages.append(held.pages[n // self._page_size - held.dropped])
-                growth.rows.append(n % self._page_size)
+                growth.pages.append(held.pages[n // self.page_size - held.dropped])
+                growth.rows.append(n % self.page_size)
             held.length += count
         return growth
 
@@ -153,10 +174,10 @@ class Sequences:
 
     def _behind(self, held: Held) -> int:
         """Return how many of its pages lie wholly behind the window of the next query."""
-        if self._window is None:
+        if self.window is None:
             return 0
-        first = max(0, held.length + 1 - self._window)
-        return max(0, first // self._page_size - held.dropped)
+        first = max(0, held.length + 1 - self.window)
+        return max(0, first // self.page_size - held.dropped)
 
     def _wanted(
         self, grown: list[tuple[Held, int]], left: Counter[int]
@@ -167,12 +188,12 @@ class Sequences:
         """
         copied, wanted = [], []
         for held, count in grown:
-            if held.length % self._page_size:
+            if held.length % self.page_size:
                 last = held.pages[-1]
                 if self._allocator.holders(last) - left[last] > 1:
                     left[last] += 1  # the copy lets go of it
                     copied.append(held)
-            needed = -(-(held.length + count) // self._page_size)
+            needed = -(-(held.length + count) // self.page_size)
             wanted.append(needed - held.dropped - len(held.pages))
         return copied, wanted
 

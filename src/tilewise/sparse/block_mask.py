@@ -6,16 +6,18 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.sparse import flex
-from tilewise.sparse.picture import picture
-from tilewise.sparse.tables import build, sizes, whole
+from tilewise.sparse.tables import build, sizes
 from tilewise.variants.patterns import layout
 from tilewise.variants.program import Instr, Program
 from tilewise.variants.values import Mask, as_mask
 
 BLOCK = (64, 128)  # the kernels' own tiles: queries x keys
 _WIDTH = 64  # characters of a picture
+# Of a character's tiles: none visible, few, half or more of them not empty, all of them full.
+_EMPTY, _THIN, _THICK, _FULL = "·", "░", "▒", "█"
 _EVERYTHING: Program = (Instr("band", (-1, -1, 0)),)
 
 
@@ -231,15 +233,15 @@ class BlockMask(Mask):
         Raises:
             InvalidArgument, InvalidType: there is no such table.
         """
-        whole("width", width, least=1)
+        check_whole("width", width, 1)
         table = self.covers
         for name, index, size in (("batch", batch, table.shape[0]), ("head", head, table.shape[1])):
-            if whole(name, index) >= size > 1:
+            if check_whole(name, index) >= size > 1:
                 raise InvalidArgument(name, str(index), f"one of {size}")
         if 0 in table.shape:
             return ""
         chosen = table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)]
-        return "\n".join(picture(chosen.cpu(), width))
+        return "\n".join(_drawn(chosen.cpu(), width))
 
     def current(self) -> "BlockMask":
         """Itself, unless a captured tensor was changed since: then the table may be wrong."""
@@ -297,4 +299,31 @@ def _versions(captured: tuple[Tensor, ...]) -> tuple[int, ...]:
 def _checked(block: object) -> tuple[int, int]:
     if not isinstance(block, tuple) or len(block) != 2:
         raise InvalidType("block", repr(block), "a pair: queries and keys of a tile")
-    return whole("block[0]", block[0], least=1), whole("block[1]", block[1], least=1)
+    return check_whole("block[0]", block[0], 1), check_whole("block[1]", block[1], 1)
+
+
+def _drawn(covers: Tensor, width: int) -> list[str]:
+    """The lines of a picture of one table [rows, columns], at most ``width`` characters wide.
+
+    A character stands for one tile, or for a square of them where there are more: ``·`` all empty,
+    ``█`` all full, ``▒`` at least half of them not empty, ``░`` fewer.
+    """
+    rows, columns = covers.shape
+    across = -(-columns // width)
+    # Characters are about twice as high as wide.
+    along = max(1, -(-rows // max(1, width // 2)))
+    lines = []
+    for top in range(0, rows, along):
+        band = covers[top : top + along]
+        cells = [band[:, left : left + across] for left in range(0, columns, across)]
+        lines.append("".join([_cell(cell) for cell in cells]))
+    return lines
+
+
+def _cell(tiles: Tensor) -> str:
+    seen = int(torch.count_nonzero(tiles))
+    if seen == 0:
+        return _EMPTY
+    if bool((tiles == 2).all()):
+        return _FULL
+    return _THICK if 2 * seen >= tiles.numel() else _THIN

@@ -42,10 +42,8 @@ def read(block_mask: Any, queries: int | None = None, keys: int | None = None) -
     mask sets its ``seq_lengths`` alone. A slice, ``block_mask[:, :, i]``, has fewer rows than its
     lengths say.
 
-    Args:
-        block_mask: to be read.
-        queries: M of the call; what the mask says if None, or as many as the rows of a slice have.
-        keys: N of the call; what the mask says if None.
+    ``queries`` and ``keys`` are M and N of the call; what the mask says if None, or as many rows as
+    a slice has.
 
     Raises:
         InvalidType: it is none.
@@ -170,50 +168,45 @@ def mask_mod(mask: Mask, queries: int, keys: int) -> Callable[..., Tensor]:
                 second, first = stack.pop(), stack.pop()
                 stack.append(first & second if instr.op == "and" else first | second)
             elif instr.op != "tiles":
-                stack.append(_leaf(instr, tensors, b, h, m, n))
+                loads = [tensors[slot] for slot in instr.slots]
+                stack.append(_leaf(instr, loads, (b, h, m, n), (queries, keys)))
         return stack.pop()
-
-    def _leaf(
-        instr: Instr, held: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor
-    ) -> Tensor:
-        if instr.op == "band":
-            left, right, anchor = (int(value) for value in instr.params)
-            own = m + (keys - queries if anchor else 0)
-            seen = torch.ones_like(m + n, dtype=torch.bool)
-            seen = seen & (n >= own - left) if left >= 0 else seen
-            return seen & (n <= own + right) if right >= 0 else seen
-        if instr.op == EXPR:
-            loads = [held[slot] for slot in instr.slots]
-            expr = expressions.decode(str(instr.params[0]))
-            floats = torch.float32
-            keywords: dict[str, Any] = {"b": b, "h": h, "m": m, "n": n, "loads": loads}
-            return evaluate(expr, s=None, queries=queries, keys=keys, dtype=floats, **keywords)[0]
-        return _stored(instr, held, b, h, m, n)
-
-    def _stored(
-        instr: Instr, held: tuple[Tensor, ...], b: Tensor, h: Tensor, m: Tensor, n: Tensor
-    ) -> Tensor:
-        if not instr.slots:
-            return n < int(instr.params[0])
-        extent = Extent(0, 0, queries, keys, ragged=True, check_values=False)
-        (first, *rest) = (held[slot] for slot in instr.slots)
-        if instr.op == "below":
-            return n < first[b]
-        if instr.op == "same_document":
-            ids_q, ids_k = (x if x.dim() == 2 else x[None] for x in (first, *rest))
-            return ids_q[_at(b, ids_q, 0), m] == ids_k[_at(b, ids_k, 0), n]
-        if instr.op == "blocks":
-            across, along = (int(value) for value in instr.params)
-            m, n = m // across, n // along
-        elif instr.params:
-            only = Instr(instr.op, instr.params, (0,))
-            (first,) = lower_mask((only,), (first,), extent, first.device)
-        else:
-            first = first.reshape((1,) * (4 - first.dim()) + first.shape)
-        return first[_at(b, first, 0), _at(h, first, 1), _at(m, first, 2), _at(n, first, 3)]
 
     setattr(says, _OURS, (mask, queries, keys))
     return says
+
+
+def _leaf(
+    instr: Instr, loads: list[Tensor], pair: tuple[Tensor, ...], lengths: tuple[int, int]
+) -> Tensor:
+    """Return what an operation that takes no other says of pairs."""
+    (b, h, m, n), (queries, keys) = pair, lengths
+    if instr.op == "band":
+        left, right, anchor = (int(value) for value in instr.params)
+        own = m + (keys - queries if anchor else 0)
+        seen = torch.ones_like(m + n, dtype=torch.bool)
+        seen = seen & (n >= own - left) if left >= 0 else seen
+        return seen & (n <= own + right) if right >= 0 else seen
+    if instr.op == EXPR:
+        expr = expressions.decode(str(instr.params[0]))
+        keywords: dict[str, Any] = {"b": b, "h": h, "m": m, "n": n, "loads": loads}
+        keywords |= {"s": None, "queries": queries, "keys": keys, "dtype": torch.float32}
+        return evaluate(expr, **keywords)[0]
+    if instr.op == "below":
+        return n < (loads[0][b] if loads else int(instr.params[0]))
+    if instr.op == "same_document":
+        ids_q, ids_k = (x if x.dim() == 2 else x[None] for x in loads)
+        return ids_q[_at(b, ids_q, 0), m] == ids_k[_at(b, ids_k, 0), n]
+    (held,) = loads
+    if instr.op == "blocks":
+        across, along = (int(value) for value in instr.params)
+        m, n = m // across, n // along
+    elif instr.params:
+        extent = Extent(0, 0, queries, keys, ragged=True, check_values=False)
+        (held,) = lower_mask((instr._replace(slots=(0,)),), (held,), extent, held.device)
+    else:
+        held = held.reshape((1,) * (4 - held.dim()) + held.shape)
+    return held[_at(b, held, 0), _at(h, held, 1), _at(m, held, 2), _at(n, held, 3)]
 
 
 def _at(index: Tensor, tensor: Tensor, dim: int) -> Tensor:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.checks import check_whole
 from tilewise.engine import registry
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.errors import InvalidArgument
 from tilewise.problem import DTYPES, Operands, Problem
 from tilewise.reference.covers import Grid, covers
 from tilewise.validation import check_cu_seqlens, check_cu_tensors
@@ -63,21 +64,17 @@ def sizes(
     cu_seqlens_k: Tensor | None,
     dtype: torch.dtype,
 ) -> Sizes:
-    """Return the arguments of ``BlockMask.of``, checked.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the one that is wrong.
-    """
+    """Return the arguments of ``BlockMask.of``, checked."""
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", str(dtype), f"one of {', '.join(map(str, DTYPES))}")
     dtype = torch.float32 if dtype is FLOAT8 else dtype  # what masks of float8 compute in
-    batch = None if batch is None else whole("batch", batch)
-    heads = None if heads is None else whole("heads", heads, least=1)
+    batch = None if batch is None else check_whole("batch", batch)
+    heads = None if heads is None else check_whole("heads", heads, 1)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         if queries is None:
             raise InvalidArgument("queries", "None", "M, the number of query rows")
-        queries = whole("queries", queries)
-        keys = queries if keys is None else whole("keys", keys)
+        queries = check_whole("queries", queries)
+        keys = queries if keys is None else check_whole("keys", keys)
         return Sizes(batch, heads, queries, keys, None, dtype)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
@@ -97,20 +94,6 @@ def _ragged_sizes(cu_q: Tensor, cu_k: Tensor, heads: int | None, dtype: torch.dt
     batch, (queries, keys) = cu_q.shape[0] - 1, totals
     counts = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
     return Sizes(batch, heads, queries, keys, (cu_q, cu_k), dtype, counts[0], counts[1])
-
-
-def whole(name: str, value: object, least: int = 0) -> int:
-    """A whole number of at least ``least``.
-
-    Raises:
-        InvalidArgument, InvalidType: it is none.
-    """
-    required = f"a whole number, {least} or more"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(name, f"a {type(value).__name__}", required)
-    if value < least:
-        raise InvalidArgument(name, str(value), required)
-    return value
 
 
 def build(mask: Mask, extents: Sizes, block: tuple[int, int]) -> Table:

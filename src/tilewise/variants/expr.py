@@ -13,8 +13,9 @@ false its score does not count, and an index outside of its tensor reads the nea
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 from tilewise.errors import InvalidArgument
@@ -163,14 +164,17 @@ class Graph:
         return self._place(Node(op, args), kind)
 
     def include(
-        self, expr: Expr, leaves: dict[str, int] | None = None, shift: int = 0
+        self,
+        expr: Expr,
+        leaves: Mapping[str, int] = MappingProxyType({}),
+        first: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
         """Add the nodes of an expression.
 
         Args:
             expr: what to add.
             leaves: places that replace leaves.
-            shift: added to the slots of its loads.
+            first: places that loads from some slots get as one more index, the first.
 
         Returns:
             the places of its outputs here.
@@ -178,15 +182,16 @@ class Graph:
         places: list[int] = []
         for node in expr.nodes:
             args = tuple([places[arg] for arg in node.args])
-            if leaves is not None and node.op in leaves:
+            if node.op in leaves:
                 places.append(leaves[node.op])
             elif node.op in LEAVES:
                 places.append(self.leaf(node.op))
             elif node.op.startswith("const_"):
                 places.append(self._place(node, _stored_kind(node)))
             elif node.op.startswith("load_"):
-                assert node.value is not None
-                places.append(self.load(_stored_kind(node), int(node.value) + shift, args))
+                slot = slot_of(node)
+                args = (first[slot], *args) if slot in first else args
+                places.append(self.load(_stored_kind(node), slot, args))
             else:
                 places.append(self.apply(node.op, *args))
         return [places[output] for output in expr.outputs]
@@ -273,6 +278,26 @@ class Graph:
             case "to_float" | "to_int" if kind == op.removeprefix("to_"):
                 return args[0]
         return None
+
+
+def slot_of(load: Node) -> int:
+    """Return the slot of the tensor that a load reads."""
+    assert load.value is not None
+    return int(load.value)
+
+
+def slots_of(expr: Expr) -> list[int]:
+    """Return the slots of the tensors that an expression reads, in order."""
+    return sorted({slot_of(node) for node in expr.nodes if node.op.startswith("load_")})
+
+
+def with_slots(expr: Expr, slots: Sequence[int] | Mapping[int, int]) -> Expr:
+    """Return an expression that reads the tensor in ``slots[slot]`` in place of each slot's."""
+    nodes = [
+        node._replace(value=slots[slot_of(node)]) if node.op.startswith("load_") else node
+        for node in expr.nodes
+    ]
+    return expr._replace(nodes=tuple(nodes))
 
 
 def _is(value: Constant | None, number: int) -> bool:

@@ -61,13 +61,6 @@ def check_scales(
 ) -> None:
     """The types, shapes, dtypes and devices of scales.
 
-    Args:
-        scales: as the caller gave them.
-        dtype: of q, k and v.
-        batch: B, or the number of sequences.
-        heads: of q, of k and of v.
-        device: the type of q's device.
-
     Raises:
         InvalidArgument, InvalidType: naming the one that is wrong.
     """

@@ -60,7 +60,8 @@ def sign(x: float) -> int:
     return (x > 0) - (x < 0)
 
 
-def _opposite(a: Interval) -> Interval:
+def opposite(a: Interval) -> Interval:
+    """``-a``."""
     return Interval(-a.high, -a.low)
 
 
@@ -107,8 +108,8 @@ def _mod(a: Interval, b: Interval) -> Interval | None:
     if _may_vanish(b) or _infinite(a, b):
         return None
     if b.high < 0:
-        mirrored = _mod(_opposite(a), _opposite(b))
-        return None if mirrored is None else _opposite(mirrored)
+        mirrored = _mod(opposite(a), opposite(b))
+        return None if mirrored is None else opposite(mirrored)
     if a.low >= 0 and b.low == b.high and a.low // b.low == a.high // b.low:
         return rounded(a.low % b.low, a.high % b.low)
     return Interval(0.0, b.high)  # a small negative and the divisor is rounded to the divisor
@@ -190,14 +191,14 @@ def wave(a: Interval) -> Interval | None:
 OF_BOTH: dict[str, Callable[..., Interval | None]] = {
     "min": lambda a, b: Interval(min(a.low, b.low), min(a.high, b.high)),
     "max": lambda a, b: Interval(max(a.low, b.low), max(a.high, b.high)),
-    "neg": _opposite,
+    "neg": opposite,
     "abs": _absolute,
     "sign": lambda a: Interval(sign(a.low), sign(a.high)),
 }
 OF_FLOATS: dict[str, Callable[..., Interval | None]] = {
     **OF_BOTH,
     "add": _add,
-    "sub": lambda a, b: _add(a, _opposite(b)),
+    "sub": lambda a, b: _add(a, opposite(b)),
     "mul": _mul,
     "div": _div,
     "floordiv": _floordiv,

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from tilewise.variants.expr import LEAVES, Expr, Graph, decode, encode, kinds
+from tilewise.variants.expr import Expr, Graph, decode, encode
 from tilewise.variants.program import EXPR, RAW, Instr, Program
 
 # How the tensor of a slot is folded: "each" has a row for every batch item [B, ..], "full" one or
@@ -61,19 +61,4 @@ def _folded_expr(expr: Expr, batch: int, varied: Collection[int]) -> Expr:
     size = graph.constant(max(batch, 1))
     item = graph.apply("mod", graph.leaf("b"), size)
     call = graph.apply("floordiv", graph.leaf("b"), size)
-    places: list[int] = []
-    for node, kind in zip(expr.nodes, kinds(expr), strict=True):
-        args = tuple([places[arg] for arg in node.args])
-        if node.op == "b":
-            places.append(item)
-        elif node.op in LEAVES:
-            places.append(graph.leaf(node.op))
-        elif node.op.startswith("const_"):
-            assert node.value is not None
-            places.append(graph.constant(node.value))
-        elif node.op.startswith("load_"):
-            slot = int(node.value or 0)
-            places.append(graph.load(kind, slot, (call, *args) if slot in varied else args))
-        else:
-            places.append(graph.apply(node.op, *args))
-    return graph.expr(*[places[output] for output in expr.outputs])
+    return graph.expr(*graph.include(expr, {"b": item}, dict.fromkeys(varied, call)))

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from tilewise.errors import InvalidType
+from tilewise.errors import InvalidType, Unsupported
 
 _CAUSAL = (
     "mask=tilewise.masks.causal() sets the last query against the last key, "
@@ -66,16 +66,7 @@ _SCORES = {
 
 
 def refuse_keywords(call: str, given: Mapping[str, object], known: Iterable[str]) -> NoReturn:
-    """Refuse a keyword that a call does not have, saying what to write in its place.
-
-    Args:
-        call: the name of the function.
-        given: the keywords that it does not have.
-        known: those that it has.
-
-    Raises:
-        InvalidType: always; a TypeError, as Python's own.
-    """
+    """Refuse a keyword that a call does not have, saying what to write in its place."""
     name, value = next(iter(given.items()))
     if name in _KEYWORDS:
         fix = f"Write instead: {_KEYWORDS[name]}."
@@ -85,6 +76,20 @@ def refuse_keywords(call: str, given: Mapping[str, object], known: Iterable[str]
     came = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
     required = f"no such keyword: tilewise.{call} has {', '.join(known)}"
     raise InvalidType(name, came, required, fix)
+
+
+def not_expressed(what: str, function: object, error: Exception, instead: str) -> Unsupported:
+    """Return the error for another library's function that is not in the language, and why.
+
+    ``instead`` says what else to do.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return Unsupported(
+        f"{what} {getattr(function, '__module__', '?')}.{name} is not in the language of tilewise: "
+        f"{error}",
+        fix="say it in plain Python and torch over the positions, with tensors indexed by "
+        f"integers (docs/variants.md); or {instead}",
+    )
 
 
 def named_mask(name: str) -> str:
@@ -104,10 +109,6 @@ def _instead(name: str, known: Mapping[str, str], otherwise: str) -> str:
 
 def uncalled(argument: str, function: object) -> str:
     """Return what to write if a function of ``masks`` or ``scores`` came instead of its result.
-
-    Args:
-        argument: the keyword, "mask" or "score".
-        function: what was given.
 
     Returns:
         An empty string for any other function.

@@ -7,10 +7,11 @@ are followed exactly, to where they leave 64 bits.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import lshift, or_, rshift, xor
 from typing import TypeAlias
 
 from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
-from tilewise.variants.float_intervals import OF_BOTH, OF_FLOATS, Interval, rounded
+from tilewise.variants.float_intervals import OF_BOTH, OF_FLOATS, Interval, opposite, rounded
 from tilewise.variants.functions import FUNCTIONS
 
 __all__ = ["EVERY_INT", "Bounds", "Extremes", "Interval", "bounds", "every_bound"]
@@ -188,17 +189,13 @@ def _mod(a: Interval, b: Interval) -> Bounds:
     if b.low <= 0 <= b.high:
         return None
     if b.high < 0:
-        mirrored = _mod(_opposite(a), _opposite(b))
-        return _opposite(mirrored) if isinstance(mirrored, Interval) else None
+        mirrored = _mod(opposite(a), opposite(b))
+        return opposite(mirrored) if isinstance(mirrored, Interval) else None
     if a.low >= 0 and a.high < b.low:
         return a
     if b.low == b.high and a.low // b.low == a.high // b.low:
         return Interval(a.low % b.low, a.high % b.low)
     return Interval(0, b.high - 1)
-
-
-def _opposite(a: Interval) -> Interval:
-    return Interval(-a.high, -a.low)
 
 
 def _shift(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Bounds]:
@@ -225,18 +222,17 @@ def _and(a: Interval, b: Interval) -> Bounds:
     return Interval(0, min(tops)) if tops else None
 
 
-def _or(a: Interval, b: Interval) -> Bounds:
-    if a.low == a.high and b.low == b.high:
-        return _corners(lambda x, y: x | y, a, b)
-    if a.low < 0 or b.low < 0:
-        return None
-    return Interval(max(a.low, b.low), _bits(a) | _bits(b))
+def _either_bits(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Bounds]:
+    """``|`` or ``^``; the first is not below its arguments."""
 
+    def of(a: Interval, b: Interval) -> Bounds:
+        if a.low == a.high and b.low == b.high:
+            return _corners(op, a, b)
+        if a.low < 0 or b.low < 0:
+            return None
+        return Interval(max(a.low, b.low) if op is or_ else 0, _bits(a) | _bits(b))
 
-def _xor(a: Interval, b: Interval) -> Bounds:
-    if a.low == a.high and b.low == b.high:
-        return _corners(lambda x, y: x ^ y, a, b)
-    return None if a.low < 0 or b.low < 0 else Interval(0, _bits(a) | _bits(b))
+    return of
 
 
 _OF_INTS: dict[str, Callable[..., Bounds]] = {
@@ -246,10 +242,10 @@ _OF_INTS: dict[str, Callable[..., Bounds]] = {
     "mul": lambda a, b: _corners(lambda x, y: x * y, a, b),
     "floordiv": _floordiv,
     "mod": _mod,
-    "shl": _shift(lambda x, y: x << y),
-    "shr": _shift(lambda x, y: x >> y),
+    "shl": _shift(lshift),
+    "shr": _shift(rshift),
     "and": _and,
-    "or": _or,
-    "xor": _xor,
+    "or": _either_bits(or_),
+    "xor": _either_bits(xor),
     "not": lambda a: Interval(-1 - a.high, -1 - a.low),
 }

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, INTEGERS, check_tensor
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.torch_private import is_batched, without_wrappers
 from tilewise.variants.extent import Extent, statistics_dtype
@@ -37,7 +38,6 @@ _LIST_LIMIT = 512
 _FIRST = 4  # the code of a dimension whose index is the constant 0
 _LARGEST_SINGLE = torch.finfo(torch.float32).max / 2
 _LARGEST_WIDE = torch.finfo(torch.float64).max / 2
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def largest_factor(dtype: torch.dtype) -> float:
@@ -46,11 +46,7 @@ def largest_factor(dtype: torch.dtype) -> float:
 
 
 def check_caps(program: Program, dtype: torch.dtype) -> None:
-    """The caps of a score and their reciprocals are finite numbers of the type computed in.
-
-    Raises:
-        InvalidArgument: one is not.
-    """
+    """The caps of a score and their reciprocals are finite numbers of the type computed in."""
     largest = largest_factor(dtype)
     for instr in program:
         if instr.op == "softcap" and not 2 / largest <= float(instr.params[0]) <= largest:
@@ -114,7 +110,8 @@ def lower_score(
     for instr in program:
         for slot in instr.slots:
             tensor = captured[slot]
-            _check_device(_score_name(instr), tensor, device)
+            name = "score (alibi slopes)" if instr.op == "alibi" else f"score ({instr.op})"
+            _check_device(name, tensor, device)
             if instr.op == EXPR:
                 lowered[slot] = _element(tensor, dtype)
                 continue
@@ -210,32 +207,15 @@ def _mask_name(instr: Instr, position: int) -> str:
     return "mask (lengths)" if instr.op == "below" else "mask"
 
 
-def _score_name(instr: Instr) -> str:
-    return "score (alibi slopes)" if instr.op == "alibi" else f"score ({instr.op})"
-
-
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise InvalidArgument(name, f"a tensor on {tensor.device}", f"on q's device, {device}")
 
 
-def _check_integer(name: str, tensor: Tensor) -> None:
-    """The op takes any tensors for a program: what ``masks`` checked is checked again."""
-    if tensor.dtype not in _INTEGERS:
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "an integer tensor")
-
-
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if not tensor.dtype.is_floating_point:
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "a floating tensor")
-
-
 def _lengths(tensor: Tensor, extent: Extent) -> Tensor:
-    _check_integer("mask (lengths)", tensor)
-    if tensor.dim() != 1 or tensor.shape[0] != extent.batch:
-        raise InvalidArgument(
-            "mask (lengths)", f"shape {tuple(tensor.shape)}", f"[B] with B = {extent.batch}"
-        )
+    if tensor.dtype is not torch.int64 or tensor.shape != (extent.batch,):
+        required = f"an integer tensor [B] with B = {extent.batch}"
+        check_tensor("mask (lengths)", tensor, required, INTEGERS, shape=(extent.batch,))
     if extent.check_values:
         _check_length_values(tensor, extent)
     return tensor.to(torch.int64).contiguous()
@@ -278,11 +258,11 @@ def _ids(tensor: Tensor, position: int, extent: Extent) -> Tensor:
         if position == 0
         else ("mask (document ids)", "N", extent.keys)
     )
-    _check_integer(name, tensor)
+    form = f"an integer tensor [{letter}] or [B, {letter}]"
+    if tensor.dtype is not torch.int64 or tensor.dim() != 2:
+        check_tensor(name, tensor, form, INTEGERS, dims=(1, 2))
     if tensor.dim() == 1:
         tensor = tensor[None]
-    if tensor.dim() != 2:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"[{letter}] or [B, {letter}]")
     rows, columns = tensor.shape
     fits = columns >= size if extent.ragged else columns == size
     if not fits or (rows != 1 and rows != extent.batch):
@@ -290,7 +270,7 @@ def _ids(tensor: Tensor, position: int, extent: Extent) -> Tensor:
         raise InvalidArgument(
             name,
             f"shape {tuple(tensor.shape)}",
-            f"[{letter}] or [B, {letter}] with B = {extent.batch}, {letter} = {size}"
+            f"{form} with B = {extent.batch}, {letter} = {size}"
             + (" or more" if extent.ragged else ""),
             fix,
         )
@@ -305,7 +285,7 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
             "no gradient: ALiBi's slopes are constants here",
             "Pass slopes.detach(); a learned additive term is scores.bias(tensor).",
         )
-    _check_floating("score (alibi slopes)", tensor)
+    check_tensor("score (alibi slopes)", tensor, "a floating tensor", FLOATING)
     if tensor.dim() == 1:
         tensor = tensor[None]
     if (
@@ -323,8 +303,8 @@ def _slopes(tensor: Tensor, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 def _bias_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Kernels read biases in the output's dtype or in the dtype of the statistics."""
-    _check_floating("score (bias)", tensor)
     if tensor.dtype is not output_dtype(dtype):
+        check_tensor("score (bias)", tensor, "a floating tensor", FLOATING)
         tensor = tensor.to(statistics_dtype(dtype))
     return tensor.resolve_neg()
 

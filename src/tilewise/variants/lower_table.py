@@ -13,11 +13,7 @@ from tilewise.variants.program import Instr
 def lower_table(
     instr: Instr, position: int, tensor: Tensor, extent: Extent, dtype: torch.dtype
 ) -> Tensor:
-    """A table, or the lengths of the sequences that it is for, as it is, if it is for this call.
-
-    Raises:
-        InvalidArgument: it is not.
-    """
+    """A table, or the lengths of the sequences that it is for, as it is, if it is for this call."""
     if position == 0:
         _check_shape(instr, tensor, extent)
         if instr.op == "tiles":

@@ -7,16 +7,12 @@ The counterpart for scores is ``recognise.as_expression``. The captured tensors 
 from collections.abc import Sequence
 from functools import reduce
 
-from tilewise.variants.expr import Expr, Graph, Kind, decode
+from tilewise.variants.expr import Expr, Graph, Kind, decode, with_slots
 from tilewise.variants.program import EXPR, Instr, Program
 
 
 def mask_expression(program: Program) -> Expr:
-    """Return the boolean that a mask's program gives; its slots are the same. No program shows all.
-
-    Args:
-        program: of tensors in kernel form.
-    """
+    """Return the boolean of a mask's program, of tensors in kernel form; its slots are the same."""
     graph = Graph()
     stack: list[int] = []
     for instr in program:
@@ -31,18 +27,14 @@ def mask_expression(program: Program) -> Expr:
 
 
 def exactly_sized(program: Program) -> frozenset[int]:
-    """Slots whose tensors, lowered, have every position of a call or size 1, in each dimension.
-
-    Args:
-        program: of a mask or a score.
-    """
+    """Slots whose tensors, lowered, have every position of a call or size 1, in each dimension."""
     named = {slot for instr in program if instr.op != EXPR for slot in instr.slots}
     return frozenset(named.difference(*(instr.slots for instr in program if instr.op == EXPR)))
 
 
 def _leaf(graph: Graph, instr: Instr) -> int:
     if instr.op == EXPR:
-        return _included(graph, instr)
+        return graph.include(with_slots(decode(str(instr.params[0])), instr.slots))[0]
     if instr.op == "band":
         return _band(graph, *(int(number) for number in instr.params))
     if instr.op == "below":
@@ -65,18 +57,6 @@ def _leaf(graph: Graph, instr: Instr) -> int:
         for position, size in zip(("m", "n"), sizes, strict=True)
     ]
     return graph.load("bool", slot, [graph.leaf("b"), graph.leaf("h"), *block])
-
-
-def _included(graph: Graph, instr: Instr) -> int:
-    """Return the expression of an instruction, whose slots count in the instruction's."""
-    expr = decode(str(instr.params[0]))
-    nodes = [
-        node._replace(value=instr.slots[int(node.value)])
-        if node.op.startswith("load_") and node.value is not None
-        else node
-        for node in expr.nodes
-    ]
-    return graph.include(expr._replace(nodes=tuple(nodes)))[0]
 
 
 def _load(graph: Graph, kind: Kind, slot: int, positions: Sequence[str]) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import INTEGERS, check_tensor, check_whole
+from tilewise.errors import InvalidArgument
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.program import LARGEST_COUNT, Program, fitted
 from tilewise.variants.values import Mask, dense_mask, mask_of
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _ALIGNS = ("bottom_right", "top_left")
+_LENGTHS_FORM = "an integer tensor [B]"
 
 
 def _own(m: Any, n: Any, align: str) -> Any:
@@ -122,7 +124,7 @@ def prefix(length: int | Tensor) -> Mask:
         InvalidArgument, InvalidType: a negative number, a tensor that is not integer [B].
     """
     if isinstance(length, Tensor):
-        _check_lengths("length", length)
+        check_tensor("length", length, _LENGTHS_FORM, INTEGERS, dims=1)
         return _CAUSAL["bottom_right"] | Mask(_LENGTHS, (length,))
     count = _count("length", length)
     below = _below(count) if torch.compiler.is_compiling() else _kept_below(count)
@@ -138,9 +140,7 @@ def lengths(tensor: Tensor) -> Mask:
     Raises:
         InvalidArgument, InvalidType: not an integer tensor [B].
     """
-    if not isinstance(tensor, Tensor):
-        raise InvalidType("lengths", f"a {type(tensor).__name__}", "an integer tensor [B]")
-    _check_lengths("lengths", tensor)
+    check_tensor("lengths", tensor, _LENGTHS_FORM, INTEGERS, dims=1)
     return Mask(_LENGTHS, (tensor,))
 
 
@@ -155,11 +155,9 @@ def document(ids: Tensor, query_ids: Tensor | None = None) -> Mask:
     Raises:
         InvalidArgument, InvalidType: not integer tensors of one or two dimensions.
     """
-    _check_ids("ids", ids)
-    if query_ids is None:
-        query_ids = ids
-    else:
-        _check_ids("query_ids", query_ids)
+    query_ids = ids if query_ids is None else query_ids
+    for name, tensor in (("ids", ids), ("query_ids", query_ids)):
+        check_tensor(name, tensor, "an integer tensor [S] or [B, S]", INTEGERS, dims=(1, 2))
     return Mask(_DOCUMENT, (query_ids, ids))
 
 
@@ -172,9 +170,7 @@ def dense(tensor: Tensor) -> Mask:
     Raises:
         InvalidArgument, InvalidType: not a boolean tensor of at most four dimensions.
     """
-    if not isinstance(tensor, Tensor):
-        raise InvalidType("tensor", f"a {type(tensor).__name__}", "a boolean tensor")
-    return dense_mask(tensor, "tensor")
+    return dense_mask(check_tensor("tensor", tensor, "a boolean tensor"), "tensor")
 
 
 def _align(align: str) -> str:
@@ -188,33 +184,6 @@ def _bound(name: str, value: int | None) -> int | None:
 
 
 def _count(name: str, value: object, note: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(name, f"a {type(value).__name__}", f"an integer, 0 or more{note}")
-    if value < 0:
-        raise InvalidArgument(name, str(value), f"an integer, 0 or more{note}")
+    found = check_whole(name, value, 0, f"an integer, 0 or more{note}")
     # A method, for torch.compile: of a number that varies, the one that it is now.
-    return min(value.__int__(), LARGEST_COUNT)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _check_lengths(name: str, tensor: Tensor) -> None:
-    if not _is_integer(tensor):
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "an integer tensor [B]")
-    if tensor.dim() != 1:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "an integer tensor [B]")
-
-
-def _check_ids(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, f"a {type(tensor).__name__}", "an integer tensor [S] or [B, S]")
-    if not _is_integer(tensor):
-        raise InvalidArgument(
-            name, f"a tensor of {tensor.dtype}", "an integer tensor [S] or [B, S]"
-        )
-    if tensor.dim() not in (1, 2):
-        raise InvalidArgument(
-            name, f"shape {tuple(tensor.shape)}", "an integer tensor [S] or [B, S]"
-        )
+    return min(found.__int__(), LARGEST_COUNT)

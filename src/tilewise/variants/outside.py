@@ -17,6 +17,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.variants.expr import Expr, Graph, Node, decode
 from tilewise.variants.extent import Extent
 from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
+from tilewise.variants.mask_expression import mask_expression
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
 _LETTERS = "bhmn"
@@ -50,14 +51,7 @@ def refuse_outside(
 ) -> None:
     """Refuse a score that reads outside of a captured tensor at a pair that attends for certain.
 
-    Args:
-        mask: of the call.
-        score: of the call.
-        captured: what the score captured, as the user gave it.
-        extent: of the call. Where it does not know the lengths nothing is refused.
-
-    Raises:
-        InvalidArgument: naming the tensor, its dimension, the index and the pair.
+    Where the extent does not know the lengths nothing is refused.
     """
     if extent.ragged:
         sizes = _longest(extent)
@@ -198,8 +192,8 @@ def _witness(
         point = {letter: Interval(x, x) for letter, x in zip(_LETTERS, pair, strict=True)}
         point["M"] = Interval(sizes.queries, sizes.queries)
         point["N"] = Interval(sizes.keys, sizes.keys)
-        if not _attends(mask, pair, sizes, point):
-            continue
+        if bounds(mask_expression(mask), point) is not True:
+            continue  # it may not attend: that depends on what the mask captures
         known = every_bound(expr, point)
         used = _used(expr, known)
         for place, dim in sorted(doubtful):
@@ -214,34 +208,6 @@ def _witness(
                 span = over if isinstance(over, Interval) else None
                 return _Found(slot, dim, int(index.low), span, pair)
     return None
-
-
-def _attends(
-    mask: Program, pair: tuple[int, ...], sizes: _Sizes, point: dict[str, Interval]
-) -> bool:
-    """Return whether the mask lets a pair attend, whatever the tensors that it captures hold."""
-    stack: list[bool | None] = []
-    _, _, m, n = pair
-    for instr in mask:
-        if instr.op == "not":
-            value = stack.pop()
-            stack.append(None if value is None else not value)
-        elif instr.op in ("and", "or"):
-            decides = instr.op == "or"
-            two = (stack.pop(), stack.pop())
-            stack.append(decides if decides in two else None if None in two else not decides)
-        elif instr.op == "band":
-            left, right, anchor = (int(x) for x in instr.params)
-            row = m + (sizes.keys - sizes.queries if anchor else 0)
-            stack.append((left < 0 or n >= row - left) and (right < 0 or n <= row + right))
-        elif instr.op == "below" and not instr.slots:
-            stack.append(n < int(instr.params[0]))
-        elif instr.op == EXPR:
-            found = bounds(decode(str(instr.params[0])), point)
-            stack.append(found if isinstance(found, bool) else None)
-        elif instr.op != "tiles":  # which changes nothing
-            stack.append(None)
-    return stack[-1] is True if stack else True
 
 
 def _used(expr: Expr, known: Sequence[Bounds]) -> set[int]:

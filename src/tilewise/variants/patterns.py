@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import check_tensor, check_whole
+from tilewise.errors import InvalidArgument
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, mask_of
 
@@ -31,12 +32,11 @@ def layout(tiles: Tensor, block: tuple[int, int]) -> Mask:
         InvalidArgument, InvalidType: it is no boolean tensor of two to four dimensions.
     """
     required = "a boolean tensor [.., M / block[0], N / block[1]]"
-    if not isinstance(tiles, Tensor):
-        raise InvalidType("tiles", f"a {type(tiles).__name__}", required)
+    check_tensor("tiles", tiles, required)
     if tiles.dtype is not torch.bool or not 2 <= tiles.dim() <= 4:
         raise InvalidArgument("tiles", f"{tiles.dtype} of shape {tuple(tiles.shape)}", required)
     for at, size in enumerate(block):
-        _count(f"block[{at}]", size, 1)
+        check_whole(f"block[{at}]", size, 1)
     table = tiles[(None,) * (4 - tiles.dim())].clone(memory_format=torch.contiguous_format)
     return Mask((Instr("blocks", (*block,), (0,)),), (table,))
 
@@ -61,9 +61,9 @@ def butterfly(block: int = 128, reach: int | None = None, low_rank: int = 0) -> 
     Raises:
         InvalidArgument, InvalidType: an argument is not a whole number in its range.
     """
-    _count("block", block, 1)
-    _count("low_rank", low_rank, 0)
-    far = None if reach is None else _count("reach", reach, 1)
+    check_whole("block", block, 1)
+    check_whole("low_rank", low_rank, 0)
+    far = None if reach is None else check_whole("reach", reach, 1)
 
     def crossing(b: Any, h: Any, m: Any, n: Any) -> Any:
         row, column = m // block, n // block
@@ -93,8 +93,8 @@ def local_global(window: int, tokens: int) -> Mask:
     Raises:
         InvalidArgument, InvalidType: an argument is not a whole number in its range.
     """
-    _count("window", window, 0)
-    _count("tokens", tokens, 0)
+    check_whole("window", window, 0)
+    check_whole("tokens", tokens, 0)
 
     def near_or_global(b: Any, h: Any, m: Any, n: Any) -> Any:
         near = (n >= m - window) & (n <= m + window)
@@ -115,7 +115,7 @@ def dilated(window: int, dilation: int) -> Mask:
     Raises:
         InvalidArgument, InvalidType: an argument is not a whole number in its range.
     """
-    reach = _count("window", window, 0) * _count("dilation", dilation, 1)
+    reach = check_whole("window", window, 0) * check_whole("dilation", dilation, 1)
 
     def with_gaps(b: Any, h: Any, m: Any, n: Any) -> Any:
         return (n >= m - reach) & (n <= m + reach) & ((m - n) % dilation == 0)
@@ -138,7 +138,7 @@ def strided(stride: int) -> Mask:
     Raises:
         InvalidArgument, InvalidType: it is not a whole number of at least 1.
     """
-    _count("stride", stride, 1)
+    check_whole("stride", stride, 1)
 
     def near_or_stride(b: Any, h: Any, m: Any, n: Any) -> Any:
         return (n <= m) & ((n > m - stride) | ((m - n) % stride == 0))
@@ -162,8 +162,8 @@ def fixed(stride: int, summary: int = 1) -> Mask:
     Raises:
         InvalidArgument, InvalidType: an argument is not a whole number in its range.
     """
-    _count("stride", stride, 1)
-    first = stride - _count("summary", summary, 0)
+    check_whole("stride", stride, 1)
+    first = stride - check_whole("summary", summary, 0)
     if first < 0:
         raise InvalidArgument("summary", str(summary), f"at most stride, {stride}")
 
@@ -202,27 +202,18 @@ def bigbird(
     Raises:
         InvalidArgument, InvalidType: an argument is not a whole number in its range.
     """
-    _count("block", block, 1)
-    if _count("window", window, 1) % 2 == 0:
+    check_whole("block", block, 1)
+    if check_whole("window", window, 1) % 2 == 0:
         raise InvalidArgument(
             "window", str(window), "an odd number of blocks, the own one included"
         )
-    rows = -(-_count("queries", queries, 0) // block)
-    columns = -(-_count("keys", queries if keys is None else keys, 0) // block)
-    _count("globals", globals, 0)
-    _count("heads", heads, 1)
-    generator = torch.Generator().manual_seed(_count("seed", seed, 0))
+    rows = -(-check_whole("queries", queries, 0) // block)
+    columns = -(-check_whole("keys", queries if keys is None else keys, 0) // block)
+    check_whole("globals", globals, 0)
+    check_whole("heads", heads, 1)
+    generator = torch.Generator().manual_seed(check_whole("seed", seed, 0))
     drawn = torch.rand(heads, rows, columns, generator=generator)
-    chosen = drawn.topk(min(_count("random", random, 0), columns), dim=-1).indices
+    chosen = drawn.topk(min(check_whole("random", random, 0), columns), dim=-1).indices
     row, column = torch.arange(rows)[:, None], torch.arange(columns)
     seen = ((row - column).abs() <= window // 2) | (row < globals) | (column < globals)
     return layout(seen.expand(heads, rows, columns).scatter(-1, chosen, True), (block, block))
-
-
-def _count(name: str, value: object, least: int) -> int:
-    required = f"a whole number, {least} or more"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(name, f"a {type(value).__name__}", required)
-    if value < least:
-        raise InvalidArgument(name, str(value), required)
-    return value

@@ -178,9 +178,7 @@ def _check_stack(program: Program, text: str) -> None:
 def check_mask(program: Program, text: str = "") -> None:
     """A mask's program has known operations, whole and small constants, and leaves one boolean.
 
-    Args:
-        program: what is checked; the empty one is good.
-        text: what to call it in an error; its own form if empty.
+    ``text`` is what to call it in an error; its own form if empty.
 
     Raises:
         InvalidArgument: it is no such program.
@@ -213,9 +211,7 @@ def check_mask(program: Program, text: str = "") -> None:
 def check_score(program: Program, text: str = "") -> None:
     """A score's program is a sequence of score steps, each with its own constants and slots.
 
-    Args:
-        program: what is checked; the empty one is good.
-        text: what to call it in an error; its own form if empty.
+    ``text`` is what to call it in an error; its own form if empty.
 
     Raises:
         InvalidArgument: it is no such program.
@@ -235,11 +231,7 @@ def check_score(program: Program, text: str = "") -> None:
 
 
 def fitted(program: Program) -> Program:
-    """The program for tensors that fit exactly, or broadcast: of the built-ins, and lowered ones.
-
-    Args:
-        program: whose operations may be of the forms that users' functions give.
-    """
+    """The program for tensors that fit exactly or broadcast: of built-ins, and lowered ones."""
     return tuple(
         [
             Instr(instr.op, (), instr.slots)
@@ -271,9 +263,8 @@ def _check_form(instr: Instr, form: _Form) -> None:
 def _check_expr(instr: Instr) -> None:
     if len(instr.params) != 1 or not isinstance(instr.params[0], str):
         raise InvalidArgument("program", repr(instr), "the text of an expression")
-    nodes = expressions.decode(instr.params[0]).nodes
-    named = {node.value for node in nodes if node.op.startswith("load_")}
-    if named != set(range(len(instr.slots))):
+    named = expressions.slots_of(expressions.decode(instr.params[0]))
+    if named != list(range(len(instr.slots))):
         raise InvalidArgument("program", repr(instr), f"the {len(named)} slots of its expression")
 
 

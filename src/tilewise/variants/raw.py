@@ -9,6 +9,7 @@ what it wraps and by the names of its parameters.
 import re
 from typing import Any, NamedTuple
 
+from tilewise.checks import named
 from tilewise.errors import InvalidArgument, InvalidType
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -89,7 +90,7 @@ def registered(name: str) -> RawScore:
 def _check_name(name: object) -> None:
     required = "letters, digits and underscores, not beginning with a digit"
     if not isinstance(name, str):
-        raise InvalidType("name", f"a {type(name).__name__}", required)
+        raise InvalidType("name", named(name), required)
     if NAME.fullmatch(name) is None:
         raise InvalidArgument("name", repr(name), required)
 
@@ -99,7 +100,7 @@ def _check_function(argument: str, function: object) -> None:
     parameters = getattr(function, "arg_names", None)
     if parameters is None or not hasattr(function, "fn"):
         required = f"a function decorated with @triton.jit, with parameters {signature}"
-        raise InvalidType(argument, f"a {type(function).__name__}", required)
+        raise InvalidType(argument, named(function), required)
     if len(parameters) != len(_PARAMETERS):
         raise InvalidArgument(
             argument, f"{len(parameters)} parameters ({', '.join(parameters)})", f"nine {signature}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.torch_private import constant_while_compiling
-from tilewise.variants.expr import Expr, Graph, Node, decode, encode
+from tilewise.variants.expr import Expr, Graph, Node, decode, encode, slots_of, with_slots
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 from tilewise.variants.program import decode as program_of
 from tilewise.variants.program import encode as program_text
@@ -42,33 +42,33 @@ class Recognised(NamedTuple):
 def mask_program(expr: Expr) -> Recognised:
     """Return the program of a mask's expression."""
     if torch.compiler.is_compiling():
-        return Recognised(*_mask_while_compiling(encode(expr)))
+        return Recognised(*_while_compiling("mask", encode(expr)))
     return _mask_program(expr)
 
 
 def score_program(expr: Expr, learned: tuple[bool, ...] = ()) -> Recognised:
     """Return the program of a score's expression.
 
-    Args:
-        expr: of one float.
-        learned: for every slot, whether a gradient of its tensor is wanted.
+    ``learned``: for every slot, whether a gradient of its tensor is wanted.
     """
     if torch.compiler.is_compiling():
-        return Recognised(*_score_while_compiling(encode(expr), learned))
+        return Recognised(*_while_compiling("score", encode(expr), learned))
     return _score_program(expr, learned)
 
 
 @constant_while_compiling
-def _mask_while_compiling(text: str) -> tuple[Program, tuple[int, ...], str]:
-    program, sources, own = _mask_program(decode(text))
-    return program, sources, own
-
-
-@constant_while_compiling
-def _score_while_compiling(
-    text: str, learned: tuple[bool, ...]
+def _while_compiling(
+    what: str, text: str, learned: tuple[bool, ...] = (), ranks: tuple[int, ...] = ()
 ) -> tuple[Program, tuple[int, ...], str]:
-    program, sources, own = _score_program(decode(text), learned)
+    """The fields of the same for a text, which is a constant to torch.compile."""
+    if what == "mask":
+        found = _mask_program(decode(text))
+    elif what == "score":
+        found = _score_program(decode(text), learned)
+    else:
+        steps = tuple([step for token in text.split() for step in program_of(token)])
+        found = _score_program(as_expression(steps, ranks), learned)
+    program, sources, own = found
     return program, sources, own
 
 
@@ -88,23 +88,12 @@ def _score_program(expr: Expr, learned: tuple[bool, ...]) -> Recognised:
 def in_one_step(program: Program, ranks: tuple[int, ...], learned: tuple[bool, ...]) -> Recognised:
     """A score's program whose steps are computed in one piece, as far as kernels do not know them.
 
-    Args:
-        program: its steps.
-        ranks: dimensions of every tensor that it captures.
-        learned: for each of them, whether its gradient is wanted.
+    ``ranks`` are the dimensions of every tensor that it captures; ``learned``: whether its gradient
+    is wanted.
     """
     if torch.compiler.is_compiling():
-        return Recognised(*_chain_while_compiling(program_text(program), ranks, learned))
+        return Recognised(*_while_compiling("steps", program_text(program), learned, ranks))
     return _score_program(as_expression(program, ranks), learned)
-
-
-@constant_while_compiling
-def _chain_while_compiling(
-    text: str, ranks: tuple[int, ...], learned: tuple[bool, ...]
-) -> tuple[Program, tuple[int, ...], str]:
-    steps = tuple([step for token in text.split() for step in program_of(token)])
-    program, sources, own = _score_program(as_expression(steps, ranks), learned)
-    return program, sources, own
 
 
 def _apart(program: Program) -> Recognised:
@@ -362,23 +351,15 @@ def _part(expr: Expr, place: int) -> Instr:
     graph = Graph()
     (output,) = graph.include(Expr(expr.nodes[: place + 1], (place,)))
     part = graph.expr(output)
-    loads = [node for node in part.nodes if node.op.startswith("load_")]
-    slots = sorted({int(node.value) for node in loads if node.value is not None})
-    nodes = [
-        node._replace(value=slots.index(int(node.value)))
-        if node.op.startswith("load_") and node.value is not None
-        else node
-        for node in part.nodes
-    ]
-    return Instr("expr", (encode(part._replace(nodes=tuple(nodes))),), tuple(slots))
+    slots = slots_of(part)
+    own = with_slots(part, {slot: at for at, slot in enumerate(slots)})
+    return Instr("expr", (encode(own),), tuple(slots))
 
 
 def as_expression(program: Program, ranks: Sequence[int]) -> Expr:
     """The expression of a score's program, to be computed in one piece; its slots are the same.
 
-    Args:
-        program: its steps.
-        ranks: dimensions of every tensor that it captures.
+    ``ranks`` are the dimensions of every tensor that it captures.
     """
     graph = Graph()
     place = graph.leaf("s")
@@ -389,14 +370,8 @@ def as_expression(program: Program, ranks: Sequence[int]) -> Expr:
 
 def _step(graph: Graph, instr: Instr, ranks: Sequence[int], s: int) -> int:
     if instr.op == "expr":
-        step = decode(str(instr.params[0]))
-        nodes = [
-            node._replace(value=instr.slots[int(node.value)])
-            if node.op.startswith("load_") and node.value is not None
-            else node
-            for node in step.nodes
-        ]
-        return graph.include(step._replace(nodes=tuple(nodes)), {"s": s})[0]
+        step = with_slots(decode(str(instr.params[0])), instr.slots)
+        return graph.include(step, {"s": s})[0]
     if instr.op == "softcap":
         cap = graph.constant(float(instr.params[0]))
         return graph.apply("mul", cap, graph.apply("tanh", graph.apply("div", s, cap)))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.program import RAW, Instr, Program, fitted
@@ -61,7 +62,7 @@ def alibi(slopes: Tensor) -> Score:
     Source: Press et al., Train Short, Test Long (2022), section 3; positions are aligned to the
     bottom right as in flash-attention.
     """
-    _check_floating("slopes", slopes)
+    check_tensor("slopes", slopes, "a floating tensor", FLOATING)
     if slopes.dim() not in (1, 2):
         raise InvalidArgument("slopes", f"shape {tuple(slopes.shape)}", "[Hq] or [B, Hq]")
     return Score(_ALIBI, (slopes,))
@@ -79,7 +80,7 @@ def softcap(cap: float) -> Score:
     Source: Gemma 2 technical report (2024), section 2 (logit soft-capping).
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-        raise InvalidType("cap", f"a {type(cap).__name__}", "a finite number above 0")
+        raise InvalidType("cap", named(cap), "a finite number above 0")
     if not (math.isfinite(cap) and cap > 0):
         raise InvalidArgument("cap", str(cap), "a finite number above 0")
     number = float(cap).__float__()  # for torch.compile: of a number that varies, that of now
@@ -96,7 +97,8 @@ def bias(tensor: Tensor) -> Score:
     Raises:
         InvalidArgument, InvalidType: not a floating tensor of at most four dimensions.
     """
-    _check_floating("tensor", tensor, "A boolean mask is mask=tensor.")
+    fix = "A boolean mask is mask=tensor."
+    check_tensor("tensor", tensor, "a floating tensor", FLOATING, fix=fix)
     if tensor.dim() > 4:
         raise InvalidArgument(
             "tensor", f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"
@@ -124,15 +126,7 @@ def raw(name: str, *tensors: Tensor) -> Score:
         InvalidArgument, InvalidType: the name is not registered, or something is no tensor.
     """
     if not isinstance(name, str):
-        raise InvalidType("name", f"a {type(name).__name__}", "the name of a registered score")
+        raise InvalidType("name", named(name), "the name of a registered score")
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise InvalidType(f"tensors[{index}]", f"a {type(tensor).__name__}", "a tensor")
+        check_tensor(f"tensors[{index}]", tensor, "a tensor")
     return Score(_raw(name, len(tensors)), tensors)
-
-
-def _check_floating(name: str, tensor: object, fix: str = "") -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, f"a {type(tensor).__name__}", "a floating tensor", fix)
-    if not tensor.dtype.is_floating_point:
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", "a floating tensor", fix)

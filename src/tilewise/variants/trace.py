@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.errors import InvalidType
-from tilewise.variants.expr import Expr, Kind
+from tilewise.variants.expr import Expr, Kind, slots_of, with_slots
 from tilewise.variants.guidance import uncalled
 from tilewise.variants.traced import Indexing, Recording, Row, Traced, named
 from tilewise.variants.vocabulary import maximum, minimum
@@ -64,11 +64,9 @@ def _trace(
         came = f"a function that returns {number}"
         raise InvalidType(argument, came, _RETURNS[kind], "Compare: x != 0.")
     expr = recording.graph.expr(found.place)
-    used = sorted(
-        {int(x.value) for x in expr.nodes if x.op.startswith("load_") and x.value is not None}
-    )
+    used = slots_of(expr) if recording.captured else []
     if used != list(range(len(recording.captured))):
-        expr = _with_slots(expr, {slot: at for at, slot in enumerate(used)})
+        expr = with_slots(expr, {slot: at for at, slot in enumerate(used)})
     return expr, tuple([recording.captured[slot] for slot in used])
 
 
@@ -85,16 +83,6 @@ def _check_signature(argument: str, function: Callable[..., Any], leaves: str) -
 
 
 _RETURNS = {"bool": "one boolean for a pair", "float": "one number for a pair"}
-
-
-def _with_slots(expr: Expr, slots: dict[int, int]) -> Expr:
-    nodes = [
-        node._replace(value=slots[int(node.value)])
-        if node.op.startswith("load_") and node.value is not None
-        else node
-        for node in expr.nodes
-    ]
-    return expr._replace(nodes=tuple(nodes))
 
 
 def _smallest(*values: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tilewise.checks import INTEGERS
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.expr import Graph, Kind
 from tilewise.variants.functions import FUNCTIONS
@@ -26,8 +27,11 @@ METHODS: dict[str, Handler] = {}
 DISPATCHED: dict[Any, Handler] = {}
 
 _LENGTHS = {"m": "M", "n": "N"}
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_KINDS: dict[torch.dtype, Kind] = {
+    torch.bool: "bool",
+    **dict.fromkeys(INTEGERS, "int"),
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "float"),
+}
 _HERE = os.path.dirname(__file__)
 
 
@@ -84,15 +88,7 @@ class Recording:
                 whereabouts(),
             )
         places = [self._index(index) for index in indices]
-        kind: Kind | None = (
-            "bool"
-            if tensor.dtype is torch.bool
-            else "int"
-            if tensor.dtype in _INTEGERS
-            else "float"
-            if tensor.dtype in _FLOATS
-            else None
-        )
+        kind = _KINDS.get(tensor.dtype)
         if kind is None:
             required = "a tensor of booleans, integers or floats"
             raise InvalidArgument(self.argument, f"a tensor of {tensor.dtype}", required)
@@ -291,17 +287,17 @@ class Traced:
         """This value as a bool, an integer or a float."""
         if isinstance(dtype, torch.device):
             return self
-        if dtype is torch.bool:
-            return self.bool()
-        if dtype in _INTEGERS:
-            return self.long()
-        if dtype in _FLOATS:
-            return self.float()
-        raise InvalidArgument(
-            self.recording.argument, f".to({dtype})", "a boolean, integer or float dtype"
-        )
+        kind = _KINDS.get(dtype)
+        if kind is None:
+            required = "a boolean, integer or float dtype"
+            raise InvalidArgument(self.recording.argument, f".to({dtype})", required)
+        return self.as_kind(kind)
 
     type = to
+
+    def as_kind(self, kind: Kind) -> "Traced":
+        """This value as one of a kind."""
+        return {"bool": self.bool, "int": self.long, "float": self.float}[kind]()
 
     def __getattr__(self, name: str) -> Any:
         """The methods that tensors have: ``s.exp()``, ``s.clamp(min=0)``."""

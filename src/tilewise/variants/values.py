@@ -6,6 +6,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from tilewise.checks import named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants.guidance import named_mask, named_score
 from tilewise.variants.program import (
@@ -189,7 +190,7 @@ def as_mask(value: object) -> Mask:
     required = "a Mask of tilewise.masks, a boolean tensor, or a function (b, h, m, n) -> bool"
     if isinstance(value, str):
         raise InvalidType("mask", f"the text {value!r}", required, named_mask(value))
-    raise InvalidType("mask", _type_name(value), required)
+    raise InvalidType("mask", named(value), required)
 
 
 def as_score(value: object) -> Score:
@@ -214,7 +215,7 @@ def as_score(value: object) -> Score:
         fix = named_score(value)
     raise InvalidType(
         "score",
-        f"the text {value!r}" if isinstance(value, str) else _type_name(value),
+        f"the text {value!r}" if isinstance(value, str) else named(value),
         "a Score of tilewise.scores, a function (s, b, h, m, n) -> s, or a sequence of them",
         fix,
     )
@@ -224,7 +225,7 @@ def _step(value: object, index: int) -> Score:
     if callable(value) and not isinstance(value, Mask | Tensor | type):
         return score_of(value)
     required = "a Score of tilewise.scores or a function (s, b, h, m, n) -> s"
-    raise InvalidType(f"score[{index}]", _type_name(value), required)
+    raise InvalidType(f"score[{index}]", named(value), required)
 
 
 def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
@@ -272,7 +273,3 @@ def _apart(program: Program, captured: tuple[Tensor, ...]) -> tuple[Program, tup
         instrs.append(Instr(instr.op, instr.params, slots))  # torch.compile has no _replace
         tensors += [captured[slot] for slot in instr.slots]
     return tuple(instrs), tuple(tensors)
-
-
-def _type_name(value: object) -> str:
-    return f"a {type(value).__name__}"

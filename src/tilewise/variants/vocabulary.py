@@ -88,11 +88,6 @@ def _clamp(recording: Recording, x: object, min: object = None, max: object = No
     return found
 
 
-def _relu(recording: Recording, x: object, inplace: bool = False) -> Traced:
-    value = recording.lift(x)
-    return _select(recording, value <= 0, 0, value)
-
-
 def _divide(recording: Recording, x: object, y: object, rounding_mode: str | None = None) -> Traced:
     if rounding_mode is None:
         return apply(recording, "div", (x, y))
@@ -123,81 +118,37 @@ def _swapped(op: str) -> Callable[..., Traced]:
     return handler
 
 
-def _round(recording: Recording, x: object) -> Traced:
-    return apply(recording, "round", (x,))
-
-
 def _softplus(recording: Recording, x: object) -> Traced:
     value = recording.lift(x).float()
     tail = apply(recording, "log", (1.0 + (-abs(value))._apply("exp"),))
     return value._apply("max", 0.0) + tail
 
 
-def _filled(number: int) -> Callable[..., Traced]:
-    """``torch.zeros_like(x)`` and the like: one value, which a pair has anyway."""
+def _filled(number: int | None, sized: bool) -> Callable[..., Traced]:
+    """``torch.zeros_like(x)``, ``x.new_full((), 2)`` and the like: one value, as a pair has anyway.
 
-    def handler(
-        recording: Recording, like: object, *, dtype: torch.dtype | None = None, **_: object
-    ) -> Traced:
-        return _made(recording, number, like, dtype)
-
-    return handler
-
-
-def _full_like(
-    recording: Recording,
-    like: object,
-    fill_value: object,
-    *,
-    dtype: torch.dtype | None = None,
-    **_: object,
-) -> Traced:
-    return _made(recording, fill_value, like, dtype)
-
-
-def _new(number: int) -> Callable[..., Traced]:
-    """``x.new_ones(())`` and the like, ``x.new_zeros(x.shape)``: one value again."""
+    The value is the last of the arguments where there is no ``number``. What is ``sized`` takes a
+    size before it, and that is of one value too.
+    """
 
     def handler(
         recording: Recording,
         like: object,
-        *size: Any,
+        *given: Any,
         dtype: torch.dtype | None = None,
         **more: Any,
     ) -> Traced:
-        _check_size(recording, more.get("size", size))
-        return _made(recording, number, like, dtype)
+        given += tuple([more[name] for name in ("size", "fill_value") if name in more])
+        *size, value = given if number is None else (*given, number)
+        if sized and size not in ([], [()]):
+            came = f"a new tensor of size {size[0] if len(size) == 1 else tuple(size)}"
+            raise InvalidArgument(recording.argument, came, "size ()", whereabouts())
+        made = recording.lift(value)
+        if dtype is not None:
+            return made.to(dtype)
+        return made.as_kind(recording.lift(like).kind)
 
     return handler
-
-
-def _new_full(
-    recording: Recording,
-    like: object,
-    size: Any,
-    fill_value: object,
-    dtype: torch.dtype | None = None,
-    **_: object,
-) -> Traced:
-    _check_size(recording, size)
-    return _made(recording, fill_value, like, dtype)
-
-
-def _check_size(recording: Recording, size: Any) -> None:
-    if size not in ((), ((),)):
-        came = f"a new tensor of size {size[0] if len(size) == 1 else size}"
-        raise InvalidArgument(recording.argument, came, "size ()", whereabouts())
-
-
-def _made(recording: Recording, value: object, like: object, dtype: torch.dtype | None) -> Traced:
-    """Return a value as one of a dtype, or of another's kind."""
-    made = recording.lift(value)
-    return made.to(dtype) if dtype is not None else _like(recording.lift(like), made)
-
-
-def _like(like: Traced, value: Traced) -> Traced:
-    """Return a value as one of another's kind."""
-    return {"bool": value.bool, "int": value.long, "float": value.float}[like.kind]()
 
 
 # What torch's functions and methods mean here, by their names.
@@ -206,7 +157,6 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     **{name: _plain("abs") for name in ("abs", "absolute")},
     **{name: _plain("neg") for name in ("neg", "negative")},
     "sign": _plain("sign"),
-    "round": _round,
     "add": _plain("add"),
     **{name: _plain("sub") for name in ("sub", "subtract")},
     **{name: _plain("mul") for name in ("mul", "multiply")},
@@ -233,15 +183,17 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     **dict.fromkeys(("clamp", "clip"), _clamp),
     "square": lambda recording, x: recording.lift(x) * x,
     "reciprocal": lambda recording, x: 1.0 / recording.lift(x),
-    "relu": _relu,
+    "relu": lambda recording, x, inplace=False: _select(recording, recording.lift(x) <= 0, 0, x),
     "silu": lambda recording, x, inplace=False: recording.lift(x) * recording.lift(x).sigmoid(),
     "softplus": _softplus,
-    **dict.fromkeys(("zeros_like", "empty_like"), _filled(0)),  # what is empty may hold anything
-    "ones_like": _filled(1),
-    "full_like": _full_like,
-    **dict.fromkeys(("new_zeros", "new_empty"), _new(0)),
-    "new_ones": _new(1),
-    "new_full": _new_full,
+    **dict.fromkeys(
+        ("zeros_like", "empty_like"), _filled(0, False)
+    ),  # what is empty may hold anything
+    "ones_like": _filled(1, False),
+    "full_like": _filled(None, False),
+    **dict.fromkeys(("new_zeros", "new_empty"), _filled(0, True)),
+    "new_ones": _filled(1, True),
+    "new_full": _filled(None, True),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.variants import masks, scores
 
@@ -55,11 +56,7 @@ def read(
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> Options:
-    """Return the flags of a call with so many sequences and query heads.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
+    """Return the flags of a call with so many sequences and query heads."""
     if softmax_scale is not None:
         _check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(D)")
     _check_number("dropout_p", dropout_p, "a probability in [0, 1)")
@@ -67,7 +64,10 @@ def read(
         raise InvalidArgument("dropout_p", str(dropout_p), "a probability in [0, 1)")
     _check_number("softcap", softcap, "a number; 0 or less for none")
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, sequences, heads)
+        required = f"a floating tensor [{heads}] or [{sequences}, {heads}]"
+        check_tensor("alibi_slopes", alibi_slopes, required, FLOATING)
+        if tuple(alibi_slopes.shape) not in ((heads,), (sequences, heads)):
+            raise InvalidArgument("alibi_slopes", f"shape {tuple(alibi_slopes.shape)}", required)
     mask = _mask(causal, *bounds(window_size))
     return Options(mask, float(softcap), alibi_slopes, softmax_scale, dropout_p)
 
@@ -77,9 +77,6 @@ def bounds(window_size: WindowSize) -> tuple[int, int]:
 
     Args:
         window_size: two integers of Python, of numpy or in tensors; or an integer tensor [2].
-
-    Raises:
-        InvalidArgument, InvalidType: it is something else.
     """
     required = "two integers (left, right), each -1 for no bound"
     if isinstance(window_size, Tensor):
@@ -88,7 +85,7 @@ def bounds(window_size: WindowSize) -> tuple[int, int]:
             raise InvalidArgument("window_size", came, f"{required}, or an integer tensor [2]")
         window_size = window_size.tolist()
     if not isinstance(window_size, Sequence) or isinstance(window_size, str):
-        raise InvalidType("window_size", f"a {type(window_size).__name__}", required)
+        raise InvalidType("window_size", named(window_size), required)
     if len(window_size) != 2:
         raise InvalidArgument("window_size", f"{len(window_size)} entries", required)
     left, right = (_bound(each, required) for each in window_size)
@@ -100,18 +97,11 @@ def is_local(causal: bool, window_size: tuple[int, int]) -> bool:
     return causal or window_size[0] >= 0 or window_size[1] >= 0
 
 
-def check_tensor(name: str, tensor: object, shape: str) -> None:
-    """It is a tensor with as many dimensions as ``shape`` ("[B, S, H, D]") names.
-
-    Raises:
-        InvalidArgument, InvalidType: it is not.
-    """
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, f"a {type(tensor).__name__}", f"a tensor {shape}")
-    if tensor.is_nested:
+def check_rank(name: str, tensor: object, shape: str) -> None:
+    """It is a tensor with as many dimensions as ``shape`` ("[B, S, H, D]") names."""
+    if check_tensor(name, tensor, f"a tensor {shape}").is_nested:
         raise InvalidArgument(name, "a nested tensor", shape, "Pack it for flash_attn_varlen_func.")
-    if tensor.dim() != shape.count(",") + 1:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+    check_tensor(name, tensor, shape, dims=shape.count(",") + 1)
 
 
 def as_flash_attn(lse: Tensor | None) -> Tensor:
@@ -124,7 +114,7 @@ def _bound(value: object, required: str) -> int:
     if isinstance(value, Tensor) and value.numel() == 1 and _is_integer(value):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        came = f"a {type(value).__name__} in it"
+        came = f"{named(value)} in it"
         if isinstance(value, Tensor):
             came = f"a tensor of {value.dtype}, shape {tuple(value.shape)}, in it"
         raise InvalidType("window_size", came, required)
@@ -146,14 +136,4 @@ def _mask(causal: bool, left: int, right: int) -> masks.Mask | None:
 
 def _check_number(name: str, value: object, required: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidType(name, f"a {type(value).__name__}", required)
-
-
-def _check_slopes(slopes: object, sequences: int, heads: int) -> None:
-    required = f"a floating tensor [{heads}] or [{sequences}, {heads}]"
-    if not isinstance(slopes, Tensor):
-        raise InvalidType("alibi_slopes", f"a {type(slopes).__name__}", required)
-    if not slopes.dtype.is_floating_point:
-        raise InvalidArgument("alibi_slopes", f"a tensor of {slopes.dtype}", required)
-    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
-        raise InvalidArgument("alibi_slopes", f"shape {tuple(slopes.shape)}", required)
+        raise InvalidType(name, named(value), required)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.checks import INDICES, check_tensor
+from tilewise.errors import InvalidArgument
 
 __all__ = [
     "index_first_axis",
@@ -127,26 +128,17 @@ def _packed(rows: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor
     return index_first_axis(rows.flatten(0, 1), indices), indices, cu_seqlens, longest
 
 
-def _check_rows(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, f"a {type(tensor).__name__}", "a tensor [rows, ...]")
-    if tensor.dim() < 2:
+def _check_rows(name: str, tensor: Tensor) -> None:
+    if check_tensor(name, tensor, "a tensor [rows, ...]").dim() < 2:
         raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", "[rows, ...], rank 2 or more")
 
 
 def _check_indices(indices: object) -> None:
-    required = "an int32 or int64 tensor [rows]"
-    if not isinstance(indices, Tensor):
-        raise InvalidType("indices", f"a {type(indices).__name__}", required)
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument("indices", f"a tensor of {indices.dtype}", required)
-    if indices.dim() != 1:
-        raise InvalidArgument("indices", f"shape {tuple(indices.shape)}", required)
+    check_tensor("indices", indices, "an int32 or int64 tensor [rows]", INDICES, dims=1)
 
 
-def _check_mask(name: str, mask: object, rows: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise InvalidType(name, f"a {type(mask).__name__}", "a tensor [B, S]")
+def _check_mask(name: str, mask: Tensor, rows: Tensor) -> None:
+    mask = check_tensor(name, mask, "a tensor [B, S]")
     if tuple(mask.shape) != tuple(rows.shape[:2]):
         required = f"hidden_states' first two sizes, {tuple(rows.shape[:2])}"
         raise InvalidArgument(name, f"shape {tuple(mask.shape)}", required)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.checks import INDICES, check_tensor
 from tilewise.compat.flash_attn.arguments import Options
 from tilewise.compat.flash_attn.forward_only import forward_only
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.engine.pages import check_entries
+from tilewise.errors import InvalidArgument
 from tilewise.functional import AttentionResult, attention_paged
 from tilewise.variants import masks
 
@@ -71,9 +73,6 @@ def attend(
     Returns:
         out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq]. A backward pass through them raises
         ``Unsupported``.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     with torch.no_grad():
         bare = cache
@@ -86,24 +85,10 @@ def attend(
 
 
 def check_integers(name: str, tensor: object, shape: tuple[int | None, ...], device: str) -> None:
-    """An int32 or int64 tensor of a shape (None: of any size there) on a kind of device.
-
-    Raises:
-        InvalidArgument, InvalidType: it is not.
-    """
+    """An int32 or int64 tensor of a shape (None: of any size there) on a kind of device."""
     sizes = ", ".join(["any" if size is None else str(size) for size in shape])
     required = f"an int32 or int64 tensor [{sizes}] on {device}"
-    if not isinstance(tensor, Tensor):
-        raise InvalidType(name, f"a {type(tensor).__name__}", required)
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument(name, f"a tensor of {tensor.dtype}", required)
-    fits = len(shape) == tensor.dim() and all(
-        due is None or size == due for size, due in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", required)
-    if tensor.device.type != device:
-        raise InvalidArgument(name, f"device {tensor.device}", required)
+    check_tensor(name, tensor, required, INDICES, shape=shape, device=device)
 
 
 def in_place(
@@ -157,13 +142,7 @@ def _without_padding(cache: Cache, starts: Tensor) -> Cache:
 def check_lengths(cache: Cache, name: str, new: int = 0) -> None:
     """Lengths and starts are possible, with room for ``new`` keys; looked at on the CPU only.
 
-    Args:
-        cache: to be looked at.
-        name: of the caller's argument that its lengths are from.
-        new: keys that are to be appended to each sequence.
-
-    Raises:
-        InvalidArgument: naming the argument that is wrong.
+    ``name`` is the caller's argument that the lengths are from.
     """
     if not cache.lengths.is_cpu:
         return
@@ -180,20 +159,9 @@ def check_lengths(cache: Cache, name: str, new: int = 0) -> None:
 def check_blocks(cache: Cache, new: int = 0) -> None:
     """The table names blocks that there are, where sequences have keys; on the CPU only.
 
-    Args:
-        cache: with lengths that ``check_lengths`` has looked at.
-        new: keys that are to be appended to each sequence.
-
-    Raises:
-        InvalidArgument: it does not.
+    ``check_lengths`` has looked at it.
     """
     if not cache.table.is_cpu:
         return
-    size, held = cache.k.shape[1], cache.k.shape[0]
-    slots = torch.arange(cache.table.shape[1]) * size
-    used = slots < cache.lengths[:, None] + new
-    wrong = used & ((cache.table < 0) | (cache.table >= held))
-    if bool(wrong.any()):
-        b, slot = wrong.nonzero()[0].tolist()
-        came = f"block {int(cache.table[b, slot])} in slot {slot} of sequence {b}"
-        raise InvalidArgument("block_table", came, f"the number of one of the {held} blocks")
+    held, size = cache.k.shape[:2]
+    check_entries("block_table", cache.table, cache.lengths + new, size, held)

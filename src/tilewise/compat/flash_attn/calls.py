@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Options, as_flash_attn, check_tensor
+from tilewise.compat.flash_attn.arguments import Options, as_flash_attn, check_rank
 from tilewise.compat.flash_attn.cache import (
     Cache,
     attend,
@@ -47,82 +47,62 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Return both max_seqlens."""
+        return self.max_seqlen_q, self.max_seqlen_k
+
+    @property
     def starts(self) -> tuple[Tensor, Tensor]:
         """Return both cu_seqlens."""
         return self.cu_seqlens_q, self.cu_seqlens_k
 
 
 def check_dense(**tensors: object) -> None:
-    """All are tensors [B, S, H, D].
-
-    Raises:
-        InvalidArgument, InvalidType: one is not.
-    """
+    """All are tensors [B, S, H, D]."""
     for name, tensor in tensors.items():
-        check_tensor(name, tensor, "[B, S, H, D]")
+        check_rank(name, tensor, "[B, S, H, D]")
 
 
 def check_packed(packing: Packing, pages: bool, q: object, **keys: object) -> None:
-    """Queries are packed, [T, H, D]; keys too, or pages; cu_seqlens have one dimension.
-
-    Raises:
-        InvalidArgument, InvalidType: something has another shape, or is no tensor.
-    """
-    check_tensor("q", q, "[T, H, D]")
+    """Queries are packed, [T, H, D]; keys too, or pages; cu_seqlens have one dimension."""
+    check_rank("q", q, "[T, H, D]")
     for name, tensor in keys.items():
-        check_tensor(name, tensor, "[blocks, page size, H, D]" if pages else "[T, H, D]")
+        check_rank(name, tensor, "[blocks, page size, H, D]" if pages else "[T, H, D]")
     for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), packing.starts, strict=True):
-        check_tensor(name, tensor, "[sequences + 1]")
+        check_rank(name, tensor, "[sequences + 1]")
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, options: Options, lse: bool, signed: bool) -> Answer:
-    """Attention of [B, S, H, D] tensors.
-
-    Args:
-        q: the queries.
-        k: the keys.
-        v: the values.
-        options: the flags.
-        lse: ask for it.
-        signed: ask for signed probabilities, which are there with dropout only.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seed = draw_seed(q.device) if options.dropout_p else None
-    keywords = options.keywords(seed)
-    nothing = q.new_empty(0)
-    if not lse:
-        out = attention(q, k, v, **keywords).transpose(1, 2)
-        return Answer(out, None, nothing, seed)
-    found = attention(q, k, v, **keywords, return_lse=True)
-    probabilities = nothing
-    if signed and seed is not None:
-        probabilities = signed_probabilities(q, k, v, found.lse, options, seed)
-    return Answer(found.out.transpose(1, 2), as_flash_attn(found.lse), probabilities, seed)
-
-
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, lse: bool, signed: bool
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | None,
+    options: Options,
+    lse: bool,
+    signed: bool,
 ) -> Answer:
-    """Attention of packed sequences; the other arguments are those of ``dense``.
+    """Attention of [B, S, H, D] tensors, or of packed sequences [T, H, D] where there is a packing.
 
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
+    ``signed`` asks for signed probabilities, which are there with dropout only.
     """
-    starts, longest = packing.starts, (packing.max_seqlen_q, packing.max_seqlen_k)
     seed = draw_seed(q.device) if options.dropout_p else None
     keywords = options.keywords(seed)
     nothing = q.new_empty(0)
+    if packing is None:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        found = attention(q, k, v, **keywords, return_lse=lse)
+    else:
+        found = attention_varlen(q, k, v, *packing.starts, **keywords, return_lse=lse)
+    out = found.out if lse else found
+    if packing is None:
+        out = out.transpose(1, 2)
     if not lse:
-        return Answer(attention_varlen(q, k, v, *starts, **keywords), None, nothing, seed)
-    found = attention_varlen(q, k, v, *starts, **keywords, return_lse=True)
+        return Answer(out, None, nothing, seed)
     probabilities = nothing
     if signed and seed is not None:
-        found_lse = found.lse
-        probabilities = signed_probabilities(q, k, v, found_lse, options, seed, starts, longest)
-    return Answer(found.out, as_flash_attn(found.lse), probabilities, seed)
+        of_packed = () if packing is None else (packing.starts, packing.longest)
+        probabilities = signed_probabilities(q, k, v, found.lse, options, seed, *of_packed)
+    return Answer(out, as_flash_attn(found.lse), probabilities, seed)
 
 
 def paged(

@@ -34,18 +34,19 @@ Source: Dao, FlashAttention-2 (2023); the signatures are those of flash-attn 2.8
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import WindowSize, check_tensor, read
+from tilewise.compat.flash_attn.arguments import WindowSize, check_rank, read
 from tilewise.compat.flash_attn.calls import (
     Packing,
     check_dense,
     check_packed,
-    dense,
-    packed,
     paged,
+    whole,
 )
 from tilewise.compat.flash_attn.kv_cache import flash_attn_with_kvcache
 from tilewise.compat.flash_attn.passes import (
@@ -70,8 +71,21 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-Flags: TypeAlias = tuple[float, float | None, bool, WindowSize, float, Tensor | None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _like(call: Callable[..., Any], **renamed: str | None) -> Callable[[_Function], _Function]:
+    """Give a function the signature of a call, with some parameters renamed and some (None) out."""
+    named = [
+        (renamed.get(name, name), each) for name, each in inspect.signature(call).parameters.items()
+    ]
+    parameters = [each.replace(name=name) for name, each in named if name is not None]
+
+    def signed(function: _Function) -> _Function:
+        function.__dict__["__signature__"] = inspect.Signature(parameters)
+        return function
+
+    return signed
 
 
 def flash_attn_func(
@@ -111,51 +125,20 @@ def flash_attn_func(
     check_dense(q=q, k=k, v=v)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], *flags)
-    found = dense(q, k, v, options, lse=return_attn_probs, signed=return_attn_probs)
+    found = whole(q, k, v, None, options, lse=return_attn_probs, signed=return_attn_probs)
     return (found.out, found.lse, found.signed) if return_attn_probs else found.out
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """``flash_attn_func`` of keys and values in one tensor, kv [B, N, 2, Hk, D].
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
-    k, v = _unpacked("kv", kv, "[B, S, 2, H, D]", 2)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_func(q, k, v, *flags, deterministic, return_attn_probs)
+@_like(flash_attn_func, k="kv", v=None)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *rest: Any, **flags: Any) -> Any:
+    """``flash_attn_func`` of keys and values in one tensor, kv [B, N, 2, Hk, D]."""
+    return flash_attn_func(q, *_unpacked("kv", kv, "[B, S, 2, H, D]", 2), *rest, **flags)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """``flash_attn_func`` of one tensor, qkv [B, S, 3, H, D].
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
-    q, k, v = _unpacked("qkv", qkv, "[B, S, 3, H, D]", 3)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_func(q, k, v, *flags, deterministic, return_attn_probs)
+@_like(flash_attn_func, q="qkv", k=None, v=None)
+def flash_attn_qkvpacked_func(qkv: Tensor, *rest: Any, **flags: Any) -> Any:
+    """``flash_attn_func`` of one tensor, qkv [B, S, 3, H, D]."""
+    return flash_attn_func(*_unpacked("qkv", qkv, "[B, S, 3, H, D]", 3), *rest, **flags)
 
 
 def flash_attn_varlen_func(
@@ -206,83 +189,46 @@ def flash_attn_varlen_func(
         Unsupported: dropout with a block_table.
     """
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _varlen(q, k, v, packing, flags, return_attn_probs, block_table)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """``flash_attn_varlen_func`` of keys and values in one tensor, kv [Tk, 2, Hk, D].
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
-    k, v = _unpacked("kv", kv, "[T, 2, H, D]", 2)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _varlen(q, k, v, packing, flags, return_attn_probs)
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """``flash_attn_varlen_func`` of one tensor, qkv [T, 3, H, D], and one set of sequences.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-    """
-    q, k, v = _unpacked("qkv", qkv, "[T, 3, H, D]", 3)
-    check_tensor("cu_seqlens", cu_seqlens, "[sequences + 1]")
-    packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _varlen(q, k, v, packing, flags, return_attn_probs)
-
-
-def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> tuple[Tensor, ...]:
-    """Return the views of a packed tensor, whose third dimension from the end counts them."""
-    check_tensor(name, tensor, shape)
-    if tensor.shape[-3] != count:
-        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
-    return tensor.unbind(-3)
-
-
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    flags: Flags,
-    return_attn_probs: bool,
-    block_table: Tensor | None = None,
-) -> Any:
     check_packed(packing, block_table is not None, q, k=k, v=v)
-    options = read(packing.cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
+    flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     if block_table is not None:
         found = paged(q, k, v, packing, options, block_table)
     else:
-        found = packed(q, k, v, packing, options, lse=return_attn_probs, signed=return_attn_probs)
+        found = whole(q, k, v, packing, options, lse=return_attn_probs, signed=return_attn_probs)
     return (found.out, found.lse, found.signed) if return_attn_probs else found.out
+
+
+@_like(flash_attn_varlen_func, k="kv", v=None, block_table=None)
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *rest: Any, **flags: Any) -> Any:
+    """``flash_attn_varlen_func`` of keys and values in one tensor, kv [Tk, 2, Hk, D]."""
+    return flash_attn_varlen_func(q, *_unpacked("kv", kv, "[T, 2, H, D]", 2), *rest, **flags)
+
+
+@_like(
+    flash_attn_varlen_func,
+    q="qkv",
+    k=None,
+    v=None,
+    cu_seqlens_q="cu_seqlens",
+    cu_seqlens_k=None,
+    max_seqlen_q="max_seqlen",
+    max_seqlen_k=None,
+    block_table=None,
+)
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *rest: Any, **flags: Any
+) -> Any:
+    """``flash_attn_varlen_func`` of one tensor, qkv [T, 3, H, D], and one set of sequences."""
+    q, k, v = _unpacked("qkv", qkv, "[T, 3, H, D]", 3)
+    check_rank("cu_seqlens", cu_seqlens, "[sequences + 1]")
+    packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(q, k, v, *packing, *rest, **flags)
+
+
+def _unpacked(name: str, tensor: Tensor, shape: str, count: int) -> Any:
+    """Return the views of a packed tensor, whose third dimension from the end counts them."""
+    check_rank(name, tensor, shape)
+    if tensor.shape[-3] != count:
+        raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", shape)
+    return tensor.unbind(-3)

@@ -19,12 +19,6 @@ def forward_only(
     A silently missing gradient would be worse than an error, and an error for a tensor that merely
     requires a gradient would refuse calls that flash-attn answers.
 
-    Args:
-        what: that has no gradient, for the error.
-        fix: how to put it right, for the error.
-        found: the results.
-        given: the arguments by name.
-
     Returns:
         The results. Where gradients are on and an argument requires one, they require one too, and
         a backward pass through them raises ``Unsupported``. torch.compile leaves its graph for
@@ -57,11 +51,7 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Refuse."""
         raise Unsupported(ctx.reason, fix=ctx.fix)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.checks import check_whole
 from tilewise.compat.flash_attn.arguments import (
     WindowSize,
     as_flash_attn,
     bounds,
-    check_tensor,
+    check_rank,
     is_local,
     read,
 )
@@ -23,7 +24,7 @@ from tilewise.compat.flash_attn.cache import (
     check_lengths,
 )
 from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.errors import InvalidArgument
 
 
 def flash_attn_with_kvcache(
@@ -98,8 +99,8 @@ def flash_attn_with_kvcache(
             looked at on the CPU only.
     """
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, tensor, "[B, S, H, D]")
-    _check_splits(num_splits)
+        check_rank(name, tensor, "[B, S, H, D]")
+    check_whole("num_splits", num_splits)
     window = bounds(window_size)
     flags = (softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], 0.0, *flags)
@@ -135,13 +136,6 @@ def _check_both(name: str, tensor: Tensor | None, other: str, its: Tensor | None
         raise InvalidArgument(missing, "None", f"a tensor, as {there} is one")
 
 
-def _check_splits(num_splits: object) -> None:
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        raise InvalidType("num_splits", f"a {type(num_splits).__name__}", "an integer, 0 or more")
-    if num_splits < 0:
-        raise InvalidArgument("num_splits", str(num_splits), "an integer, 0 or more")
-
-
 def _cache(
     q: Tensor,
     k_cache: Tensor,
@@ -175,7 +169,10 @@ def _cache(
         table = block_table
     elif cache_batch_idx is not None:
         check_integers("cache_batch_idx", cache_batch_idx, (batch,), device.type)
-        _check_rows("cache_batch_idx", cache_batch_idx, caches)
+        outside = (cache_batch_idx < 0) | (cache_batch_idx >= caches)
+        if cache_batch_idx.is_cpu and bool(outside.any()):
+            came, required = str(cache_batch_idx.tolist()), f"numbers of the {caches} caches"
+            raise InvalidArgument("cache_batch_idx", came, required)
         table = cache_batch_idx[:, None]
     else:
         if caches < batch:
@@ -194,11 +191,6 @@ def _cache(
         assert isinstance(cache_seqlens, Tensor)
         lengths = cache_seqlens
     return Cache(k_cache, v_cache, lengths, table, cache_leftpad)
-
-
-def _check_rows(name: str, tensor: Tensor, count: int) -> None:
-    if tensor.is_cpu and bool(((tensor < 0) | (tensor >= count)).any()):
-        raise InvalidArgument(name, f"{tensor.tolist()}", f"numbers of the {count} caches")
 
 
 def _rotated(
@@ -230,7 +222,7 @@ def _checked_new(k: Tensor, v: Tensor | None, cache: Cache) -> int:
     """Return how many keys k and v bring to each sequence; they fit the cache."""
     new: Tensor | None
     for name, new, held in (("k", k, cache.k), ("v", v, cache.v)):
-        check_tensor(name, new, "[B, S, H, D]")
+        check_rank(name, new, "[B, S, H, D]")
         assert new is not None
         sizes = (cache.table.shape[0], k.shape[1], *held.shape[2:])
         if tuple(new.shape) != sizes:

@@ -12,41 +12,30 @@ int64 [2]: the first number is the seed of dropout, the second is 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import Options, check_tensor, read
+from tilewise.checks import check_tensor
+from tilewise.compat.flash_attn.arguments import Options, check_rank, read
 from tilewise.compat.flash_attn.calls import (
     Answer,
     Packing,
     check_dense,
     check_packed,
-    dense,
-    packed,
     paged,
+    whole,
 )
 from tilewise.compat.flash_attn.forward_only import forward_only
 from tilewise.engine.call import build_problem, read_keywords
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.errors import InvalidArgument
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import encode, fitted
 
 Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 _PIECE = 128  # rows in multiples of which flash-attn 2 lays out softmax_d
 _FIX = "call flash_attn_func, or write an autograd.Function over the two passes"
-
-
-class _Given(NamedTuple):
-    """The tensors of a backward pass, with heads before rows where they are dense."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def _flash_attn_forward(
@@ -76,7 +65,7 @@ def _flash_attn_forward(
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], *flags)
     with torch.no_grad():
-        found = dense(q, k, v, options, lse=True, signed=return_softmax)
+        found = whole(q, k, v, None, options, lse=True, signed=return_softmax)
     return _passed("_flash_attn_forward", found, q, k, v)
 
 
@@ -101,28 +90,11 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Passed:
-    """Run the forward pass of ``flash_attn_varlen_func``, whose arguments these are, and more.
+    """Run the forward pass of ``flash_attn_varlen_func``, whose arguments these are.
 
-    Args:
-        q: [Tq, Hq, D].
-        k: [Tk, Hk, D], or pages with a block_table.
-        v: as k, with width Dv.
-        cu_seqlens_q: integer [sequences + 1].
-        cu_seqlens_k: integer [sequences + 1].
-        max_seqlen_q: rows of the longest sequence.
-        max_seqlen_k: keys of the longest sequence.
-        dropout_p: as ``flash_attn_func``, like all up to alibi_slopes.
-        softmax_scale: 1/sqrt(D) if None.
-        causal: bottom right corner of each sequence.
-        window_size_left: -1 for no bound.
-        window_size_right: -1 for no bound.
-        softcap: above 0, scores are capped to it.
-        alibi_slopes: floating [Hq] or [sequences, Hq].
-        return_softmax: ask for S_dmask.
-        block_table: integer [sequences, blocks], without dropout.
-        leftpad_k: integer [sequences]: as many keys at the beginning of each do not count.
-        seqused_k: integer [sequences]: how many keys of each there are, instead of all.
-        zero_tensors: of no effect: rows without keys are 0 anyway.
+    Besides, ``leftpad_k``, integer [sequences], says how many keys at the beginning of each do not
+    count, and ``seqused_k`` how many keys of each there are, instead of all. ``zero_tensors`` is of
+    no effect: rows without keys are 0 anyway.
 
     Returns:
         out [Tq, Hq, Dv]; softmax_lse [Hq, Tq]; S_dmask and rng_state as ``_flash_attn_forward``.
@@ -138,7 +110,7 @@ def _flash_attn_varlen_forward(
     options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     with torch.no_grad():
         if block_table is None and leftpad_k is None and seqused_k is None:
-            found = packed(q, k, v, packing, options, lse=True, signed=return_softmax)
+            found = whole(q, k, v, packing, options, lse=True, signed=return_softmax)
         else:
             found = paged(q, k, v, packing, options, block_table, leftpad_k, seqused_k)
     return _passed("_flash_attn_varlen_forward", found, q, k, v)
@@ -166,25 +138,10 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients of ``_flash_attn_forward`` into dq, dk and dv.
 
-    Args:
-        dout: the gradient of out, [B, M, Hq, Dv].
-        q: [B, M, Hq, D], like k and v as in the forward pass.
-        k: [B, N, Hk, D].
-        v: [B, N, Hk, Dv].
-        out: [B, M, Hq, Dv], of all keys that the softmax is over, these or more.
-        softmax_lse: [B, Hq, M], of all of them too.
-        dq: where the gradient of q goes, of q's shape and dtype, any strides; None for nowhere.
-        dk: likewise.
-        dv: likewise.
-        dropout_p: as in the forward pass, like all up to alibi_slopes.
-        softmax_scale: 1/sqrt(D) if None.
-        causal: row i sees the keys up to i + N - M.
-        window_size_left: -1 for no bound.
-        window_size_right: -1 for no bound.
-        softcap: above 0, scores are capped to it.
-        alibi_slopes: floating [Hq] or [B, Hq]; no gradient.
-        deterministic: always so.
-        rng_state: of the forward pass; needed with dropout.
+    q, k, v and the flags are those of the forward pass. dout, out [B, M, Hq, Dv] and softmax_lse
+    [B, Hq, M] are of all keys that the softmax is over, these or more. dq, dk and dv are of the
+    shapes and dtypes of q, k and v, with any strides, or None for a gradient that goes nowhere.
+    ``rng_state`` is that of the forward pass, needed with dropout.
 
     Returns:
         softmax_d, [B, Hq, M up to a multiple of 128]: (1 - dropout_p) * sum over Dv of dout * out,
@@ -200,10 +157,9 @@ def _flash_attn_backward(
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[0], q.shape[2], q.shape[1]))
     seed = _seed_of(rng_state, options)
     with torch.no_grad():
-        g, x, y, z, o = (each.transpose(1, 2) for each in (dout, q, k, v, out))
-        given = _Given(g, x, y, z, o, softmax_lse)
+        given = [each.transpose(1, 2) for each in (dout, q, k, v, out)]
         buffers = [None if x is None else x.transpose(1, 2) for x in _checked(dq, dk, dv, q, k, v)]
-        _write_gradients(given, buffers, options, seed, None)
+        _write_gradients(given, softmax_lse, buffers, options, seed, None)
         delta = _delta(given, options)
         return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _PIECE))
 
@@ -254,8 +210,9 @@ def _flash_attn_varlen_backward(
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[1], q.shape[0]))
     seed = _seed_of(rng_state, options)
     with torch.no_grad():
-        given = _Given(dout, q, k, v, out, softmax_lse)
-        _write_gradients(given, _checked(dq, dk, dv, q, k, v), options, seed, packing.starts)
+        given = [dout, q, k, v, out]
+        buffers = _checked(dq, dk, dv, q, k, v)
+        _write_gradients(given, softmax_lse, buffers, options, seed, packing.starts)
         delta = _delta(given, options)
         starts = cu_seqlens_q.contiguous()
         rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
@@ -280,8 +237,7 @@ def _seed_of(rng_state: Tensor | None, options: Options) -> Tensor | None:
     if not options.dropout_p:
         return None
     required = "what the forward pass returned, an int64 tensor [2], as dropout_p is not 0"
-    if not isinstance(rng_state, Tensor):
-        raise InvalidType("rng_state", f"a {type(rng_state).__name__}", required)
+    rng_state = check_tensor("rng_state", rng_state, required)
     if rng_state.dtype is not torch.int64 or tuple(rng_state.shape) != (2,):
         came = f"a tensor of {rng_state.dtype}, shape {tuple(rng_state.shape)}"
         raise InvalidArgument("rng_state", came, required)
@@ -299,7 +255,7 @@ def _check_rows(
         if tensor.dtype != q.dtype or tensor.device != q.device:
             came = f"{tensor.dtype} on {tensor.device}"
             raise InvalidArgument(name, came, f"q's, {q.dtype} on {q.device}")
-    check_tensor("softmax_lse", lse, "[B, H, M]" if len(rows) == 3 else "[H, T]")
+    check_rank("softmax_lse", lse, "[B, H, M]" if len(rows) == 3 else "[H, T]")
     assert isinstance(lse, Tensor)
     if tuple(lse.shape) != rows:
         raise InvalidArgument("softmax_lse", f"shape {tuple(lse.shape)}", f"{rows}, as of the rows")
@@ -316,8 +272,7 @@ def _checked(
         if buffer is None:
             continue
         required = f"a tensor of {like.dtype}, shape {tuple(like.shape)}, on {like.device}, or None"
-        if not isinstance(buffer, Tensor):
-            raise InvalidType(name, f"a {type(buffer).__name__}", required)
+        check_tensor(name, buffer, required)
         if (buffer.shape, buffer.dtype, buffer.device) != (like.shape, like.dtype, like.device):
             came = f"one of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device}"
             raise InvalidArgument(name, came, required)
@@ -325,36 +280,32 @@ def _checked(
 
 
 def _write_gradients(
-    given: _Given,
+    given: list[Tensor],
+    lse: Tensor,
     buffers: list[Tensor | None],
     options: Options,
     seed: Tensor | None,
     packed: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Compute the gradients that have a buffer, and copy them there."""
-    q, k, v = given.q, given.k, given.v
-    keywords = (
-        options.mask,
-        options.score(),
-        options.scale,
-        float(options.dropout_p),
-        None,
-        None,
-        packed,
-    )
-    wanted = read_keywords(*keywords)
+    """Compute the gradients that have a buffer, and copy them there.
+
+    ``given`` are dout, q, k, v and out, with heads before rows where they are dense.
+    """
+    dout, q, k, v, out = given
+    mask, score, scale = options.mask, options.score(), options.scale
+    wanted = read_keywords(mask, score, scale, float(options.dropout_p), None, None, packed)
     problem = build_problem(q, k, v, wanted)
     program, captured = wanted.score.program, wanted.score.captured
     sizes = (0, 0) if packed else (problem.queries, problem.keys)
     extent = Extent(problem.batch, problem.heads, *sizes, packed is not None, check_values=False)
     slopes = lower_score(program, captured, extent, q.dtype, q.device)
-    lse = given.lse.to(statistics_dtype(q.dtype)).contiguous()
+    lse = lse.to(statistics_dtype(q.dtype)).contiguous()
     lse = torch.where(lse == torch.inf, -torch.inf, lse)  # rows without keys, as tilewise has them
     gradients: list[Tensor] = torch.ops.tilewise.attention_backward(
-        given.dout,
+        dout,
         None,
         None,
-        given.out,
+        out,
         lse,
         None,  # of the stats that the kernels keep
         [*(buffer is not None for buffer in buffers), False, *(False for _ in slopes)],
@@ -368,7 +319,7 @@ def _write_gradients(
         *(packed or (None, None)),
         wanted.mask.text,
         encode(fitted(program)),
-        None if options.scale is None else problem.scale,
+        None if scale is None else problem.scale,
         problem.dropout_p,
         None,
         True,  # out and lse may be of more keys than these
@@ -378,8 +329,9 @@ def _write_gradients(
             buffer.copy_(gradient)
 
 
-def _delta(given: _Given, options: Options) -> Tensor:
+def _delta(given: list[Tensor], options: Options) -> Tensor:
     """(1 - dropout_p) * sum over the width of dout * out: [B, Hq, M], packed [Hq, Tq]."""
-    wide = statistics_dtype(given.q.dtype)
-    found = (given.dout.to(wide) * given.out.to(wide)).sum(-1) * (1 - options.dropout_p)
+    dout, *_, out = given
+    wide = statistics_dtype(dout.dtype)
+    found = (dout.to(wide) * out.to(wide)).sum(-1) * (1 - options.dropout_p)
     return found if found.dim() == 3 else found.transpose(0, 1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention, attention_varlen
 from tilewise.integrations.transformers.masks import Pairs
@@ -73,7 +74,8 @@ def attention_forward(
         Unsupported: attention weights, a head mask or a paged cache is asked for.
     """
     _refuse(kwargs)
-    query, key, value = _cast(query, key, value)
+    # A model may have normalized q and k in float32, and not v.
+    query, key, value = autocast(query, key, value)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen = _read(attention_mask, query, key, causal, kwargs)
     if seen.keys < key.shape[2]:
@@ -152,15 +154,6 @@ def _collector() -> Any:
     except ImportError:
         return None
     return _active_collector
-
-
-def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast in its dtype: a model may have normalized q and k in float32, and not v."""
-    device = query.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _read(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.variants import masks
+from tilewise.variants.guidance import not_expressed
 from tilewise.variants.program import Program
 from tilewise.variants.values import Mask
 
@@ -171,13 +172,8 @@ def _traced(positioned: MaskFunction, function: MaskFunction) -> Mask:
     try:
         return masks.function(positioned)
     except (InvalidArgument, InvalidType, AttributeError, TypeError) as error:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        raise Unsupported(
-            f"the mask function {getattr(function, '__module__', '?')}.{name} is not in the "
-            f"language of tilewise: {error}",
-            fix="say it in plain Python and torch over the positions, with tensors indexed by "
-            "integers (docs/variants.md); or use attn_implementation='sdpa' for this model",
-        ) from error
+        instead = "use attn_implementation='sdpa' for this model"
+        raise not_expressed("the mask function", function, error, instead) from error
 
 
 def _is_traced(tensor: Tensor) -> bool:

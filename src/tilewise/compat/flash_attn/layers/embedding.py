@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tilewise.compat.flash_attn.arguments import check_tensor
+from tilewise.checks import check_tensor
+from tilewise.compat.flash_attn.arguments import check_rank
 from tilewise.compat.flash_attn.layers.tables import apply_rotary_emb
-from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.errors import InvalidArgument
 
 
 class RotaryEmbedding(nn.Module):
@@ -168,14 +169,12 @@ def apply_rotary_emb_qkv_(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    if not isinstance(qkv, Tensor):
-        raise InvalidType("qkv", f"a {type(qkv).__name__}", "a tensor [B, S, 3, H, D]")
-    if qkv.dim() == 5:
+    if check_tensor("qkv", qkv, "a tensor [B, S, 3, H, D]").dim() == 5:
         if qkv.shape[2] != 3:
             raise InvalidArgument("qkv", f"shape {tuple(qkv.shape)}", "[B, S, 3, H, D]")
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        check_tensor("qkv", qkv, "[B, S, Hq + 2 Hk, D]")
+        check_rank("qkv", qkv, "[B, S, Hq + 2 Hk, D]")
         heads = qkv.shape[2]
         if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
             required = f"Hq, with {heads} = Hq + 2 Hk heads in qkv"
@@ -203,7 +202,7 @@ def apply_rotary_emb_kv_(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    check_tensor("kv", kv, "[B, S, 2, H, D]")
+    check_rank("kv", kv, "[B, S, 2, H, D]")
     if kv.shape[2] != 2:
         raise InvalidArgument("kv", f"shape {tuple(kv.shape)}", "[B, S, 2, H, D]")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)

@@ -17,8 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.arguments import check_tensor
+from tilewise.checks import FLOATING, check_tensor, named
+from tilewise.compat.flash_attn.arguments import check_rank
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.nn.rotation import turned
+from tilewise.variants.lower import statistics_dtype
 
 
 def apply_rotary_emb(
@@ -71,7 +74,7 @@ def apply_rotary(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    check_tensor("x", x, "[B, S, H, D]" if cu_seqlens is None else "[T, H, D]")
+    check_rank("x", x, "[B, S, H, D]" if cu_seqlens is None else "[T, H, D]")
     check_tables(("cos", "sin"), (cos, sin), x.shape[-1])
     places = _places(x, seqlen_offsets, cu_seqlens)
     if places.is_cpu and places.numel():
@@ -79,8 +82,8 @@ def apply_rotary(
         if least < 0 or most >= cos.shape[0]:
             required = f"a row for each position, {least} to {most}"
             raise InvalidArgument("cos", f"{cos.shape[0]} rows", required)
-    turned = rotate_at(x, cos, -sin if conjugate else sin, places, interleaved)
-    return x.copy_(turned) if inplace else turned
+    out = rotate_at(x, cos, -sin if conjugate else sin, places, interleaved)
+    return x.copy_(out) if inplace else out
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -94,7 +97,7 @@ def apply_rotary_emb_torch(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    check_tensor("x", x, "[B, S, H, D]")
+    check_rank("x", x, "[B, S, H, D]")
     return _rotate(x, cos[..., : x.shape[1], None, :], sin[..., : x.shape[1], None, :], interleaved)
 
 
@@ -106,11 +109,8 @@ def check_tables(names: tuple[str, str], tables: tuple[Tensor, Tensor], width: i
     """
     required = f"a floating tensor [positions, R/2], R at most {width}"
     for name, table in zip(names, tables, strict=True):
-        if not isinstance(table, Tensor):
-            raise InvalidType(name, f"a {type(table).__name__}", required)
-        if not table.dtype.is_floating_point:
-            raise InvalidArgument(name, f"a tensor of {table.dtype}", required)
-        if table.dim() != 2 or 2 * table.shape[-1] > width:
+        check_tensor(name, table, required, FLOATING, dims=2)
+        if 2 * table.shape[-1] > width:
             raise InvalidArgument(name, f"shape {tuple(table.shape)}", required)
     if tables[0].shape != tables[1].shape:
         shape = tuple(tables[0].shape)
@@ -125,23 +125,15 @@ def rotate_at(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    half = cos.shape[-1]
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    turning, cos, sin = x[..., : 2 * half].to(wide), cos.to(wide), sin.to(wide)
-    if interleaved:
-        one, two = turning[..., 0::2], turning[..., 1::2]
-    else:
-        one, two = turning[..., :half], turning[..., half:]
-    pair = (one * cos - two * sin, one * sin + two * cos)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+    wide = statistics_dtype(x.dtype)
+    return turned(x, cos.to(wide), sin.to(wide), interleaved)
 
 
 def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the position of each row: [S], [B, S] or packed [T]."""
     if isinstance(seqlen_offsets, bool) or not isinstance(seqlen_offsets, (int, Tensor)):
-        came = f"a {type(seqlen_offsets).__name__}"
-        raise InvalidType("seqlen_offsets", came, "an integer or an integer tensor [B]")
+        required = "an integer or an integer tensor [B]"
+        raise InvalidType("seqlen_offsets", named(seqlen_offsets), required)
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.dtype.is_floating_point or tuple(seqlen_offsets.shape) != (batch,):
@@ -153,7 +145,7 @@ def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) 
         if isinstance(seqlen_offsets, Tensor):
             return seqlen_offsets[:, None] + rows
         return seqlen_offsets + rows
-    check_tensor("cu_seqlens", cu_seqlens, "[B + 1]")
+    check_rank("cu_seqlens", cu_seqlens, "[B + 1]")
     starts = cu_seqlens.long()
     rows = torch.arange(x.shape[0], device=x.device)
     sequence = torch.searchsorted(starts[1:], rows, right=True).clamp(max=max(batch - 1, 0))

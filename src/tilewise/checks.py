@@ -1,0 +1,79 @@
+"""Floor 1: the checks of arguments that many calls share: tensors of a kind, and whole numbers."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidArgument, InvalidType
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INDICES = (torch.int32, torch.int64)
+FLOATING = "floating"
+
+
+def named(value: object) -> str:
+    """Describe a value of a wrong type."""
+    return f"a {type(value).__name__}"
+
+
+def check_tensor(
+    name: str,
+    value: object,
+    required: str,
+    dtypes: Collection[torch.dtype] | str | None = None,
+    *,
+    dims: int | tuple[int, ...] | None = None,
+    shape: tuple[int | None, ...] | None = None,
+    device: str | None = None,
+    fix: str = "",
+) -> Tensor:
+    """Return a value that is a tensor as required.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        required: all of the requirements in words.
+        dtypes: those allowed, or ``FLOATING``; None for any.
+        dims: how many dimensions it may have.
+        shape: its sizes, None for any size there.
+        device: the type of its device.
+        fix: how to put it right.
+
+    Raises:
+        InvalidArgument, InvalidType: it is not as required.
+    """
+    if not isinstance(value, Tensor):
+        raise InvalidType(name, named(value), required, fix)
+    if dtypes is not None:
+        fits = value.is_floating_point() if isinstance(dtypes, str) else value.dtype in dtypes
+        if not fits:
+            raise InvalidArgument(name, f"a tensor of {value.dtype}", required, fix)
+    if dims is not None and value.dim() not in ((dims,) if isinstance(dims, int) else dims):
+        raise InvalidArgument(name, f"shape {tuple(value.shape)}", required, fix)
+    if shape is not None and value.shape != shape and not _fits(value, shape):
+        raise InvalidArgument(name, f"shape {tuple(value.shape)}", required, fix)
+    if device is not None and value.device.type != device:
+        raise InvalidArgument(name, f"device {value.device}", required, fix)
+    return value
+
+
+def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    return tensor.dim() == len(shape) and all(
+        due is None or size == due for size, due in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def check_whole(name: str, value: Any, least: int = 0, required: str = "") -> int:
+    """Return a whole number of at least ``least``; ``required`` says it otherwise in an error.
+
+    Raises:
+        InvalidArgument, InvalidType: it is none.
+    """
+    required = required or f"an integer, {least} or more"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidType(name, named(value), required)
+    if value < least:
+        raise InvalidArgument(name, str(value), required)
+    return value

@@ -44,8 +44,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "the index 3 into dimension 0",
     ),
     "of a mask": (
-        {"mask": lambda b, h, m, n: IDS[b, m + 1] == IDS[b, n]},
-        r"mask: got the index 9 into dimension 1 .* \[2, 9\], at b 0, h 0, m 8, n 0",
+        {"mask": lambda b, h, m, n: OPEN[n] & (IDS[b, m + 1] == IDS[b, n])},
+        r"mask: got the index 9 into dimension 1 .* \[2, 9\], at b 0, h 0, m 8, n \d",
     ),
     "too short for a bias": (
         {"mask": some, "score": lambda s, b, h, m, n: s + SMALL[h, m, n]},

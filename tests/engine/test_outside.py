@@ -1,4 +1,4 @@
-"""A score whose index leaves its tensor for certain is refused; what may not be is clamped."""
+"""What certainly reads outside of its tensor is refused; an index that may not leave is clamped."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ S = 64
 Q = torch.randn(2, 3, S, 8)
 ONE = torch.randn(10)
 TABLE = torch.randn(3, 10)
+SEEN = torch.ones(10, dtype=torch.bool)
 GATE = torch.zeros(S)
 GATE[:10] = 1.0
 LONG = torch.randn(3, 2 * S - 1)
@@ -69,6 +70,39 @@ def test_what_leaves_for_certain_is_refused(name: str, backend: str) -> None:
             attention(Q, Q, Q, backend=backend, **keywords)
 
 
+CERTAIN_MASKS: dict[str, tuple[Any, str]] = {
+    "a row": (
+        lambda b, h, m, n: SEEN[m],
+        r"mask: got the index 63 \(of indices from 0 to 63\) into dimension 0 of captured "
+        r"tensor 0, of shape \[10\], at b 0, h 0, m 63, n 0; required: an index from 0 to 9\. C",
+    ),
+    "a key, as numbers": (lambda b, h, m, n: ONE[n] < 9, "the index 63 .* n 63"),
+    "below 0": (lambda b, h, m, n: SEEN[m - n - 60], "the index -60 .* m 0, n 0"),
+    "beside a part that holds": (
+        masks.causal() & (lambda b, h, m, n: SEEN[m]),
+        "the index 63 .* m 63, n 0",
+    ),
+    "in a negation": (
+        ~masks.window(3, 0) & ~masks.mask_of(lambda b, h, m, n: SEEN[m]),
+        "the index 63",
+    ),
+    "documents": (
+        lambda b, h, m, n: torch.arange(10)[m] == torch.arange(S)[n],
+        "the index 63 .*dimension 0",
+    ),
+    "a batch item of lengths": (lambda b, h, m, n: n < torch.tensor([9])[b], "the index 1 .* b 1"),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@pytest.mark.parametrize("name", CERTAIN_MASKS)
+def test_a_mask_that_leaves_for_certain_is_refused(name: str, backend: str) -> None:
+    mask, message = CERTAIN_MASKS[name]
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(InvalidArgument, match=message):
+            attention(Q, Q, Q, backend=backend, mask=mask)
+
+
 UNCERTAIN: dict[str, dict[str, Any]] = {
     "inside": {"score": lambda s, b, h, m, n: s + LONG[h, m - n + S - 1]},
     "clamped": {"score": lambda s, b, h, m, n: s + TABLE[h, torch.clamp(m - n, 0, 9)]},
@@ -99,7 +133,20 @@ UNCERTAIN: dict[str, dict[str, Any]] = {
         "mask": lambda b, h, m, n: GATE[m] > 0,
         "score": lambda s, b, h, m, n: s + ONE[m],
     },
-    "of a mask": {"mask": lambda b, h, m, n: ONE[m] < 9},
+    "of a mask, decided by another part": {"mask": lambda b, h, m, n: (m < 10) & (ONE[m] < 9)},
+    "of a mask, or by one": {"mask": lambda b, h, m, n: (m >= 10) | SEEN[m]},
+    "of a mask, not chosen": {
+        "mask": lambda b, h, m, n: tilewise.where(m < 10, SEEN[m], n < 5),
+    },
+    "of a mask, under a captured part": {
+        "mask": lambda b, h, m, n: (GATE[m] > 0) & SEEN[m],
+    },
+    "of a mask, under a built-in one": {
+        "mask": masks.window(9, 0) & (lambda b, h, m, n: SEEN[m - n]),
+    },
+    "of documents that are longer": {
+        "mask": lambda b, h, m, n: torch.arange(2 * S)[m] // 10 == torch.arange(2 * S)[n] // 10,
+    },
     "by the score": {"score": lambda s, b, h, m, n: s + ONE[(s * 1000).long()]},
 }
 

@@ -239,12 +239,13 @@ def build_operands(
             # Without starts only the kernels know the lengths.
             extent = extent._replace(queries=0, keys=0, ragged=True)
             extent = _ragged_extent(problem, *starts) if starts else extent
+    if mask_tensors or score_tensors:
+        refuse_outside(problem.mask, problem.score, mask_tensors, score_tensors, extent)
     if mask_tensors:
         if problem.device != "cpu":
             extent = extent._replace(check_values=False)
         mask_tensors = lower_mask(problem.mask, mask_tensors, extent, q.device, q.dtype)
     if score_tensors:
-        refuse_outside(problem.mask, problem.score, score_tensors, extent)
         score_tensors = lower_score(problem.score, score_tensors, extent, q.dtype, q.device)
     checks = is_checked() and (mask_tensors or score_tensors)
     bits: int | Tensor = 0

@@ -14,7 +14,8 @@ from tilewise.reference.blocks import Block, Part, multiplied, parts
 from tilewise.reference.expressions import evaluate
 from tilewise.reference.programs import visible
 from tilewise.variants.expr import Expr, Graph, decode
-from tilewise.variants.program import BY_USER, EXPR, Instr, Program
+from tilewise.variants.mask_expression import user_indices
+from tilewise.variants.program import BY_USER, EXPR, Program
 
 _ROWS, _KEYS = 128, 1024
 _LETTERS = "bhmn"
@@ -72,19 +73,9 @@ def _loads(argument: str, program: Program, captured: Sequence[Tensor]) -> Itera
                     yield _Load(argument, tensors[int(node.value)], indices, tensors)
         elif instr.params and instr.params[0] == BY_USER:
             for position, tensor in enumerate(tensors):
-                yield _Load(argument, tensor, _positions(instr, position, tensor.dim()), ())
-
-
-def _positions(instr: Instr, position: int, rank: int) -> Expr:
-    """Return the indices of a tensor that positions index."""
-    letters = {"below": "b", "same_document": ("bm", "bn")[position][-rank:]}.get(instr.op)
-    graph = Graph()
-    if letters is not None:
-        return graph.expr(*(graph.leaf(letter) for letter in letters))
-    codes = [int(axis) for axis in instr.params[1:]]
-    return graph.expr(
-        *(graph.leaf(_LETTERS[code]) if code < 4 else graph.constant(0) for code in codes)
-    )
+                graph = Graph()
+                indices = graph.expr(*user_indices(graph, instr, position, tensor.dim()))
+                yield _Load(argument, tensor, indices, ())
 
 
 def _check_block(part: Part, block: Block, loads: Sequence[_Load]) -> None:

@@ -1,10 +1,10 @@
-"""Indices of a score that leave their tensor for certain, found before a call and without values.
+"""Indices of a mask or score that leave their tensor for certain, found before a call.
 
 Intervals over the whole call say which indices may leave. For those a witness is looked for: a pair
-that attends whatever the captured tensors hold, and whose score reads beyond the end there. A load
-behind a ``where``, a product with 0 or a mask that protects it has no witness. What has none stays
-clamped, and ``checked()`` looks at every pair. A mask's own loads have none either: whether a pair
-attends is what they decide.
+whose result depends on an element beyond the end, whatever the captured tensors hold. For a score
+the pair has to attend for certain. A load behind a ``where``, a product with 0 or another part of
+the mask that decides has no witness. What has none stays clamped, and ``checked()`` looks at every
+pair.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,10 +36,22 @@ class _Sizes(NamedTuple):
     keys: int
 
 
+class _Reads(NamedTuple):
+    """An expression that reads captured tensors: a mask, or one step of a score."""
+
+    argument: str
+    expr: Expr
+    shapes: _Shapes  # by the slot of a load
+    slots: tuple[int, ...]  # what the user knows the slots as
+    broadcast: bool  # it may hold a built-in bias, whose dimensions of size 1 are broadcast
+
+
 class _Found(NamedTuple):
     """An index outside of its tensor: where, and what it can be in the whole call."""
 
+    argument: str
     slot: int
+    shape: tuple[int, ...]
     dim: int
     place: int
     span: Interval | None
@@ -47,34 +59,45 @@ class _Found(NamedTuple):
 
 
 def refuse_outside(
-    mask: Program, score: Program, captured: Sequence[Tensor], extent: Extent
+    mask: Program,
+    score: Program,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    extent: Extent,
 ) -> None:
-    """Refuse a score that reads outside of a captured tensor at a pair that attends for certain.
+    """Refuse a mask or score whose result depends for certain on an index outside of its tensor.
 
     Where the extent does not know the lengths nothing is refused.
+
+    Args:
+        mask: of the call.
+        score: of the call.
+        mask_captured: what the mask captured, as the user gave it.
+        score_captured: what the score captured.
+        extent: of the call.
     """
     if extent.ragged:
         sizes = _longest(extent)
     else:
         sizes = (_Sizes(0, extent.batch - 1, extent.heads, extent.queries, extent.keys),)
-    shapes = tuple([tuple(tensor.shape) for tensor in captured])
+    mask_shapes = tuple([tuple(tensor.shape) for tensor in mask_captured])
+    score_shapes = tuple([tuple(tensor.shape) for tensor in score_captured])
     for each in sizes:
-        found = _outside(mask, score, shapes, each)
+        found = _outside(mask, score, mask_shapes, score_shapes, each)
         if found is not None:
-            _refuse(found, shapes[found.slot])
+            _refuse(found)
 
 
-def _refuse(found: _Found, shape: tuple[int, ...]) -> None:
+def _refuse(found: _Found) -> None:
     at = ", ".join(f"{letter} {x}" for letter, x in zip(_LETTERS, found.pair, strict=True))
-    span = found.span
+    span, size = found.span, found.shape[found.dim]
     among = "" if span is None else f" (of indices from {span.low:.0f} to {span.high:.0f})"
+    where = " at every pair that attends" if found.argument == "score" else ""
     raise InvalidArgument(
-        "score",
+        found.argument,
         f"the index {found.place}{among} into dimension {found.dim} of captured tensor "
-        f"{found.slot}, of shape {list(shape)}, at {at}",
-        f"an index from 0 to {shape[found.dim] - 1} at every pair that attends"
-        if shape[found.dim]
-        else "a tensor that is not empty",
+        f"{found.slot}, of shape {list(found.shape)}, at {at}",
+        f"an index from 0 to {size - 1}{where}" if size else "a tensor that is not empty",
         "Clamp the index (torch.clamp) if the edge is meant, mask the pair, or enlarge the tensor.",
     )
 
@@ -94,7 +117,9 @@ def _longest(extent: Extent) -> tuple[_Sizes, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _outside(mask: Program, score: Program, shapes: _Shapes, sizes: _Sizes) -> _Found | None:
+def _outside(
+    mask: Program, score: Program, mask_shapes: _Shapes, score_shapes: _Shapes, sizes: _Sizes
+) -> _Found | None:
     """Return the first index with a witness; None if there is none."""
     if sizes.last < sizes.first or 0 in sizes[2:]:
         return None  # no pair at all
@@ -106,21 +131,32 @@ def _outside(mask: Program, score: Program, shapes: _Shapes, sizes: _Sizes) -> _
         "M": Interval(sizes.queries, sizes.queries),
         "N": Interval(sizes.keys, sizes.keys),
     }
-    for instr in score:
-        expr = _as_expr(instr, shapes)
-        if expr is None:
-            continue
-        known = every_bound(expr, box)
+    for reads in (*_of_mask(mask, mask_shapes), *_of_score(score, score_shapes)):
+        known = every_bound(reads.expr, box)
         doubtful = {
             (place, dim)
-            for place, dim, size in _indices(expr, instr, shapes)
-            if not _inside(known[expr.nodes[place].args[dim]], size)
+            for place, dim, size in _indices(reads)
+            if not _inside(known[reads.expr.nodes[place].args[dim]], size)
         }
         if doubtful:
-            found = _witness(mask, expr, instr, shapes, sizes, doubtful, known)
+            found = _witness(mask, reads, sizes, doubtful, known)
             if found is not None:
                 return found
     return None
+
+
+def _of_mask(mask: Program, shapes: _Shapes) -> Iterator[_Reads]:
+    if shapes:
+        expr = mask_expression(mask, tuple(map(len, shapes)))
+        yield _Reads("mask", expr, shapes, tuple(range(len(shapes))), True)
+
+
+def _of_score(score: Program, shapes: _Shapes) -> Iterator[_Reads]:
+    for instr in score:
+        expr = _as_expr(instr, shapes)
+        if expr is not None:
+            own = tuple([shapes[slot] for slot in instr.slots])
+            yield _Reads("score", expr, own, instr.slots, instr.op == EXPR)
 
 
 def _as_expr(instr: Instr, shapes: _Shapes) -> Expr | None:
@@ -137,12 +173,12 @@ def _as_expr(instr: Instr, shapes: _Shapes) -> Expr | None:
     return graph.expr(graph.load("float", 0, places))
 
 
-def _indices(expr: Expr, instr: Instr, shapes: _Shapes) -> Iterator[tuple[int, int, int]]:
+def _indices(reads: _Reads) -> Iterator[tuple[int, int, int]]:
     """(place of the load, dimension, size) of every index."""
-    for place, node in enumerate(expr.nodes):
+    for place, node in enumerate(reads.expr.nodes):
         if node.op.startswith("load_") and node.value is not None:
-            shape = shapes[instr.slots[int(node.value)]]
-            fitted = instr.op == EXPR and _as_built_in(expr, node)
+            shape = reads.shapes[int(node.value)]
+            fitted = reads.broadcast and _as_built_in(reads.expr, node)
             for dim, size in enumerate(shape[: len(node.args)]):
                 if not (fitted and size == 1):
                     yield place, dim, size
@@ -181,18 +217,17 @@ def _pairs(mask: Program, sizes: _Sizes) -> Iterator[tuple[int, int, int, int]]:
 
 def _witness(
     mask: Program,
-    expr: Expr,
-    instr: Instr,
-    shapes: _Shapes,
+    reads: _Reads,
     sizes: _Sizes,
     doubtful: set[tuple[int, int]],
     whole: Sequence[Bounds],
 ) -> _Found | None:
+    expr = reads.expr
     for pair in _pairs(mask, sizes):
         point = {letter: Interval(x, x) for letter, x in zip(_LETTERS, pair, strict=True)}
         point["M"] = Interval(sizes.queries, sizes.queries)
         point["N"] = Interval(sizes.keys, sizes.keys)
-        if bounds(mask_expression(mask), point) is not True:
+        if reads.argument == "score" and bounds(mask_expression(mask), point) is not True:
             continue  # it may not attend: that depends on what the mask captures
         known = every_bound(expr, point)
         used = _used(expr, known)
@@ -200,13 +235,14 @@ def _witness(
             node = expr.nodes[place]
             index = known[node.args[dim]]
             assert node.value is not None
-            slot = instr.slots[int(node.value)]
+            shape = reads.shapes[int(node.value)]
             if place not in used or not isinstance(index, Interval):
                 continue
-            if index.low >= shapes[slot][dim] or index.high < 0:
+            if index.low >= shape[dim] or index.high < 0:
                 over = whole[node.args[dim]]
                 span = over if isinstance(over, Interval) else None
-                return _Found(slot, dim, int(index.low), span, pair)
+                slot = reads.slots[int(node.value)]
+                return _Found(reads.argument, slot, shape, dim, int(index.low), span, pair)
     return None
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.bench.suites import timed
-from tilelab.bench.suites.steps import Budget
+from tilelab.bench.steps import Budget, time_all
 from tilelab.common.memory import too_large
 from tilelab.peers import compare as gate
 from tilelab.peers.compare import compare, sampled
@@ -86,7 +85,7 @@ def test_a_wrong_exact_method_is_not_timed() -> None:
         return lambda q, k, v: tilewise.attention(q, k, v) * 1.01
 
     methods = [ours(), Method("off", make), Method("near", make, exact=False)]
-    found = {p.method: p for p in timed.time_all(WORK, methods, Budget(1, (2, 2), 0.01))}
+    found = {p.method: p for p in time_all(WORK, methods, Budget(1, (2, 2), 0.01))}
     assert found["off"].status == "wrong"
     assert found["off"].samples == ()
     assert "largest error" in found["off"].note
@@ -103,7 +102,7 @@ def test_what_cannot_be_done_is_told() -> None:
         raise RuntimeError("no such kernel\nand a long story")
 
     methods = [sdpa("flash"), Method("broken", broken), Method("tilewise", broken)]
-    points = list(timed.time_all(work, methods, Budget(1, (2, 2), 0.01)))
+    points = list(time_all(work, methods, Budget(1, (2, 2), 0.01)))
     assert [(p.status, p.note) for p in points] == [
         ("skipped", "it takes no score function"),
         ("skipped", "no such kernel"),

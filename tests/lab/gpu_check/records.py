@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilelab.common.record import COMPLETE
 from tilelab.gpu_check import timed
-from tilelab.gpu_check.record import COMPLETE, Record, Row
+from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import REAL
 from tilelab.gpu_check.timed import Timed
 

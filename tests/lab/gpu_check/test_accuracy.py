@@ -188,7 +188,7 @@ def test_statistics_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled rows of the output and the gradients from them are held to the rule."""
     name = next(case.name for case in timed.with_goals(TILED.sizes) if case.kind == kind)
-    assert [row.status for row in speed.run(TILED, name)] == ["ok", "ok"]
+    assert [row.status for row in speed.measure("speed", TILED, name)] == ["ok", "ok"]
     ours = timed.ours
 
     def wrong(setting: Setting, case: Timed) -> dict[str, Method]:
@@ -202,7 +202,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
         return {name: larger(method) for name, method in ours(setting, case).items()}
 
     monkeypatch.setattr(timed, "ours", wrong)
-    rows: list[Row] = list(speed.run(TILED, name))
+    rows: list[Row] = list(speed.measure("speed", TILED, name))
     assert [row.status for row in rows] == ["wrong", "wrong"]
     assert "out: " in rows[0].note
     assert "dq: " in rows[1].note

@@ -31,7 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 _Sizes: TypeAlias = tuple[int, int, int, int, int, int]  # B, Hq, Hk, M, N, D
 
 
-class Goal(NamedTuple):
+@dataclass(frozen=True)
+class Goal:
     """The goals of a case.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -234,6 +235,23 @@ def finish(figure: Figure, name: str, summary: str) -> Markup:
 def style_sheet() -> str:
     """Return the style sheet of every page and figure."""
     return resources.files("tilelab.common").joinpath("house.css").read_text("utf-8")
+
+
+def page_of(package: str, **values: Any) -> str:
+    """Return a page that loads nothing, from a template that escapes every text from outside.
+
+    Args:
+        package: whose folder ``templates`` has ``page.html``.
+        values: names in the template; ``style`` is the style sheet.
+    """
+    environment = Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(style=Markup(style_sheet()), **values)
 
 
 def standalone(drawing: Markup) -> str:

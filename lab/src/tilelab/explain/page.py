@@ -8,7 +8,6 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from tilelab.common.page import page_of
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -17,6 +16,7 @@ from tilelab.common.svg import (
     beside,
     canvas,
     finish,
+    page_of,
     place,
 )
 from tilewise.chips import Chip

@@ -42,13 +42,15 @@ _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "groupe
 _PAGES = "pages"
 _LONG = "long"
 _HUGE = "past 2^31 elements"
+LONG_JOBS = [case.name for case in LONG]
+LONG_JOBS.insert(2, _HUGE)
 _HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
 _SEEDS = (0, 2**32, -1, 0x1234_5678_9ABC_DEF0)
 
 
 def jobs(setting: Setting) -> list[str]:
     """The half type for all problems, other dtypes for some, and what is no such problem."""
-    main = _name(setting.dtype)
+    main = str(setting.dtype).removeprefix("torch.")
     others = [name for name in ("float16", "float32") if name != main]
     found = [f"{main} {case.name}" for case in PROBLEMS]
     found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
@@ -102,10 +104,6 @@ def differing(first: Outcome, second: Outcome) -> str:
         if not bool(((values == other) | (values.isnan() & other.isnan())).all()):
             return name
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dropout_bits(setting: Setting) -> Iterator[Row]:
@@ -201,12 +199,6 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         row = judged(STEP, f"{_EIGHT_BITS} {name}", verdicts, unequal)
         row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
         yield row
-
-
-def jobs_of_long(setting: Setting) -> list[str]:
-    """The long problems, and the huge one after the first of them."""
-    names = [case.name for case in LONG]
-    return [*names[:2], _HUGE, *names[2:]]
 
 
 def run_long(setting: Setting, job: str) -> Iterator[Row]:

@@ -20,12 +20,8 @@ from tilewise import masks, scores
 
 STEP = "host"
 _ROUNDS, _CALLS = 9, 40
-
-
-def jobs(setting: Setting) -> list[str]:
-    """Microseconds, launches, and graphs of the forward pass and of both."""
-    graphs = ["graph of the forward pass", "graph of both passes", "graph of dropout"]
-    return ["microseconds", "launches", *graphs]
+_GRAPHS = ("graph of the forward pass", "graph of both passes", "graph of dropout")
+JOBS = ("microseconds", "launches", *_GRAPHS)
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:

@@ -77,25 +77,13 @@ class Peak(NamedTuple):
 
 
 def scaling(child: Child, key: str, budget_s: float) -> Scaling:
-    """Return the two-thread scaling of a case, measured in a process of ``MODULE``.
-
-    Args:
-        child: the process.
-        key: of the case.
-        budget_s: for the rounds.
-    """
+    """Return the two-thread scaling of a case, measured in a process of ``MODULE``."""
     (found,) = child.ask({"scaling": key, "budget_s": budget_s})
     return Scaling(**found)
 
 
 def memory(length: int, dtype: str, direction: Pass) -> Generator[Memory]:
-    """Yield the peak memory of a pass, ours and torch's: two heads of width 64.
-
-    Args:
-        length: queries and keys.
-        dtype: of the operands.
-        direction: the pass.
-    """
+    """Yield the peak memory of a pass, ours and torch's: two heads of width 64."""
     name = f"{direction} {length // 1024}k D64"
     work = Work("memory", name, length, dtype, passes=direction)
     outputs = 1 if direction == "forward" else 3

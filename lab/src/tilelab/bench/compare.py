@@ -63,10 +63,6 @@ class Moved(NamedTuple):
 def read(path: Path, argument: str = "FILE.json") -> Points:
     """Return the points of a record of a suite, or of ``bench cpu``.
 
-    Args:
-        path: of the record.
-        argument: that names it, for the error.
-
     Raises:
         InvalidArgument: it is neither.
     """
@@ -131,13 +127,7 @@ def drift(moved: Sequence[Moved]) -> float:
 
 
 def table(before: Points, after: Points, *, every: bool = False) -> Table:
-    """Return a table of what moved, or of every ratio.
-
-    Args:
-        before: the first file.
-        after: the second.
-        every: also what did not move.
-    """
+    """Return a table of what moved, or of every ratio."""
     moved = compare(before, after)
     shown = [each for each in moved if every or each.word]
     rows = [

@@ -344,11 +344,7 @@ def _warm(call: Call) -> float:
 
 
 def overhead(rounds: int) -> list[Overhead]:
-    """Measure a call of a tiny problem on one thread: ours, ours with a held plan, torch's.
-
-    Args:
-        rounds: samples of each.
-    """
+    """Measure a call of a tiny problem on one thread: ours, ours with a held plan, torch's."""
     torch.set_num_threads(1)
     q, k, v = (torch.randn(_TINY) for _ in range(3))
     held = tilewise.plan(q, k, v)

@@ -40,13 +40,7 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
-    """Yield the peaks of all methods on some works, each in a process of its own.
-
-    Args:
-        works: of one length.
-        methods: in the order of the record.
-        budget: what may be spent.
-    """
+    """Yield the peaks of all methods on some works, each in a process of its own."""
     tried: list[tuple[Work, Method]] = []
     for work in works:
         for method in methods:

@@ -34,10 +34,6 @@ def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing
     """Return from which length on ``other`` is faster and stays so; None without a common length.
 
     Between two lengths, both times are taken to be powers of the length.
-
-    Args:
-        exact: seconds by length.
-        other: the same of the method that may be faster.
     """
     lengths = sorted(exact.keys() & other.keys())
     if not lengths:
@@ -90,13 +86,7 @@ def where(found: Crossing) -> str:
 
 
 def crossings_in_words(what: str, exact: str, found: Mapping[str, Crossing]) -> str:
-    """Return all crossings of one case, in a sentence.
-
-    Args:
-        what: the case.
-        exact: name of the exact method.
-        found: by the other methods' names.
-    """
+    """Return all crossings of one case, in a sentence."""
     if not found:
         return f"{what}: nothing to compare with {exact}."
     always = [name for name, each in found.items() if each.at == each.first]

@@ -204,14 +204,7 @@ class _Ready(NamedTuple):
 def time_all(
     work: Work, methods: Sequence[Method], budget: Budget, *, wrap: Wrap = call_of
 ) -> Iterator[Point]:
-    """Yield the points of all methods on one work.
-
-    Args:
-        work: what is measured.
-        methods: in the order of the record.
-        budget: what may be spent.
-        wrap: makes the timed call of a method that passed the gate.
-    """
+    """Yield the points of all methods on a work; ``wrap`` makes the call of one that is exact."""
     given = draw(work)
     ready: list[_Ready] = []
     for method in methods:
@@ -249,15 +242,7 @@ def attempted(
     attempt: Callable[[], _Found],
     quantity: Quantity = "seconds",
 ) -> _Found | Point:
-    """Return what an attempt with a method gives, or a point that says why it gives nothing.
-
-    Args:
-        work: what is measured.
-        method: with what.
-        budget: what may be spent.
-        attempt: made where nothing speaks against it.
-        quantity: of the point.
-    """
+    """Return what an attempt with a method gives, or a point that says why it gives nothing."""
     reason = why_skipped(work, method, budget)
     if reason:
         return Point.without(work, method, quantity, "skipped", reason)

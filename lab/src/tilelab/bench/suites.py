@@ -212,11 +212,6 @@ def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
 
     Projections to queries, keys and values, attention, and the output projection; without norms,
     rotations and the feed-forward part. The layer's width is heads x head_dim, as in most models.
-
-    Args:
-        work: what is measured.
-        given: tensors of the attention alone; the layer has its own.
-        attend: the attention.
     """
     generator = torch.Generator().manual_seed(1)
     width = work.heads * work.head_dim

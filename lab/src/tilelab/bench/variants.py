@@ -35,13 +35,7 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:
-    """Return a work for each variant, none first; functions for FlexAttention mean the same.
-
-    Args:
-        length: N.
-        device: of captured tensors.
-        dtype: of the operands.
-    """
+    """Return a work for each variant, none first; functions for FlexAttention mean the same."""
     base = Work("variants", "", length, dtype, _HEADS, _HEADS, device=device)
     rows = [
         _row(NONE),

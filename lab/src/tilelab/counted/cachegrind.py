@@ -71,11 +71,6 @@ def ways(cache: int) -> int:
 def counted(driver: Path, cache: int, arguments: Mapping[str, str | int]) -> int:
     """Data misses of the last level in one run of the driver.
 
-    Args:
-        driver: the program of ``csrc/tests/counted.cc``.
-        cache: bytes of the last level.
-        arguments: of the driver.
-
     Raises:
         CountingError: with the last words of the process.
     """

@@ -7,13 +7,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 
 import tilewise
 from tilelab.cases.table import find
+from tilelab.common.environment import version
 from tilelab.common.memory import highest
 from tilelab.gpu_check.accuracy import check
 from tilelab.gpu_check.outcomes import sized
@@ -111,8 +111,8 @@ def _machine(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "tilewise": _version("tilewise"),
+        "triton": version("triton") or "not installed",
+        "tilewise": version("tilewise") or "run from its source tree",
         "system": f"{platform.system()} {platform.machine()}",
         "chip": "none: Triton's interpreter on the processor",
     }
@@ -129,13 +129,6 @@ def _machine(setting: Setting) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "clocks": _clocks(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "run from its source tree" if package == "tilewise" else "not installed"
 
 
 def _clocks() -> str:

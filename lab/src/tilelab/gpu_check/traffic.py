@@ -41,11 +41,6 @@ class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counte
 def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
     """Count the bytes that every kernel of a process reads and writes, in order.
 
-    Args:
-        command: of the process.
-        environment: of the process.
-        limit_s: for all of it.
-
     Raises:
         CannotCount: ncu is missing, refuses, or does not come to its end.
     """

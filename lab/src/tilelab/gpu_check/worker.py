@@ -97,13 +97,7 @@ class Worker:
         self._child = worker.Child(module, setting.environment(parallel))
 
     def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
-        """Return the rows of a job; one says so where the process failed or took too long.
-
-        Args:
-            step: of the job.
-            job: its name.
-            limit_s: how long it may take, the start of the process included.
-        """
+        """Return the rows of a job; one says so where the process failed or took too long."""
         try:
             return [Row(**row) for row in self._child.ask({"step": step, "job": job}, limit_s)]
         except worker.ChildError as error:

@@ -50,13 +50,7 @@ def sampled(length: int) -> list[range]:
 
 
 def compare(work: Work, given: Given, attend: Attend) -> Measured:
-    """Run a method once and compare.
-
-    Args:
-        work: what is measured; with dropout that which ours does.
-        given: its tensors.
-        attend: the method.
-    """
+    """Run a method once and compare."""
     chunks = sampled(work.rows)
     grad = _only(given.grad, chunks)
     got = _results(work, given, attend, grad, chunks)

@@ -54,12 +54,6 @@ def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Atte
 
     Without ``again``, autograd keeps every part for the backward, and nothing is saved; with it
     each part is computed again there (checkpointing).
-
-    Args:
-        work: what is measured.
-        given: its tensors.
-        rows: of a part.
-        again: whether to compute parts again instead of keeping them.
     """
     problem, operands = problem_of(work, given)
     parts = [range(i, min(i + rows, work.rows)) for i in range(0, work.rows, rows)]

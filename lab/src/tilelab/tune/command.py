@@ -98,9 +98,6 @@ class _Chip(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write.
 
-    Args:
-        argv: the arguments; None takes them from the command line.
-
     Returns:
         0 if nothing failed, else 1. What was not begun for want of time did not fail.
 

@@ -61,11 +61,6 @@ def candidates(family: str, job: Job, most: int) -> list[Blocks]:
     The distance counts doublings of sides and of warps, and stages. It adds one for blocks that
     give a thread more pairs than the table's do: the table has the most that did not spill. Among
     equally near blocks the larger come first.
-
-    Args:
-        family: a name of FAMILIES.
-        job: for what.
-        most: how many.
     """
     table = table_blocks(family, job)
     fitting = ladder(FAMILIES[family], job.pass_name, job.width, job.type.itemsize)
@@ -127,12 +122,7 @@ _SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40
 
 
 def small(job: Job, tiny: bool) -> list[Case]:
-    """Problems whose results are compared with the reference's; lengths that no block divides.
-
-    Args:
-        job: whose kind they are of.
-        tiny: for the interpreter.
-    """
+    """Problems whose results are compared with the reference's; lengths that no block divides."""
     cases = _SMALL[job.kind]
     if job.pass_name == "decode":
         dense = [case for case in cases if case.sequences is None]

@@ -16,8 +16,8 @@ from tilelab.cases import case as cases
 from tilelab.common.clock import Spread, interleave, once, plan, repeats_for
 from tilelab.common.record import COMPLETE
 from tilelab.common.tables import markdown, plain
-from tilelab.peers.compare import compare
 from tilelab.peers.methods import ours
+from tilelab.peers.plain import compare
 from tilelab.peers.work import draw
 from tilewise.errors import InvalidArgument
 

@@ -14,7 +14,7 @@ from tilelab.bench import children, command, main
 from tilelab.bench.cases import SCALING_GOAL, find
 from tilelab.bench.goals import Scaling, measure
 from tilelab.common.worker import Child
-from tilelab.peers.compare import Measured
+from tilelab.peers.plain import Measured
 from tilelab.peers.work import Pass
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.lab.gpu_check.records import Event
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import do
@@ -123,22 +123,6 @@ def test_only_the_kernel_of_the_pass_is_timed(pass_name: str, kernel: str) -> No
     job, (blocks,) = read_job(f"{pass_name} float16 64 * 16x16/4/1")
     own = worker._timed(worker._large(SETTING, job), job, blocks)
     assert [launch.kernel.__name__ for launch in own] == [kernel]
-
-
-class Event:
-    """A CUDA event of a device that does everything at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self.at
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
 
 
 def test_what_only_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 import tilewise
 from tilelab.bench.steps import Budget, time_all
 from tilelab.common.memory import too_large
-from tilelab.peers import compare as gate
-from tilelab.peers.compare import compare, sampled
+from tilelab.peers import plain as gate
 from tilelab.peers.methods import Method, block_sparse, exact, ours, sdpa
-from tilelab.peers.plain import chunked, plain
+from tilelab.peers.plain import chunked, compare, plain, sampled
 from tilelab.peers.work import Given, Work, call_of, draw
 from tilewise import masks, scores
 

@@ -14,29 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.lab.gpu_check.records import Event
 from tilelab.common.clock import seconds_of
 from tilelab.gpu_check import host, speed, worker
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import TINY, Setting
 
 STUBBED = Setting("tiled")
-
-
-class Event:
-    """A CUDA event of a device that does everything at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self.at
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
 
 
 class Stream:

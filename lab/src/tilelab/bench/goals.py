@@ -18,8 +18,8 @@ from tilelab.bench.points import BenchRecord
 from tilelab.common import environment
 from tilelab.common.clock import Call, Spread, Times, interleave, once, plan
 from tilelab.common.record import NOT_FINISHED, Finding
-from tilelab.peers.compare import compare
 from tilelab.peers.methods import ours, sdpa
+from tilelab.peers.plain import compare
 from tilelab.peers.work import call_of, draw
 from tilewise.chips import detect
 from tilewise.inspect import peaks

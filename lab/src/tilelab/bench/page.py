@@ -30,7 +30,6 @@ from tilelab.common.svg import (
     spread,
     standalone,
 )
-from tilelab.common.tables import Table
 from tilelab.common.tables import markdown as markdown_table
 from tilelab.peers.methods import OURS
 
@@ -238,20 +237,19 @@ class _Figure(NamedTuple):
     caption: str
 
 
-class _Section(NamedTuple):
-    """A suite on the page."""
-
-    name: str
-    about: str
-    sentences: list[str]
-    figures: list[_Figure]
-    tables: list[Table]
-
-
 def html(record: SuiteRecord) -> str:
     """Return the page."""
     with house_style():
-        sections = [_section(record, suite) for suite in record.suites]
+        sections = [
+            {
+                "name": suite,
+                "about": ABOUT[suite],
+                "sentences": sentences(record, suite),
+                "figures": _figures(suite, record.of(suite)),
+                "tables": suite_tables(record, suite),
+            }
+            for suite in record.suites
+        ]
     return page_of(
         "tilelab.bench",
         chip=record.machine["chip"],
@@ -277,17 +275,6 @@ def _said(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _section(record: SuiteRecord, suite: str) -> _Section:
-    points = record.of(suite)
-    return _Section(
-        suite,
-        ABOUT[suite],
-        sentences(record, suite),
-        _figures(suite, points),
-        suite_tables(record, suite),
-    )
 
 
 def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:

@@ -20,8 +20,8 @@ from tilelab.common.clock import race, seconds_of
 from tilelab.common.memory import too_large
 from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
 from tilelab.common.terminal import Progress, in_words
-from tilelab.peers.compare import Measured, compare
 from tilelab.peers.methods import OURS, Method
+from tilelab.peers.plain import Measured, compare
 from tilelab.peers.work import Attend, Given, Work, call_of, draw
 from tilewise.errors import TilewiseError
 

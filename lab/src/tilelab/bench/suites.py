@@ -21,8 +21,8 @@ from tilelab.bench.goals import CaseResult, measure
 from tilelab.bench.memory import weigh
 from tilelab.bench.points import Point
 from tilelab.bench.steps import Budget, Settings, Step, attempted, timed
-from tilelab.peers.compare import compare
 from tilelab.peers.methods import OURS, Method, exact, rivals
+from tilelab.peers.plain import compare
 from tilelab.peers.work import Attend, Given, Pass, Work, draw
 from tilewise import masks, scores
 from tilewise.inspect.known_models import KnownModel, known_model

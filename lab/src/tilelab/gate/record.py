@@ -125,8 +125,10 @@ def target_named(name: str) -> Target:
     return {target.name: target for target in TARGETS}[name]
 
 
-_HEAD = ("case", "kernel", "tile", "regs", "spill", "scratch", "shared KB", "matrix", "async")
-_HEAD += ("instr", "s", "verdict")
+_HEAD = (
+    *("case", "kernel", "tile", "regs", "spill", "scratch"),
+    *("shared KB", "matrix", "async", "instr", "s", "verdict"),
+)
 
 
 def table(target: Target, records: Sequence[tuple[Record, list[str]]]) -> str:

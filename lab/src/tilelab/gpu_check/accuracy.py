@@ -192,8 +192,8 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         found, again = (tilewise.attention(q, k, v, **keywords) for _ in range(2))
         plain, oracle = references(q, k, v, scales, inputs.mask)
         unequal = differing(*({"out": each.out, "lse": each.lse} for each in (found, again)))
-        outs = ({"out": each.out} for each in (found, plain, oracle))
-        row = judged(STEP, f"{_EIGHT_BITS} {name}", *outs, unequal)
+        own, plains, oracles = ({"out": each.out} for each in (found, plain, oracle))
+        row = judged(STEP, f"{_EIGHT_BITS} {name}", own, plains, oracles, unequal)
         row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
         yield row
 

@@ -21,8 +21,8 @@ from tilelab.gpu_check.outcomes import quantised, references
 from tilelab.gpu_check.record import FLEX, OURS, Row, Status, in_short
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.timed import Timed
-from tilelab.peers.compare import compare, cut, sampled
 from tilelab.peers.methods import Method
+from tilelab.peers.plain import compare, cut, sampled
 from tilelab.peers.work import Attend, Given, Pass, Work, call_of, draw
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales

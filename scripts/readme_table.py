@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 
 from tilelab import bench
-from tilelab.bench import SUITES
-from tilelab.bench.suites.points import Record
-from tilelab.bench.suites.sentences import sentences
-from tilelab.bench.suites.tables import heading
+from tilelab.bench.command import SUITES
+from tilelab.bench.points import SuiteRecord
+from tilelab.bench.sentences import sentences
+from tilelab.bench.tables import suite_heading
 from tilelab.counted.cases import Row, verdict
 from tilelab.counted.cases import table as tabulated
 
@@ -72,12 +72,12 @@ def suites(folder: Path) -> list[str]:
         folder: ``benchmarks/<chip>/suites``.
     """
     found, place = [], folder.relative_to(ROOT / "benchmarks")
-    for name in SUITES:
+    for name in (*SUITES, "all"):
         stored = folder / f"{name}.json"
         if not stored.exists():
             continue
-        record = Record.read(stored)
-        machine, _, *missing = heading(record)
+        record = SuiteRecord.read(stored)
+        machine, _, *missing = suite_heading(record)
         lines = [f"### {name}", "", f"{machine} ([tables]({place}/{name}.md))."]
         said = [line for suite in record.suites for line in sentences(record, suite)]
         lines += [*missing, "", *(f"- {line}" for line in said)]

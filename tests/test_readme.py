@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tilelab.bench.suites.points import Point, Record
+from tilelab.bench.points import Point, SuiteRecord
 from tilelab.counted.cases import Row
 from tilelab.study import recipes
 
@@ -104,7 +104,7 @@ def test_stored_suites_are_told_with_their_figures(
     script = _script()
     monkeypatch.setattr(script, "ROOT", tmp_path)
     folder = tmp_path / "benchmarks" / "chip" / "suites"
-    record = Record.begin(["accuracy"], "cpu", {})
+    record = SuiteRecord.begin(["accuracy"], "cpu", {})
     place = Point("accuracy", "forward", 64, "float32", "tilewise", "error")
     point = replace(place, samples=(1.0,), allowed=4.0)
     record.points.append(point)

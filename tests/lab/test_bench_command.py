@@ -12,9 +12,10 @@ import torch
 
 from tilelab.bench import children, command, main
 from tilelab.bench.cases import SCALING_GOAL, find
-from tilelab.bench.measure import measure_cases
-from tilelab.bench.results import Scaling
-from tilelab.peers.compare import Measured
+from tilelab.bench.goals import Scaling, measure
+from tilelab.common.worker import Child
+from tilelab.peers.plain import Measured
+from tilelab.peers.work import Pass
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks
@@ -111,7 +112,7 @@ def test_a_wrong_case_is_not_timed_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = Measured("out: largest error 1", 1.0, 0.1, 1.0)
-    monkeypatch.setattr("tilelab.bench.measure.compare", lambda *_: wrong)
+    monkeypatch.setattr("tilelab.bench.goals.compare", lambda *_: wrong)
     assert main(["--cases", "short 33", "--dtype", "float32"]) == 1
     text = capsys.readouterr().out
     assert "WRONG short 33 float32: out: largest error 1" in text
@@ -123,11 +124,15 @@ def test_ctrl_c_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
-    def interrupted(cases: Any, *rest: Any) -> Iterator[Any]:
-        yield from measure_cases(cases[:1], *rest)
-        raise KeyboardInterrupt
+    begun: list[Any] = []
 
-    monkeypatch.setattr("tilelab.bench.command.measure_cases", interrupted)
+    def interrupted(case: Any, *rest: Any) -> Any:
+        begun.append(case)
+        if len(begun) > 1:
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(command, "measure", interrupted)
     path = tmp_path / "cpu.json"
     options = ["--cases", "short", "--dtype", "float32", "--rounds", "1", "--json", str(path)]
     assert cli.main(["bench", *options]) == 130
@@ -145,11 +150,11 @@ def test_a_failure_late_keeps_what_is_done(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "CASES", (find("short 33 float32"),))
     monkeypatch.setattr("tilelab.bench.children.memory", broken)
-    monkeypatch.setattr("tilelab.bench.children.scaling", lambda *_: (each for each in [SCALED]))
+    monkeypatch.setattr("tilelab.bench.children.scaling", lambda *_: SCALED)
     assert main([]) == 1
     said = capsys.readouterr()
     assert "memory process failed" in said.err
-    assert "a measurement failed" in said.out
+    assert "a step failed" in said.out
     assert "held plan" in said.out
     (path,) = (tmp_path / "benchmarks").glob("*/cpu-partial.json")
     assert str(tmp_path) not in path.read_text()
@@ -181,7 +186,8 @@ def test_the_peak_is_positive_on_every_instruction_set(isa: str) -> None:
 
 @needs_core
 def test_the_children() -> None:
-    (found,) = children.scaling(["short 33 float32"], 0.1)
+    with Child(children.MODULE) as child:
+        found = children.scaling(child, "short 33 float32", 0.1)
     assert len(found.one_s) == len(found.two_s) == len(found.peak_two) >= 3
     assert found.has_goal
     assert found.met == ("yes" if found.relative >= SCALING_GOAL else "no")
@@ -190,11 +196,12 @@ def test_the_children() -> None:
 @pytest.mark.thorough
 @needs_core
 def test_memory_of_a_pass() -> None:
-    found = list(children.memory(2048))
-    names = ["forward 2k D64", "forward 2k D64", "backward 2k D64", "backward 2k D64"] * 2
-    assert [each.name for each in found] == names
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    ways = [(dtype, way) for dtype in ("float32", "bfloat16") for way in passes]
+    found = [each for way in ways for each in children.memory(2048, *way)]
+    names = [(f"{way} 2k D64", dtype) for dtype, way in ways for _ in range(2)]
+    assert [(each.name, each.dtype) for each in found] == names
     assert [each.side for each in found] == ["ours", "torch"] * 4
-    assert [each.dtype for each in found] == ["float32"] * 4 + ["bfloat16"] * 4
     for each in found:
         outputs, itemsize = 1 + 2 * ("backward" in each.name), 4 if each.dtype == "float32" else 2
         assert each.result_bytes == 2 * 2048 * 64 * itemsize * outputs
@@ -205,5 +212,6 @@ def test_memory_of_a_pass() -> None:
 
 @needs_core
 def test_a_child_that_fails_says_why() -> None:
-    with pytest.raises(TilewiseError, match=r"process ended with 1 after .*StopIteration"):
-        list(children.scaling(["no such case"], 0.1))
+    said = r"process ended with 1 after .*StopIteration"
+    with Child(children.MODULE) as child, pytest.raises(TilewiseError, match=said):
+        children.scaling(child, "no such case", 0.1)

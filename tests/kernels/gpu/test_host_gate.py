@@ -19,9 +19,21 @@ from tilelab.gate.__main__ import main
 from tilelab.gate.cases import CASES
 from tilelab.gate.compilers import compile_all, environment
 from tilelab.gate.machine import of_amdgcn, of_sass
-from tilelab.gate.record import TARGETS, Case, Record, cases_of, table, target_named
+from tilelab.gate.record import (
+    TARGETS,
+    Case,
+    Entry,
+    Record,
+    baseline_path,
+    cases_of,
+    faults,
+    load,
+    out_of_date,
+    store,
+    table,
+    target_named,
+)
 from tilelab.gate.search import ladder
-from tilelab.gate.verdicts import Entry, baseline_path, faults, load, out_of_date, store
 from tilewise.kernels.gpu.config import Pass, shared_need
 
 OWN = "tests.kernels.gpu.gate_cases"
@@ -37,9 +49,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 def compiled(target: str, *names: str, module: str = OWN, limit_s: int = 300) -> list[Record]:
     """What the gate's children make of some cases of a module on one chip."""
     chip = target_named(target)
-    (found,) = compile_all([chip], {target: list(names)}, module, 1, limit_s)
-    assert found.target == chip
-    return found.records
+    ((found, records),) = compile_all([chip], {target: list(names)}, module, 1, limit_s)
+    assert found == chip
+    return records
 
 
 def gate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.lab.gpu_check.records import Event
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import do
-from tilelab.tune import probes, worker
+from tilelab.tune import jobs, worker
 from tilelab.tune.jobs import read_job
 from tilewise.kernels.gpu.config import Pass
 from tilewise.kernels.gpu.launch import Launch, run
@@ -94,7 +94,7 @@ def test_spills_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda **arguments: Compiled()
 
-    from tilelab.tune.work import spills_in
+    from tilelab.tune.worker import spills_in
 
     launches = [Launch(Kernel(), grid, {}, {}) for grid in ((2,), (0,), (1, 1))]
     assert spills_in(launches) == 6
@@ -125,22 +125,6 @@ def test_only_the_kernel_of_the_pass_is_timed(pass_name: str, kernel: str) -> No
     assert [launch.kernel.__name__ for launch in own] == [kernel]
 
 
-class Event:
-    """A CUDA event of a device that does everything at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self.at
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
-
-
 def test_what_only_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the processor, with a stub for ``torch.cuda``: real sizes made small, timed by events."""
     stubs = {"_sleep": lambda cycles: None, "synchronize": lambda: None, "Event": Event}
@@ -148,8 +132,8 @@ def test_what_only_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(Setting, "device", property(lambda self: torch.device("cpu")))
     for name, size in (("_HIDDEN", 16), ("_BATCH", 1), ("_LENGTH", 32)):
-        monkeypatch.setattr(probes, name, size)
-    case = probes.large(read_job("dq float16 128 *")[0], tiny=False)[0]
+        monkeypatch.setattr(jobs, name, size)
+    case = jobs.large(read_job("dq float16 128 *")[0], tiny=False)[0]
     assert (case.head_dim, case.value_dim, case.queries, case.keys) == (128, 128, 32, 32)
     (row,) = do(Setting(), "measure", "dq float16 64 * 64x32/4/1 16x16/4/1", worker.perform)
     assert row.status == "ok", row.note

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tests.variants_catalogue import CATALOGUE, Call, Variant
-from tilelab.gate.calls import backward_tensors
+from tilelab.gate.cases import backward_tensors
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
 from tilewise.kernels.gpu.launch import Launch

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilelab.bench.suites import timed
-from tilelab.bench.suites.steps import Budget
+from tilelab.bench.steps import Budget, time_all
 from tilelab.common.memory import too_large
-from tilelab.peers import compare as gate
-from tilelab.peers.compare import compare, sampled
+from tilelab.peers import plain as gate
 from tilelab.peers.methods import Method, block_sparse, exact, ours, sdpa
-from tilelab.peers.plain import chunked, plain
+from tilelab.peers.plain import chunked, compare, plain, sampled
 from tilelab.peers.work import Given, Work, call_of, draw
 from tilewise import masks, scores
 
@@ -52,22 +50,33 @@ def test_long_ones_are_sampled_and_right(passes: Any, monkeypatch: pytest.Monkey
     assert compare(work, given, ours().make(work, given)).complaint == ""
 
 
-@pytest.mark.parametrize("where", ["out", "dv"])
-def test_what_is_wrong_is_found(where: str) -> None:
-    work = replace(WORK, passes="forward" if where == "out" else "both")
-    given = draw(work)
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (0.01, "out: largest error"),
+        (float("nan"), "out: NaN in the wrong places, 1 of"),
+        (float("inf"), "out: inf in the wrong places, 1 of"),
+    ],
+)
+def test_what_is_wrong_is_found(value: float, says: str) -> None:
+    given = draw(WORK)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v).clone()
+        out[-1, -1, -1, 0] += value
+        return out
+
+    assert says in compare(WORK, given, attend).complaint
+
+
+def test_wrong_gradients_are_found() -> None:
+    work = replace(WORK, passes="both")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = tilewise.attention(q, k, v)
-        return out + 0.01 if where == "out" else out + (v.sum() - v.sum().detach()) * 0.01
+        return out + (v.sum() - v.sum().detach()) * 0.01
 
-    assert where in compare(work, given, attend).complaint
-
-
-def test_nan_is_wrong() -> None:
-    given = draw(WORK)
-    complaint = compare(WORK, given, lambda q, k, v: q * float("nan")).complaint
-    assert "out" in complaint
+    assert "dv" in compare(work, draw(work), attend).complaint
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "dropout"])
@@ -86,7 +95,7 @@ def test_a_wrong_exact_method_is_not_timed() -> None:
         return lambda q, k, v: tilewise.attention(q, k, v) * 1.01
 
     methods = [ours(), Method("off", make), Method("near", make, exact=False)]
-    found = {p.method: p for p in timed.time_all(WORK, methods, Budget(1, (2, 2), 0.01))}
+    found = {p.method: p for p in time_all(WORK, methods, Budget(1, (2, 2), 0.01))}
     assert found["off"].status == "wrong"
     assert found["off"].samples == ()
     assert "largest error" in found["off"].note
@@ -103,7 +112,7 @@ def test_what_cannot_be_done_is_told() -> None:
         raise RuntimeError("no such kernel\nand a long story")
 
     methods = [sdpa("flash"), Method("broken", broken), Method("tilewise", broken)]
-    points = list(timed.time_all(work, methods, Budget(1, (2, 2), 0.01)))
+    points = list(time_all(work, methods, Budget(1, (2, 2), 0.01)))
     assert [(p.status, p.note) for p in points] == [
         ("skipped", "it takes no score function"),
         ("skipped", "no such kernel"),

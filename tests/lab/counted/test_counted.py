@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tilelab.counted import __main__ as command
-from tilelab.counted import cachegrind
 from tilelab.counted.cases import CASES, QUICK, SWEEP, Case, Row, table, verdict
 from tilewise.errors import InvalidArgument
 
@@ -33,9 +32,9 @@ CASE = Case("core", "forward", 512, 512 << 10, task=64)
 
 
 def test_misses_are_read_by_name() -> None:
-    assert cachegrind.misses(FILE) == 50
+    assert command.misses(FILE) == 50
     turned = FILE.replace("Dr D1mr DLmr", "DLmr Dr D1mr")
-    assert cachegrind.misses(turned) == 90 + 30
+    assert command.misses(turned) == 90 + 30
 
 
 @pytest.mark.parametrize(
@@ -43,17 +42,17 @@ def test_misses_are_read_by_name() -> None:
     ["", FILE.replace("summary", "totals"), FILE.replace("DLmw", "DLm"), FILE.replace(" 30", "")],
 )
 def test_a_file_without_misses_is_refused(text: str) -> None:
-    with pytest.raises(cachegrind.CountingError, match="DLmr and DLmw"):
-        cachegrind.misses(text)
+    with pytest.raises(command.CountingError, match="DLmr and DLmw"):
+        command.misses(text)
 
 
 def test_every_cache_can_be_had() -> None:
     for case in CASES + SWEEP:
-        sets = case.cache // (cachegrind.ways(case.cache) * cachegrind.LINE)
+        sets = case.cache // (command.ways(case.cache) * command.LINE)
         assert sets.bit_count() == 1
-        assert sets * cachegrind.ways(case.cache) * cachegrind.LINE == case.cache
+        assert sets * command.ways(case.cache) * command.LINE == case.cache
     with pytest.raises(InvalidArgument, match="cache"):
-        cachegrind.ways(11 << 10)
+        command.ways(11 << 10)
 
 
 def test_the_core_cuts_the_tasks_of_a_case() -> None:
@@ -142,8 +141,8 @@ def test_a_process_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "valgrind").write_text("#!/bin/sh\necho no such tool >&2\nexit 7\n")
     (tmp_path / "valgrind").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(cachegrind.CountingError, match="ended with 7: no such tool"):
-        cachegrind.counted(tmp_path / "counted", 2**20, {"what": "core"})
+    with pytest.raises(command.CountingError, match="ended with 7: no such tool"):
+        command.counted(tmp_path / "counted", 2**20, {"what": "core"})
 
 
 def test_ours_and_plain_have_to_agree_first(

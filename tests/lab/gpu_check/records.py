@@ -1,11 +1,13 @@
-"""A record of the GPU check, made up: every case of the speed step, with goals met and missed."""
+"""A record of the GPU check, made up: every case of the speed step; and a stub of an event."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from tilelab.common.record import COMPLETE
 from tilelab.gpu_check import timed
-from tilelab.gpu_check.record import COMPLETE, Record, Row
+from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import REAL
 from tilelab.gpu_check.timed import Timed
 
@@ -85,3 +87,20 @@ def whole() -> Record:
         ),
     ]
     return Record(False, "gpu", COMPLETE, {"smoke": 12.0, "speed": 90.5}, rows)
+
+
+class Event:
+    """A CUDA event of a device that does everything at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)

@@ -70,15 +70,6 @@ def test_every_case_is_there_once() -> None:
     assert len(plain) == 2 * 6 * 3
 
 
-def test_16k_tokens_of_hidden_2048() -> None:
-    """Of the sizes, not of tensors: these would be large."""
-    for case in timed.cases(REAL):
-        if case.kind in ("full", "causal"):
-            assert REAL.tokens % case.length == 0
-            assert REAL.hidden % case.head_dim == 0
-    assert (REAL.tokens, REAL.hidden) == (16384, 2048)
-
-
 def test_documents_cover_the_length() -> None:
     ends = timed.ends_of(SELF_TEST, Timed("document", 16, 64)).tolist()
     assert (ends[0], ends[-1]) == (0, 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tilelab.gpu_check.steps import STEPS
+from tilelab.gpu_check.worker import STEPS
 from tilewise.kernels.gpu.config import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]

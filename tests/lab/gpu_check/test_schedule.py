@@ -5,38 +5,40 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import tilelab
 import tilewise
-from tilelab.gpu_check import schedule, steps, worker
+from tilelab.gpu_check import command, worker
+from tilelab.gpu_check.command import conduct
 from tilelab.gpu_check.record import Record, Row
-from tilelab.gpu_check.schedule import conduct
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.steps import STEPS, Step
-from tilelab.gpu_check.worker import Worker, environment
+from tilelab.gpu_check.worker import STEPS, Step, Team, Worker
 from tilewise.errors import Unsupported
 
 REAL, SELF_TEST = Setting(), Setting(self_test=True)
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 
 
-class Planned(Step):
-    """A step with these jobs, for the name's sake: "a b c" has three."""
-
-    def jobs(self, setting: Setting) -> list[str]:
-        return self.name.split()
+def planned(names: str, budget_s: float, job_s: float, parallel: bool = False) -> Step:
+    """A step with these jobs: "a b c" has three."""
+    return Step(names, budget_s, job_s, lambda _: names.split(), lambda *_: iter(()), parallel)
 
 
 class Answers:
-    """Stands for a child: answers at once, and remembers what it was asked."""
+    """Stands for a team and its one worker: answers at once, and remembers what it was asked."""
 
     def __init__(self, took_s: float = 0.0) -> None:
         self.asked: list[tuple[str, float]] = []
         self.now, self.took_s, self.closed = 0.0, took_s, 0
+
+    def each(self, ask: Callable[[Any, str], None], jobs: Sequence[str]) -> None:
+        for job in jobs:
+            ask(self, job)
 
     def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
         self.asked.append((job, limit_s))
@@ -46,16 +48,10 @@ class Answers:
     def close(self) -> None:
         self.closed += 1
 
-    def conduct(self, planned: list[Step], limit_s: float) -> Record:
-        record = Record(False, "gpu")
-        conduct(
-            REAL,
-            planned,
-            record,
-            limit_s,
-            clock=lambda: self.now,
-            start=lambda setting, parallel: self,  # type: ignore[arg-type,return-value]
-        )
+    def conduct(self, steps: list[Step], limit_s: float, changed: Any = lambda _: None) -> Record:
+        record, stand_in = Record(False, "gpu"), cast(Any, self)
+        more: dict[str, Any] = {"clock": lambda: self.now, "start": lambda *_: stand_in}
+        conduct(REAL, steps, record, limit_s, changed=lambda: changed(record), **more)
         return record
 
 
@@ -68,7 +64,7 @@ def child() -> Iterator[Worker]:
 
 def test_an_error_loses_nothing_else() -> None:
     answers = Answers()
-    record = answers.conduct([Planned("a bad c", 10, 5), Planned("d", 10, 5)], 100)
+    record = answers.conduct([planned("a bad c", 10, 5), planned("d", 10, 5)], 100)
     assert [(row.name, row.status) for row in record.rows] == [
         ("a", "ok"),
         ("bad", "error"),
@@ -82,7 +78,7 @@ def test_an_error_loses_nothing_else() -> None:
 def test_a_step_has_its_budget_and_no_more() -> None:
     """What has not begun by then is skipped, and the next step has its own time."""
     answers = Answers(took_s=4.5)
-    record = answers.conduct([Planned("a b c d", 10, 9), Planned("e", 10, 9)], 100)
+    record = answers.conduct([planned("a b c d", 10, 9), planned("e", 10, 9)], 100)
     assert [row.status for row in record.rows] == ["ok", "ok", "skipped", "skipped", "ok"]
     assert answers.asked == [("a", 9), ("b", 5.5), ("e", 9)]
     assert record.seconds == {"a b c d": 9.0, "e": 4.5}
@@ -90,7 +86,7 @@ def test_a_step_has_its_budget_and_no_more() -> None:
 
 def test_the_whole_has_a_limit() -> None:
     answers = Answers(took_s=4.0)
-    record = answers.conduct([Planned("a b", 100, 9), Planned("c d", 100, 9)], 11)
+    record = answers.conduct([planned("a b", 100, 9), planned("c d", 100, 9)], 11)
     assert [row.status for row in record.rows] == ["ok", "ok", "ok", "skipped"]
     assert answers.asked[-1] == ("c", 3)
 
@@ -100,37 +96,29 @@ def test_a_child_that_cannot_start_is_an_error() -> None:
         def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
             raise OSError("no process")
 
-    record = Broken().conduct([Planned("a b", 10, 5)], 100)
+    record = Broken().conduct([planned("a b", 10, 5)], 100)
     assert [(row.status, row.note) for row in record.rows] == [("error", "OSError: no process")] * 2
 
 
 def test_the_record_is_kept_after_each_job() -> None:
     lengths: list[int] = []
-    answers, record = Answers(), Record(False, "gpu")
-    conduct(
-        REAL,
-        [Planned("a b", 10, 5)],
-        record,
-        100,
-        changed=lambda: lengths.append(len(record.rows)),
-        start=lambda setting, parallel: answers,  # type: ignore[arg-type,return-value]
-    )
+    Answers().conduct([planned("a b", 10, 5)], 100, lambda record: lengths.append(len(record.rows)))
     assert lengths == [1, 2]
 
 
 def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "_processes", lambda: 3)
-    made: list[Worker] = []
+    monkeypatch.setattr(command, "processes", lambda *_: 3)
+    counts: list[int] = []
 
-    def start(setting: Setting, parallel: bool) -> Worker:
-        made.append(Worker(setting, parallel, command=FAKE))
-        return made[-1]
+    def start(setting: Setting, count: int) -> Team:
+        counts.append(count)
+        return Team(setting, count, FAKE)
 
     names = " ".join(f"job{i}" for i in range(9))
     record = Record(False, "gpu")
-    conduct(REAL, [Planned(names, 60, 60, parallel=True)], record, 60, start=start)
+    conduct(REAL, [planned(names, 60, 60, parallel=True)], record, 60, start=start)
     assert sorted(row.name for row in record.rows) == sorted(names.split())
-    assert len(made) == 4  # the single one was not needed, and is there for other steps
+    assert counts == [1, 3]  # the single one was not needed, and is there for other steps
     assert len({row.values["pid"] for row in record.rows}) <= 3
 
 
@@ -176,29 +164,27 @@ def test_a_process_that_lost_its_gpu_is_replaced(child: Worker) -> None:
     assert after.values["pid"] != before
 
 
-def test_what_a_job_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_job_raises_is_a_row() -> None:
     """What it found before stays; what the backend cannot do is no error."""
 
-    class Raising:
-        def run(self, setting: Setting, job: str) -> Iterator[Row]:
-            yield Row("s", job)
-            raise {"odd": ValueError("two\nlines"), "not": Unsupported("it", {"gpu": ["why"]})}[job]
+    def raising(setting: Setting, step: str, job: str) -> Iterator[Row]:
+        yield Row("s", job)
+        raise {"odd": ValueError("two\nlines"), "not": Unsupported("it", {"gpu": ["why"]})}[job]
 
-    monkeypatch.setattr(steps, "find", lambda name: Raising())
-    rows = worker.do(SELF_TEST, "s", "odd")
+    rows = worker.do(SELF_TEST, "s", "odd", raising)
     assert [row.status for row in rows] == ["ok", "error"]
     assert rows[1].note == "ValueError: two lines"
     assert "test_schedule.py" in rows[1].values["traceback"]
-    rows = worker.do(SELF_TEST, "s", "not")
+    rows = worker.do(SELF_TEST, "s", "not", raising)
     assert [(row.status, row.note) for row in rows] == [("ok", ""), ("unsupported", "why")]
 
 
 def test_the_interpreter_is_asked_for_before_triton_is_there() -> None:
-    assert environment(SELF_TEST, False)["TRITON_INTERPRET"] == "1"
-    assert environment(REAL, True)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
-    assert "TORCHINDUCTOR_COMPILE_THREADS" not in environment(REAL, False)
+    assert SELF_TEST.environment()["TRITON_INTERPRET"] == "1"
+    assert REAL.environment(parallel=True)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in REAL.environment()
     sources = [Path(each.__path__[0]).resolve().parent for each in (tilewise, tilelab)]
-    assert environment(REAL, False)["PYTHONPATH"].split(":")[:2] == [*map(str, sources)]
+    assert REAL.environment()["PYTHONPATH"].split(":")[:2] == [*map(str, sources)]
 
 
 def test_every_step_has_jobs_of_different_names() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tilelab.gpu_check.steps import STEPS
+from tilelab.gpu_check.worker import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "scripts" / "gpu_check.py")

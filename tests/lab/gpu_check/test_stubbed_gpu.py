@@ -14,30 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.lab.gpu_check.records import Event
 from tilelab.common.clock import seconds_of
-from tilelab.gpu_check import host, steps, worker
+from tilelab.gpu_check import host, speed, worker
 from tilelab.gpu_check.record import Row
-from tilelab.gpu_check.schedule import _processes
 from tilelab.gpu_check.setting import TINY, Setting
 
 STUBBED = Setting("tiled")
-
-
-class Event:
-    """A CUDA event of a device that does everything at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self.at
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
 
 
 class Stream:
@@ -141,10 +124,10 @@ def test_speed_and_its_preparation(job: str) -> None:
 def test_flex_is_not_waited_for(tmp_path: Any) -> None:
     """A case whose compilation did not end is timed without FlexAttention."""
     job, setting = "D16 full 64", Setting("tiled", scratch=str(tmp_path))
-    rows = list(steps.find("speed").run(setting, job))
+    rows = list(speed.measure("speed", setting, job))
     assert all("did not end" in row.values["absent"]["flex"] for row in rows)
-    assert list(steps.find("prepare").run(setting, job))
-    rows = list(steps.find("speed").run(setting, job))
+    assert list(speed.prepare(setting, job))
+    rows = list(speed.measure("speed", setting, job))
     assert "flex" in rows[0].values["samples_s"]
 
 
@@ -211,4 +194,5 @@ def test_bits_are_repeated_beside_other_work() -> None:
 
 
 def test_some_cores_are_left() -> None:
-    assert 1 <= _processes() <= 12
+    assert 1 <= worker.processes(12, 3) <= 12
+    assert worker.processes(12, 10**6) == 1

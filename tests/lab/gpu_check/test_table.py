@@ -11,7 +11,7 @@ import torch
 
 from tests.lab.gpu_check.records import speed_row, whole
 from tilelab.gpu_check.command import main
-from tilelab.gpu_check.record import FORMAT, Record, Row
+from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.table import table
 from tilelab.gpu_check.timed import Timed
 from tilewise.errors import InvalidArgument
@@ -98,7 +98,7 @@ def test_json_and_back(tmp_path: Path) -> None:
     record.rows.append(Row("accuracy", "bad", "wrong", "NaN", {"ratios": {"out": float("inf")}}))
     record.write(path)
     values = json.loads(path.read_text())
-    assert values["format"] == FORMAT
+    assert values["format"] == Record.FORMAT
     said = {each["name"]: each for each in values["summary"]}
     assert said["forward D128 causal 16384"]["met"] == "yes"
     assert values["rows"][-1]["values"]["ratios"] == {"out": None}

@@ -123,7 +123,7 @@ def test_counts_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_self_test_runs_what_would_be_counted() -> None:
-    for job in traffic.jobs(SELF_TEST):
+    for job in traffic.JOBS:
         (row,) = traffic.run(SELF_TEST, job)
         assert row.status == "ok"
         assert row.values["predicted_read"] > 0

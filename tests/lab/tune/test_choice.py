@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.lab.tune.team import FAMILY, FakeTeam, gain
+from tilelab.common.clock import Spread
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.command import lines_of, plan_of, summary
 from tilelab.tune.jobs import Job, candidates, read_job, table_blocks
-from tilelab.tune.trials import MOST, Finding, Team, Timing, beats, tune
+from tilelab.tune.trials import MOST, Finding, Team, beats, tune
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
 
 JOB = Job("forward", "bfloat16", 64, "plain")
@@ -69,14 +70,8 @@ def test_a_job_is_read_as_it_is_written() -> None:
 def test_a_gain_must_be_more_than_the_noise(
     new: tuple[float, float], table: tuple[float, float], better: bool
 ) -> None:
-    assert beats(Timing(*new), Timing(*table)) is better
-
-
-def test_the_spread_is_of_the_middle_half() -> None:
-    timing = Timing.of([1.0, 1.1, 0.9, 1.0, 9.0])
-    assert timing.seconds == 1.0
-    assert timing.spread == pytest.approx(0.05)
-    assert Timing.of([2.0]) == Timing(2.0, 0.0)
+    one, other = (Spread(m, m, m, m * (1 - noise), m * (1 + noise)) for m, noise in (new, table))
+    assert beats(one, other) is better
 
 
 def test_the_fastest_is_kept_and_timed_again() -> None:

@@ -6,8 +6,9 @@ with AVX-512 and BF16 and without AMX, on one thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,7 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 _Sizes: TypeAlias = tuple[int, int, int, int, int, int]  # B, Hq, Hk, M, N, D
 
 
-class Goal(NamedTuple):
+@dataclass(frozen=True)
+class Goal:
     """The goals of a case.
 
     Args:
@@ -107,15 +109,21 @@ def _square(batch: int, heads: int, length: int, width: int, kv_heads: int = 0) 
     return batch, heads, kv_heads or heads, length, length, width
 
 
-class _Row(NamedTuple):
-    """A case in every dtype that has a goal."""
-
-    name: str
-    sizes: _Sizes
-    goals: tuple[Goal, ...]
-    variant: str = "full"
-    backward: bool = False
-    quick: tuple[str, ...] = ()
+def _row(
+    name: str,
+    sizes: _Sizes,
+    goals: Sequence[Goal],
+    variant: str = "full",
+    *,
+    backward: bool = False,
+    quick: Sequence[str] = (),
+) -> list[Case]:
+    """Return a case in every dtype that has a goal."""
+    attention = cases.Case(name, *sizes, sizes[-1], **VARIANTS[variant])
+    return [
+        Case(attention.of(getattr(torch, dtype)), variant, backward, goal, dtype in quick)
+        for dtype, goal in zip(DTYPES, goals, strict=False)
+    ]
 
 
 _HALF = Goal(1.5)  # float16, forward
@@ -125,37 +133,37 @@ _SHORT = (Goal(1.35), Goal(2.5))
 _NEVER_SLOWER = (Goal(1.0), Goal(1.0), Goal(1.0))
 
 _ROWS = (
-    _Row("forward full 2k D64", _square(1, 16, 2048, 64), _FULL_64, quick=DTYPES),
-    _Row("forward full 4k D64", _square(1, 8, 4096, 64), _FULL_64),
-    _Row("forward full 8k D64", _square(1, 8, 8192, 64), _FULL_64),
-    _Row("forward full 16k D64", _square(1, 4, 16384, 64), _FULL_64),
-    _Row("forward full 2k D128", _square(1, 16, 2048, 128), _FULL_128, quick=DTYPES[:2]),
-    _Row("forward full 4k D128", _square(1, 4, 4096, 128), _FULL_128),
-    _Row("forward full 8k D128", _square(1, 4, 8192, 128), _FULL_128),
-    _Row("forward full 16k D128", _square(1, 2, 16384, 128), _FULL_128),
-    _Row(
+    _row("forward full 2k D64", _square(1, 16, 2048, 64), _FULL_64, quick=DTYPES),
+    _row("forward full 4k D64", _square(1, 8, 4096, 64), _FULL_64),
+    _row("forward full 8k D64", _square(1, 8, 8192, 64), _FULL_64),
+    _row("forward full 16k D64", _square(1, 4, 16384, 64), _FULL_64),
+    _row("forward full 2k D128", _square(1, 16, 2048, 128), _FULL_128, quick=DTYPES[:2]),
+    _row("forward full 4k D128", _square(1, 4, 4096, 128), _FULL_128),
+    _row("forward full 8k D128", _square(1, 4, 8192, 128), _FULL_128),
+    _row("forward full 16k D128", _square(1, 2, 16384, 128), _FULL_128),
+    _row(
         "forward causal 512",
         _square(4, 8, 512, 64),
         (Goal(2.2), Goal(4.0), _HALF),
         "causal",
         quick=DTYPES,
     ),
-    _Row(
+    _row(
         "forward causal 2k",
         _square(1, 16, 2048, 64),
         (Goal(1.5), Goal(2.8), _HALF),
         "causal",
         quick=DTYPES[:2],
     ),
-    _Row("forward causal 16k", _square(1, 4, 16384, 64), (Goal(1.35), Goal(2.5), _HALF), "causal"),
-    _Row(
+    _row("forward causal 16k", _square(1, 4, 16384, 64), (Goal(1.35), Goal(2.5), _HALF), "causal"),
+    _row(
         "backward full 2k",
         _square(1, 8, 2048, 64),
         (Goal(1.4, 0.85), Goal(1.5, 0.60), Goal(8.0)),
         backward=True,
         quick=DTYPES[:2],
     ),
-    _Row(
+    _row(
         "backward causal 2k",
         _square(1, 8, 2048, 64),
         (Goal(1.7, 0.82), Goal(2.0, 0.60), Goal(8.0)),
@@ -163,40 +171,31 @@ _ROWS = (
         backward=True,
         quick=DTYPES[:2],
     ),
-    _Row("window 256 at 2k", _square(1, 8, 2048, 64), (Goal(9.0), Goal(15.0)), "window"),
-    _Row("additive mask 2k", _square(1, 8, 2048, 64), (Goal(1.35), Goal(2.2)), "bias"),
-    _Row("dropout 0.1 at 2k", _square(1, 8, 2048, 64), (Goal(5.0), Goal(6.0)), "dropout"),
-    _Row("grouped 32:4 at 2k", _square(1, 32, 2048, 64, 4), (Goal(1.25), Goal(2.4))),
-    _Row("short 129", _square(1, 64, 129, 64), _SHORT, quick=DTYPES[:2]),
-    _Row("short 64", _square(1, 64, 64, 64), _SHORT),
-    _Row("short 33", _square(1, 64, 33, 64), _SHORT),
+    _row("window 256 at 2k", _square(1, 8, 2048, 64), (Goal(9.0), Goal(15.0)), "window"),
+    _row("additive mask 2k", _square(1, 8, 2048, 64), (Goal(1.35), Goal(2.2)), "bias"),
+    _row("dropout 0.1 at 2k", _square(1, 8, 2048, 64), (Goal(5.0), Goal(6.0)), "dropout"),
+    _row("grouped 32:4 at 2k", _square(1, 32, 2048, 64, 4), (Goal(1.25), Goal(2.4))),
+    _row("short 129", _square(1, 64, 129, 64), _SHORT, quick=DTYPES[:2]),
+    _row("short 64", _square(1, 64, 64, 64), _SHORT),
+    _row("short 33", _square(1, 64, 33, 64), _SHORT),
     *(
-        _Row(f"decode 8 heads, {keys} keys", (1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
+        _row(f"decode 8 heads, {keys} keys", (1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
         for keys in (64, 256, 512)
     ),
     *(
-        _Row(f"decode 32:4, D128, {keys} keys", (1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
+        _row(f"decode 32:4, D128, {keys} keys", (1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
         for keys in (64, 256, 512)
     ),
-    _Row("decode 8 heads, 16k keys", (1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
-    _Row("decode 32:4, D128, 16k keys", (1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
-    _Row("decode 4 rows, 32:4, 4k keys", (1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
-    _Row("decode 16 x 32:8, 1k keys", (16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
+    _row("decode 8 heads, 16k keys", (1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
+    _row("decode 32:4, D128, 16k keys", (1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
+    _row("decode 4 rows, 32:4, 4k keys", (1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
+    _row("decode 16 x 32:8, 1k keys", (16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
 )
-
-
-def _cases(row: _Row) -> list[Case]:
-    attention = cases.Case(row.name, *row.sizes, row.sizes[-1], **VARIANTS[row.variant])
-    found = []
-    for dtype, goal in zip(DTYPES, row.goals, strict=False):
-        own = attention.of(getattr(torch, dtype))
-        found.append(Case(own, row.variant, row.backward, goal, dtype in row.quick))
-    return found
 
 
 # By dtype, then in the order of the table of goals.
 CASES = tuple(
-    sorted((case for row in _ROWS for case in _cases(row)), key=lambda c: DTYPES.index(c.dtype))
+    sorted((case for row in _ROWS for case in row), key=lambda case: DTYPES.index(case.dtype))
 )
 
 

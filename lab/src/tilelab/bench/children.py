@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilelab.bench.cases import find
-from tilelab.bench.results import Memory, Scaling
+from tilelab.bench.goals import Memory, Scaling
 from tilelab.common.clock import once, plan
 from tilelab.common.memory import held_bytes, highest
 from tilelab.common.torch_private import softmax_backward_data
@@ -40,33 +40,26 @@ STEPS = (
     ("softmax's backward", 3),
     ("dQ and dK", 1),
 )
-_MODULE = "tilelab.bench.children"
+MODULE = "tilelab.bench.children"
 # glibc raises this bound with use, and then keeps what is freed: a pass would seem to hold more.
 _VARIABLES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _WARM = 64  # rows of a small call that loads code and workspaces
-_DTYPES = ("float32", "bfloat16")  # of the memory beside the cases with goals
 
 
-class PeakJob(NamedTuple):
-    """A job for a process: everything in it goes through JSON.
+Job = dict[str, Any]  # of a process, for JSON
+
+
+def job_of(work: Work, method: str, rows: int = 0) -> Job:
+    """Return the job that measures the peak of a method.
 
     Args:
+        work: whose mask is the causal one, or none.
         method: its name; "step by step" for the operations of plain attention.
         rows: of a chunk, for a cure; 0 for the usual number.
-        causal: whether a row sees no later key.
-        work: fields of the Work, without mask and score.
     """
-
-    method: str
-    rows: int
-    causal: bool
-    work: dict[str, Any]
-
-    @classmethod
-    def of(cls, work: Work, method: str, rows: int = 0) -> PeakJob:
-        """Return the job of a work whose mask is the causal one, or none."""
-        bare = replace(work, mask=None, score=None, flex_mask=None, flex_score=None)
-        return cls(method, rows, work.mask is not None, asdict(bare))
+    bare = replace(work, mask=None, score=None, flex_mask=None, flex_score=None)
+    causal = work.mask is not None
+    return {"method": method, "rows": rows, "causal": causal, "work": asdict(bare)}
 
 
 class Peak(NamedTuple):
@@ -83,40 +76,26 @@ class Peak(NamedTuple):
     seconds: float
 
 
-def scaling(keys: Sequence[str], budget_s: float) -> Generator[Scaling]:
-    """Yield the two-thread scaling of the cases of these keys, each as soon as it is known.
-
-    Args:
-        keys: of the cases.
-        budget_s: for the rounds of one case.
-    """
-    with Child(_MODULE) as child:
-        for key in keys:
-            (found,) = child.ask({"scaling": key, "budget_s": budget_s})
-            yield Scaling(**found)
+def scaling(child: Child, key: str, budget_s: float) -> Scaling:
+    """Return the two-thread scaling of a case, measured in a process of ``MODULE``."""
+    (found,) = child.ask({"scaling": key, "budget_s": budget_s})
+    return Scaling(**found)
 
 
-def memory(length: int) -> Generator[Memory]:
-    """Yield the peak memory of both passes, ours and torch's: two heads of width 64.
-
-    Args:
-        length: queries and keys.
-    """
-    passes: tuple[Pass, ...] = ("forward", "backward")
-    for dtype in _DTYPES:
-        for direction in passes:
-            name = f"{direction} {length // 1024}k D64"
-            work = Work("memory", name, length, dtype, passes=direction)
-            outputs = 1 if direction == "forward" else 3
-            size = outputs * work.heads * length * work.head_dim * getattr(torch, dtype).itemsize
-            jobs = [PeakJob.of(work, method) for method in (OURS, "sdpa")]
-            for side, found in zip(("ours", "torch"), peaks(jobs, "cpu"), strict=True):
-                if isinstance(found, str):
-                    raise TilewiseError(found)
-                yield Memory(name, dtype, side, found[0].extra_bytes, size)
+def memory(length: int, dtype: str, direction: Pass) -> Generator[Memory]:
+    """Yield the peak memory of a pass, ours and torch's: two heads of width 64."""
+    name = f"{direction} {length // 1024}k D64"
+    work = Work("memory", name, length, dtype, passes=direction)
+    outputs = 1 if direction == "forward" else 3
+    size = outputs * work.heads * length * work.head_dim * getattr(torch, dtype).itemsize
+    jobs = [job_of(work, method) for method in (OURS, "sdpa")]
+    for side, found in zip(("ours", "torch"), peaks(jobs, "cpu"), strict=True):
+        if isinstance(found, str):
+            raise TilewiseError(found)
+        yield Memory(name, dtype, side, found[0].extra_bytes, size)
 
 
-def peaks(jobs: Sequence[PeakJob], device: str) -> Generator[list[Peak] | str]:
+def peaks(jobs: Sequence[Job], device: str) -> Generator[list[Peak] | str]:
     """Yield what each job measured, in order, or the reason why it measured nothing.
 
     Args:
@@ -127,10 +106,10 @@ def peaks(jobs: Sequence[PeakJob], device: str) -> Generator[list[Peak] | str]:
         for job in jobs:
             yield _attempt(job)
         return
-    with Child(_MODULE, {**environment(), **_VARIABLES}) as child:
+    with Child(MODULE, {**environment(), **_VARIABLES}) as child:
         for job in jobs:
-            (found,) = child.ask({"peak": job})
-            yield found["why"] or [Peak(*each) for each in found["peaks"]]
+            (found,) = child.ask(job)
+            yield found if isinstance(found, str) else [Peak(*each) for each in found]
             if not _can_fork():
                 child.close()
 
@@ -140,13 +119,13 @@ def _can_fork() -> bool:
     return sys.platform == "linux"
 
 
-def _perform(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _perform(job: Job) -> Iterator[Any]:
     """Do a job in the child."""
     if "scaling" in job:
         yield asdict(_scaling(job["scaling"], job["budget_s"]))
         return
     torch.set_num_threads(1)
-    yield (_in_a_fork if _can_fork() else _result)(PeakJob(*job["peak"]))
+    yield (_in_a_fork if _can_fork() else _attempt)(job)
 
 
 def _scaling(key: str, budget_s: float) -> Scaling:
@@ -176,7 +155,7 @@ def _scaling(key: str, budget_s: float) -> Scaling:
     return found
 
 
-def _in_a_fork(job: PeakJob) -> dict[str, Any]:
+def _in_a_fork(job: Job) -> Any:
     """Return the result of a job that a fork of this process did."""
     read, write = os.pipe()
     number = os.fork()
@@ -184,7 +163,7 @@ def _in_a_fork(job: PeakJob) -> dict[str, Any]:
         os.close(read)
         try:
             with os.fdopen(write, "w") as out:
-                json.dump(_result(job), out)
+                json.dump(_attempt(job), out)
         finally:
             os._exit(0)
     os.close(write)
@@ -192,37 +171,30 @@ def _in_a_fork(job: PeakJob) -> dict[str, Any]:
         text = source.read()
     _, status = os.waitpid(number, 0)
     if text:
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return json.loads(text)
     signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    return {"why": f"its process was killed (signal {signal})", "peaks": []}
+    return f"its process was killed (signal {signal})"
 
 
-def _result(job: PeakJob) -> dict[str, Any]:
-    found = _attempt(job)
-    if isinstance(found, str):
-        return {"why": found or "it failed without a word", "peaks": []}
-    return {"why": "", "peaks": found}
-
-
-def _attempt(job: PeakJob) -> list[Peak] | str:
+def _attempt(job: Job) -> list[Peak] | str:
+    """Return the peaks of a job, or the reason why there are none."""
     try:
         return list(_measured(job))
     except (RuntimeError, NotImplementedError, MemoryError) as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _measured(job: PeakJob) -> Iterator[Peak]:
+def _measured(job: Job) -> Iterator[Peak]:
     """Do a job in this process."""
-    work = Work(**job.work)
-    if job.causal:
+    work = Work(**job["work"])
+    if job["causal"]:
         work = replace(work, mask=masks.causal())
     small = replace(work, length=min(_WARM, work.length), padding=0)
-    if job.method == STEP_BY_STEP:
+    if job["method"] == STEP_BY_STEP:
         list(_step_by_step(small))
         yield from _step_by_step(work)
         return
-    method = method_named(job.method, work.device, job.rows)
+    method = method_named(job["method"], work.device, job["rows"])
 
     def prepared(work: Work) -> Callable[[], Any]:
         given = draw(work)

@@ -1,7 +1,7 @@
-"""``tilewise bench``: measure, print the tables, write the JSON.
+"""``tilewise bench``: measure, print the tables, write the JSON; show a run, compare two.
 
-Exit status: 0 done, 1 a case is wrong, below ``--check`` or failed, 2 wrong usage, 130 stopped with
-Ctrl-C (what was done by then is printed and written).
+Exit status: 0 done, 1 ours is wrong, below ``--check``, slower, or something failed, 2 wrong usage,
+130 stopped with Ctrl-C (what was done by then is printed and written).
 """
 
 from __future__ import annotations
@@ -9,149 +9,158 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import product
 from pathlib import Path
 
-from tilelab.bench import children
+import torch
+from rich.console import Console
+
+from tilelab.bench import children, compare, memory, suites, variants
 from tilelab.bench.cases import CASES, DTYPES, Case
-from tilelab.bench.measure import FULL, QUICK, measure_cases, overhead
-from tilelab.bench.results import COMPLETE, Record
-from tilelab.bench.tables import heading, tables
+from tilelab.bench.goals import GoalRecord, measure, overhead
+from tilelab.bench.page import html, markdown, pictures
+from tilelab.bench.points import SuiteRecord
+from tilelab.bench.sentences import sentences
+from tilelab.bench.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step, conduct
+from tilelab.bench.tables import heading, suite_heading, suite_tables, tables
+from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
 from tilelab.common.tables import show_tables
-from tilelab.common.terminal import Progress, crowded, positive
-from tilelab.common.worker import environment
-from tilewise.errors import TilewiseError, Unsupported
+from tilelab.common.terminal import crowded, interrupts_ignored, positive
+from tilelab.common.worker import Child, environment
+from tilelab.peers.methods import OURS
+from tilelab.peers.work import Pass
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence
 
-_INTERRUPTED = "stopped with Ctrl-C"
+SUITES: dict[str, Callable[[Settings], list[Step]]] = {
+    "speed": suites.speed,
+    "memory": memory.steps,
+    "accuracy": suites.accuracy,
+    "paper": suites.paper,
+    "models": suites.models,
+    "variants": variants.steps,
+}
 _SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench.
-
-    Args:
-        argv: the options; None takes them from the command line.
-
-    Returns:
-        the exit status (see the module).
+def run(argv: Sequence[str]) -> int:
+    """Run a part of the bench.
 
     Raises:
         Unsupported: there is no compiled core to measure.
-        InvalidArgument: ``--from`` names no record of the bench.
+        InvalidArgument: a file is no record of the bench; there is no such device or model.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    options = parser.parse_args(given)
-    if options.source is not None:
-        record = Record.read(options.source)
-        _show(record, options)
-        return _status(record, options.check)
-    cases = _chosen(options)
-    if not cases:
-        parser.error(f"no case matches --cases {options.cases!r}; the cases: {_names()}")
+    first = argv[0] if argv else "cpu"
+    if first in SUITES or first == "all":
+        return _run_suites(argv)
+    if first in ("compare", "show"):
+        return (_compare if first == "compare" else _show)(argv[1:])
+    if first != "cpu" and not first.startswith("-"):
+        names = f"{', '.join(SUITES)}, all"
+        near = get_close_matches(first, ("cpu", *SUITES, "all", "compare", "show"), n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        print(
+            f"tilewise bench: no suite {first!r}.{meant} There are: cpu, {names}; "
+            "and compare A.json B.json, show FILE.json.",
+            file=sys.stderr,
+        )
+        sys.exit(2)  # as argparse does
+    return _run_goals(argv)
+
+
+def _check_core() -> None:
     missing = absence()
     if missing:
         raise Unsupported("the bench measures the compiled core", {"cpu": [missing]})
+
+
+def _run_goals(argv: Sequence[str]) -> int:
+    """Measure the cases that have goals, or show a stored run of them."""
+    parser = _parser_of_goals()
+    options = parser.parse_args(argv)
+    if options.source is not None:
+        record = GoalRecord.read(options.source)
+        show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+        return _status(record, options.check)
+    cases = [
+        case
+        for case in CASES
+        if case.dtype in (options.dtype or DTYPES)
+        and (options.cases or "") in case.key
+        and (case.quick or not options.quick)
+    ]
+    if not cases:
+        names = ", ".join(dict.fromkeys(case.name for case in CASES))
+        parser.error(f"no case matches --cases {options.cases!r}; the cases: {names}")
+    _check_core()
     if warning := crowded(options.threads):
         print(f"tilewise bench: {warning}", file=sys.stderr)
     if options.threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         # Torch read the setting when it was loaded: start again with it.
-        command = [sys.executable, "-m", "tilelab.bench", *given]
-        os.execve(sys.executable, command, environment())
-    record = Record.begin(options.threads)
-    _run(record, cases, options)
-    _show(record, options)
-    path = _path(record, options)
+        os.execve(sys.executable, [sys.executable, "-m", "tilelab.bench", *argv], environment())
+    record = GoalRecord.begin(options.threads)
+    everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
+    rounds = (options.rounds, options.rounds) if options.rounds else None
+    with Child(children.MODULE) as child:
+        cores = record.machine["cores"] if everything else 0
+        steps = _steps(cases, options, rounds, child, cores)
+        unlimited, console = Budget(float("inf")), Console(stderr=True)
+        conduct(record, [("cpu", steps)], unlimited, None, console, options.threads)
+    show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+    # A part of the bench never replaces a whole one.
+    path = options.json
+    if path is None and everything and rounds is None:
+        name = "cpu.json" if record.status == COMPLETE else "cpu-partial.json"
+        path = Path("benchmarks", record.machine["slug"], name)
     if path is not None:
         record.write(path)
         print(f"\nAll samples: {path}", file=sys.stderr)
-    return 130 if record.status == _INTERRUPTED else _status(record, options.check)
+    return 130 if record.status == INTERRUPTED else _status(record, options.check)
 
 
-def _show(record: Record, options: argparse.Namespace) -> None:
-    """Print the tables of a record."""
-    show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+def _steps(
+    cases: Sequence[Case],
+    options: argparse.Namespace,
+    rounds: tuple[int, int] | None,
+    child: Child,
+    cores: int,
+) -> list[Step]:
+    """Return each case, the cost of a call, two threads and memory; the cases alone for 0 cores."""
+    budget_s, usual = (0.8, (3, 9)) if options.quick else (2.0, (3, 15))
+    effort = budget_s, rounds or usual
+
+    def one(case: Case, _: Budget) -> list[Finding]:
+        return [measure(case, *effort, options.threads)]
+
+    steps = [Step(case.key, partial(one, case)) for case in cases]
+    if cores or options.quick:
+        steps.append(Step("the cost of a call", lambda _: overhead(effort[1][1])))
+    if not cores:
+        return steps
+
+    def scaling(key: str, _: Budget) -> list[Finding]:
+        return [children.scaling(child, key, _SCALING_S)]
+
+    if cores > 1:
+        steps += [Step(f"two threads: {case.key}", partial(scaling, case.key)) for case in cases]
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    for dtype, way in product(("float32", "bfloat16"), passes):
+        steps.append(Step(f"memory: {way}, {dtype}", partial(_weigh, dtype, way)))
+    return steps
 
 
-def _run(record: Record, cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """Measure everything into the record; Ctrl-C ends it early."""
-    effort = QUICK if options.quick else FULL
-    if options.rounds:
-        effort = replace(effort, rounds=(options.rounds, options.rounds))
-    everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
-    began = time.perf_counter()
-    status = COMPLETE
-    try:
-        with Progress(_steps(len(cases), everything, options.quick)) as progress:
-            results = measure_cases(cases, effort, options.threads)
-            for case in cases:
-                progress.step(case.key)
-                record.cases.append(next(results))
-            if everything or options.quick:
-                progress.step("the cost of a call")
-                record.overhead += overhead(effort.rounds[1])
-            if everything:
-                _in_children(record, cases, progress)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-    except TilewiseError as error:
-        status = "a measurement failed"  # the words may name folders, and the record must not
-        print(f"\ntilewise bench: {error}", file=sys.stderr)
-    record.end(status, time.perf_counter() - began)
+def _weigh(dtype: str, way: Pass, _: Budget) -> Iterator[Finding]:
+    return children.memory(_LONG, dtype, way)
 
 
-def _steps(cases: int, everything: bool, quick: bool) -> int:
-    """Count the steps: each case, each on two threads, the cost of a call, eight of memory."""
-    return 2 * cases + 1 + 1 + 8 if everything else cases + quick
-
-
-def _in_children(record: Record, cases: Sequence[Case], progress: Progress) -> None:
-    """Run the measurements that need processes of their own: scaling and memory."""
-    if record.machine["cores"] > 1:
-        found = children.scaling([case.key for case in cases], _SCALING_S)
-        with closing(found):
-            for case in cases:
-                progress.step(f"two threads: {case.key}")
-                record.scaling.append(next(found))
-    progress.step("memory")
-    for each in children.memory(_LONG):
-        record.memory.append(each)
-        progress.step(f"memory: {each.name}")
-
-
-def _chosen(options: argparse.Namespace) -> list[Case]:
-    wanted = options.dtype or DTYPES
-    return [
-        case
-        for case in CASES
-        if case.dtype in wanted
-        and (options.cases or "") in case.key
-        and (case.quick or not options.quick)
-    ]
-
-
-def _names() -> str:
-    return ", ".join(dict.fromkeys(case.name for case in CASES))
-
-
-def _path(record: Record, options: argparse.Namespace) -> Path | None:
-    """Return where the JSON goes: a part of the bench never replaces a whole one."""
-    if options.json is not None:
-        return Path(options.json)
-    if options.quick or options.cases or options.dtype or options.rounds or options.threads > 1:
-        return None
-    name = "cpu.json" if record.status == COMPLETE else "cpu-partial.json"
-    return Path("benchmarks", record.slug, name)
-
-
-def _status(record: Record, check: float | None) -> int:
+def _status(record: GoalRecord, check: float | None) -> int:
     """1 for a wrong case, a failure, or a ratio below the check where ratios are promised."""
-    failed = record.status not in (COMPLETE, _INTERRUPTED)
+    failed = record.status not in (COMPLETE, INTERRUPTED)
     code = 1 if failed or any(result.wrong for result in record.cases) else 0
     if check is None:
         return code
@@ -168,7 +177,7 @@ def _status(record: Record, check: float | None) -> int:
     return 1 if below else code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser_of_goals() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewise bench",
         description="Measure attention against torch's scaled_dot_product_attention, in turn in "
@@ -186,14 +195,152 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, metavar="N", help="rounds of every case")
     add("--threads", type=positive, default=1, metavar="N", help="more than one: wall time (1)")
     add("--check", type=float, metavar="R", help="fail if a ratio is below R")
-    add("--json", metavar="FILE", help="write all samples here")
+    add("--json", type=Path, metavar="FILE", help="write all samples here")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--brief", action="store_true", help="print dtypes side by side, without times")
-    add(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
-        help="print the tables of a stored JSON and measure nothing",
-    )
+    said = "print the tables of a stored JSON and measure nothing"
+    add("--from", dest="source", type=Path, metavar="FILE", help=said)
     return parser
+
+
+def _run_suites(argv: Sequence[str]) -> int:
+    parser = _parser_of_suites()
+    options = parser.parse_args(argv)
+    unknown = [name for name in options.suites if name not in (*SUITES, "all")]
+    if unknown:
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join((*SUITES, 'all'))}")
+    settings = _settings(options)
+    if settings.device == "cpu":
+        _check_core()
+    names = list(SUITES) if "all" in options.suites else list(dict.fromkeys(options.suites))
+    rounds = (options.rounds, options.rounds) if options.rounds else (3, 15)
+    chosen = {
+        "lengths": list(settings.lengths),
+        "dtypes": list(settings.dtypes),
+        "minutes": options.minutes,
+        "quick": options.quick,
+    }
+    record = SuiteRecord.begin(names, settings.device, chosen)
+    path = options.out / f"{'all' if len(names) == len(SUITES) else '-'.join(names)}.json"
+    chosen_suites = [(name, SUITES[name](settings)) for name in names]
+    budget = Budget(options.minutes, rounds, 0.5 if options.quick else 2.0)
+    threads = 1 if settings.device == "cpu" else None
+    code = conduct(record, chosen_suites, budget, path, Console(stderr=True), threads)
+    with interrupts_ignored():
+        record.write(path)
+        bad = _print(record, path, options.markdown)
+        pages = ", ".join(str(path.with_suffix(end)) for end in (".html", ".md"))
+        print(f"\nWritten: {path}, {pages}", file=sys.stderr)
+    return code or bad
+
+
+def _print(record: SuiteRecord, path: Path, as_markdown: bool) -> int:
+    """Print a run and write its pages beside its JSON; 1 where ours is wrong or failed."""
+    path.with_suffix(".html").write_text(html(record), encoding="utf-8")
+    path.with_suffix(".md").write_text(markdown(record), encoding="utf-8")
+    if as_markdown:
+        print(markdown(record))
+    else:
+        print("\n".join(suite_heading(record)))
+        for suite in record.suites:
+            lines = ["", suite, *sentences(record, suite)]
+            show_tables(lines, suite_tables(record, suite), False)
+    return int(any(p.status in ("wrong", "failed") and p.method == OURS for p in record.points))
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        came = f"cuda, and torch {torch.__version__} finds no GPU that it can use"
+        raise InvalidArgument("--device", came, "a device that is there", "`--device cpu` is.")
+    cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
+    models = tuple(options.models or KNOWN_MODELS)
+    for name in models:
+        known_model(name)
+    usual = ("bfloat16",) if cuda else ("float32", "bfloat16")
+    return Settings(
+        "cuda" if cuda else "cpu",
+        tuple(sorted(set(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)))),
+        options.quick,
+        tuple(options.dtype or (usual[:1] if options.quick else usual)),
+        not (options.no_flex or options.quick),
+        models,
+    )
+
+
+def _parser_of_suites() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench",
+        description="Measure suites. Correctness first: a time of an exact method whose output "
+        "fails the 2x rule is not reported, and approximate methods print their error.",
+        epilog="`tilewise bench compare A.json B.json` shows what moved between two runs; "
+        "`tilewise bench cpu` measures the cases that have goals, for benchmarks/<chip>/cpu.json.",
+    )
+    add = parser.add_argument
+    add("suites", nargs="+", metavar="SUITE", help=f"{', '.join(SUITES)}, or all")
+    add("--minutes", type=_minutes, default=10.0, help="time budget (10)")
+    add("--quick", action="store_true", help="few lengths and cases, one dtype")
+    add("--lengths", type=_whole_numbers, metavar="N,N", help="of the sweep (128 to 65536)")
+    add("--dtype", action="append", choices=DTYPES, help="only this dtype (repeat for more)")
+    add("--rounds", type=positive, metavar="N", help="rounds of every step (3 to 15)")
+    add("--device", choices=("cpu", "cuda"), help="a GPU where there is one")
+    add("--models", type=_names, metavar="NAME,NAME", help="only these, in the suite models")
+    add("--no-flex", action="store_true", help="without FlexAttention, which compiles")
+    add("--out", type=Path, default=Path("bench-results"), metavar="FOLDER", help="for the files")
+    add("--markdown", action="store_true", help="print Markdown")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [positive(each) for each in text.split(",")]
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of minutes above 0")
+    return value
+
+
+def _show(argv: Sequence[str]) -> int:
+    """Print a stored run, and write its page and its Markdown again."""
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench show", description="Print a stored run and write its page again."
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="FILE.json")
+    add("--markdown", action="store_true", help="print Markdown")
+    said = "write every figure of the page as an SVG"
+    add("--figures", type=Path, metavar="FOLDER", help=said)
+    options = parser.parse_args(argv)
+    record = SuiteRecord.read(options.source, "FILE.json")
+    code = _print(record, options.source, options.markdown)
+    if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
+        for name, drawing in pictures(record).items():
+            (options.figures / f"{name}.svg").write_text(drawing, encoding="utf-8")
+    return code
+
+
+def _compare(argv: Sequence[str]) -> int:
+    """Compare two records; with ``--check`` 1 where ours got slower by more than the noise."""
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench compare",
+        description="Ratios of two runs, and what moved by more than the noise of their rounds.",
+    )
+    add = parser.add_argument
+    add("before", type=Path, metavar="A.json")
+    add("after", type=Path, metavar="B.json")
+    add("--all", action="store_true", help="also what did not move")
+    add("--markdown", action="store_true", help="print Markdown")
+    add("--check", action="store_true", help="fail if tilewise got slower")
+    options = parser.parse_args(argv)
+    before, after = compare.read(options.before, "A.json"), compare.read(options.after, "B.json")
+    table = compare.table(before, after, every=options.all)
+    show_tables([f"{options.before} -> {options.after}"], [table], options.markdown)
+    moved = compare.compare(before, after)
+    slower = any(each.word == "slower" and each.point.method == OURS for each in moved)
+    return int(options.check and slower)

@@ -1,4 +1,4 @@
-"""The tables of the cases that have goals."""
+"""The tables of a run: of cases that have goals; of suites, methods down and lengths across."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from tilelab.bench.cases import SCALING_GOAL
-from tilelab.bench.results import COMPLETE, CaseResult, Memory, Record
+from tilelab.bench.goals import CaseResult, GoalRecord
+from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
+from tilelab.bench.sentences import crossings, where
+from tilelab.common.clock import Spread
+from tilelab.common.record import COMPLETE
 from tilelab.common.tables import Table
+from tilelab.peers.methods import OURS
+
+BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
+TITLES: dict[Quantity, str] = {
+    "seconds": "time of one call",
+    "bytes": "memory at the highest, beyond the operands (predicted)",
+    "error": "largest error against float64 (allowed)",
+}
+_WORDS = ("WRONG ", "FAILED ", "not measured: ", "")
+_MARKS = {"wrong": "WRONG", "skipped": "-", "failed": "FAILED"}
+_MOST_NOTES = 12
+_RUN_BY = ("torch", "triton", "cuda", "numpy")  # of the versions in the record
 
 
-def tables(record: Record, *, brief: bool = False) -> list[Table]:
+def tables(record: GoalRecord, *, brief: bool = False) -> list[Table]:
     """Return every table that a record has something for.
 
     Args:
@@ -21,7 +37,7 @@ def tables(record: Record, *, brief: bool = False) -> list[Table]:
     return [table for table in (make(record) for make in makers) if table.rows]
 
 
-def heading(record: Record) -> list[str]:
+def heading(record: GoalRecord) -> list[str]:
     """Return a few lines that say where the record was measured."""
     machine = record.machine
     versions = machine["versions"]
@@ -37,13 +53,13 @@ def heading(record: Record) -> list[str]:
     return lines
 
 
-def _title(record: Record) -> str:
+def _title(record: GoalRecord) -> str:
     clock = "processor time" if record.threads == 1 else "wall time"
     threads = f"{record.threads} thread{'s' if record.threads != 1 else ''}"
     return f"Attention against torch's scaled_dot_product_attention: {threads}, {clock}, medians"
 
 
-def _brief(record: Record) -> Table:
+def _brief(record: GoalRecord) -> Table:
     dtypes = tuple(dict.fromkeys(result.dtype for result in record.cases))
     names = tuple(dict.fromkeys(result.name for result in record.cases))
     found = {(result.name, result.dtype): result for result in record.cases}
@@ -56,7 +72,8 @@ def _brief(record: Record) -> Table:
         if result.name == name and result.met.startswith("no") and not result.wrong
     ]
     if missed:
-        notes.append("* below its goal: " + "; ".join(map(_miss, missed)) + ".")
+        each_missed = [f"{result.name} {result.dtype} ({_goal(result)})" for result in missed]
+        notes.append(f"* below its goal: {'; '.join(each_missed)}.")
     return Table(
         _title(record),
         ("case", *dtypes),
@@ -74,21 +91,9 @@ def _brief_cell(result: CaseResult | None) -> str:
     return f"{result.ratio:.2f}x, {result.peak_fraction:.0%}{star}"
 
 
-def _miss(result: CaseResult) -> str:
-    return f"{result.name} {result.dtype} ({_goal(result)})"
-
-
-def _cases(record: Record) -> Table:
-    head = (
-        "case",
-        "dtype",
-        "ours ms",
-        "torch ms",
-        "ratio [min, max]",
-        "% of peak",
-        "goal",
-        "met",
-    )
+def _cases(record: GoalRecord) -> Table:
+    times = ("ours ms", "torch ms", "ratio [min, max]")
+    head = ("case", "dtype", *times, "% of peak", "goal", "met")
     names = list(dict.fromkeys(result.name for result in record.cases))
     results = sorted(record.cases, key=lambda result: names.index(result.name))
     return Table(
@@ -151,7 +156,7 @@ def _tally(results: Sequence[CaseResult]) -> Iterator[str]:
         yield f"Goals met: {judged.count('yes')} of {len(judged)}."
 
 
-def _overhead(record: Record) -> Table:
+def _overhead(record: GoalRecord) -> Table:
     rows = [
         (
             each.name,
@@ -167,7 +172,7 @@ def _overhead(record: Record) -> Table:
     return Table("What one call of a tiny problem costs", head, rows)
 
 
-def _scaling(record: Record) -> Table:
+def _scaling(record: GoalRecord) -> Table:
     rows = [
         (
             each.name,
@@ -188,7 +193,7 @@ def _scaling(record: Record) -> Table:
     return Table("Two threads against one, wall time, best round", head, rows, notes)
 
 
-def _scaling_notes(record: Record) -> tuple[str, ...]:
+def _scaling_notes(record: GoalRecord) -> tuple[str, ...]:
     """Return how many cases scale as they should, and an equally short bare loop for the others."""
     judged = [each for each in record.scaling if each.has_goal]
     if not judged:
@@ -205,13 +210,127 @@ def _scaling_notes(record: Record) -> tuple[str, ...]:
     return note, f"{why}: {each_missed}."
 
 
-def _memory(record: Record) -> Table:
+def _memory(record: GoalRecord) -> Table:
     head = ("case", "dtype", "side", "peak MB beyond operands", "of it result MB")
-    return Table(
-        "Memory of one pass, 2 heads", head, [_memory_cells(each) for each in record.memory]
-    )
+    rows = [
+        (
+            each.name,
+            each.dtype,
+            each.side,
+            f"{each.extra_bytes / 1e6:.1f}",
+            f"{each.result_bytes / 1e6:.1f}",
+        )
+        for each in record.memory
+    ]
+    return Table("Memory of one pass, 2 heads", head, rows)
 
 
-def _memory_cells(each: Memory) -> tuple[str, ...]:
-    sizes = (f"{size / 1e6:.1f}" for size in (each.extra_bytes, each.result_bytes))
-    return each.name, each.dtype, each.side, *sizes
+def suite_heading(record: SuiteRecord) -> list[str]:
+    """Return a few lines that say where the record was measured and whether it is complete."""
+    machine = record.machine
+    named = {name: machine["versions"].get(name) for name in _RUN_BY}
+    versions = ", ".join(f"{name} {value}" for name, value in named.items() if value)
+    load = " to ".join(str(each) for each in machine["load_average"])
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    clock = "CUDA events" if record.device == "cuda" else "processor time of one thread"
+    lines = [
+        f"{machine['chip']}, {cores}, {machine['instruction_set']}; {versions}, "
+        f"Python {machine['python']}, {machine['system']}; load {load}",
+        f"Times: {clock}, medians of rounds in which all methods take turns, with half the "
+        "distance between the quartiles.",
+    ]
+    if record.status != COMPLETE:
+        lines.append(f"Not everything is here: {record.status}.")
+    return lines
+
+
+def suite_tables(record: SuiteRecord, suite: str) -> list[Table]:
+    """Return a table for each case and dtype; of many cases a table for each dtype, cases down."""
+    points = record.of(suite)
+    if suite in BY_CASE:
+        return [
+            _by_case(
+                f"{suite}, {dtype}: {TITLES['seconds']}",
+                [point for point in points if point.dtype == dtype],
+            )
+            for dtype in dict.fromkeys(point.dtype for point in points)
+        ]
+    found = _crossed(points) if suite == "paper" else []
+    for (case, dtype, quantity), own in groups(points).items():
+        found.append(_by_length(f"{case}, {dtype}: {TITLES[quantity]}", own))
+    return found
+
+
+def _crossed(points: Sequence[Point]) -> list[Table]:
+    """Tabulate the length from which each approximate method is faster than ours, by case."""
+    found = crossings(points)
+    methods = list(dict.fromkeys(name for each in found.values() for name in each))
+    rows = [
+        (case, *(where(each[name]) if name in each else "" for name in methods))
+        for case, each in found.items()
+    ]
+    title = f"From which length on each is faster than {OURS}, and stays so"
+    return [Table(title, ("case", *methods), rows)] if rows else []
+
+
+def _by_length(title: str, points: Sequence[Point]) -> Table:
+    lengths = sorted({point.length for point in points})
+    cells = {(point.method, point.length): _cell(point) for point in points}
+    rows = [
+        (method, *(cells.get((method, length), "") for length in lengths))
+        for method in _methods(points)
+    ]
+    return Table(title, ("method", *map(str, lengths)), rows, _notes(points))
+
+
+def _methods(points: Sequence[Point]) -> list[str]:
+    """Return the methods that were measured, then those that were not."""
+    measured = [point.method for point in points if point.samples]
+    return list(dict.fromkeys([*measured, *(point.method for point in points)]))
+
+
+def _by_case(title: str, points: Sequence[Point]) -> Table:
+    methods = _methods(points)
+    cells = {(point.case, point.length, point.method): _cell(point) for point in points}
+    rows = [
+        (case, str(length), *(cells.get((case, length, method), "") for method in methods))
+        for case, length in dict.fromkeys((point.case, point.length) for point in points)
+    ]
+    return Table(title, ("case", "N", *methods), rows, _notes(points))
+
+
+def _cell(point: Point) -> str:
+    if point.status in _MARKS and not (point.quantity == "error" and point.samples):
+        return _MARKS[point.status]
+    spread = Spread.of(point.samples)
+    text = amount_of(spread.median, point.quantity)
+    if point.quantity == "seconds" and len(point.samples) > 1 and spread.median:
+        text += f" ±{spread.noise:.0%}"
+    if point.predicted is not None:
+        text += f" ({amount_of(point.predicted, point.quantity)})"
+    if point.allowed is not None:
+        text += f" ({point.allowed:.2g})"
+    if point.error is not None:
+        text += f", error {point.error:.2g}"
+    return f"WRONG {text}" if point.status == "wrong" else text
+
+
+def _notes(points: Sequence[Point]) -> tuple[str, ...]:
+    """Why there are no numbers, each reason once; what is wrong comes first."""
+    order = {"wrong": 0, "failed": 1, "skipped": 2, "ok": 3}
+    said: dict[tuple[int, str, str], list[str]] = {}  # lengths by rank, method and note
+    for point in points:
+        if point.note:
+            key = order[point.status], point.method, point.note
+            said.setdefault(key, []).append(str(point.length))
+    merged: dict[tuple[int, str, str], list[str]] = {}  # methods by rank, note and lengths
+    for (rank, method, note), lengths in said.items():
+        where = ", ".join(dict.fromkeys(lengths))
+        merged.setdefault((rank, note, where), []).append(method)
+    notes = [
+        f"{_WORDS[rank]}{'; '.join(methods)} at {where}: {note}"
+        for (rank, note, where), methods in sorted(merged.items(), key=lambda each: each[0][0])
+    ]
+    rest = len(notes) - _MOST_NOTES
+    more = [f"and {rest} more reasons, in the JSON"] if rest > 0 else []
+    return (*notes[:_MOST_NOTES], *more)

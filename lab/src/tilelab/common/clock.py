@@ -141,13 +141,6 @@ def race(
 ) -> dict[str, list[float]]:
     """Time calls in turn for as many rounds as a budget has room for.
 
-    Args:
-        calls: what to time, by name, warm already.
-        budget_s: about how long the rounds may take.
-        rounds: the fewest and the most.
-        timer: what they are timed by.
-        call_s: seconds of one call where they are known.
-
     Returns:
         seconds of one call by name, an entry per round.
     """

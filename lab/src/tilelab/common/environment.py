@@ -21,11 +21,7 @@ _PACKAGES = ("tilewise", "torch", "numpy", "schedulefree", "tokenizers", "scipy"
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Versions, chip, memory, instruction set, git commit and load.
-
-    Args:
-        threads: of each run.
-    """
+    """Versions, chip, memory, instruction set, git commit and load."""
     chip = detect()
     return {
         "chip": chip.name,
@@ -35,7 +31,7 @@ def describe(threads: int) -> dict[str, Any]:
         "instruction_set": absence() or isa(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in _PACKAGES if (found := version(name))},
         "commit": commit(),
         "load_average": load_average(),
     }
@@ -76,9 +72,6 @@ def pinnable_cores(devices: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     """Return one processor of each usable core; none where threads cannot be pinned.
 
     Two runs on the two hardware threads of one core would measure each other.
-
-    Args:
-        devices: where Linux tells which processors share a core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -92,7 +85,8 @@ def pinnable_cores(devices: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     return tuple(found.values())
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package; empty where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

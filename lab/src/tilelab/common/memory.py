@@ -14,19 +14,20 @@ import torch
 from tilelab.common.clock import seconds_of
 
 _Result = TypeVar("_Result")
-_STATUS = Path("/proc/self/status")
+_STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 _ROOM = 0.7  # of what is free: others live here too
 
 
 def resident_bytes() -> int:
     """Memory that this process holds now; its peak where the system does not tell."""
-    now = _status_bytes("VmRSS")
+    now = _kilobyte_field(_STATUS, "VmRSS")
     return peak_bytes() if now is None else now
 
 
 def peak_bytes() -> int:
     """Return the peak memory of this process since ``reset_peak`` (or since it started)."""
-    peak = _status_bytes("VmHWM")
+    peak = _kilobyte_field(_STATUS, "VmHWM")
     if peak is not None:
         return peak
     import resource  # not on every system, and needed only where there is no /proc
@@ -72,16 +73,16 @@ def held_bytes(device: str) -> int:
 
 def total_bytes() -> int | None:
     """Memory of the machine, or what its container may take of it; None where nobody knows."""
-    limits = [_cgroup_limit(), _meminfo_bytes("MemTotal")]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+    return _least(_cgroup_limit(), _kilobyte_field(_MEMINFO, "MemTotal"))
 
 
 def available_bytes() -> int | None:
     """Memory that a new process could take now without swapping; None where nobody knows."""
-    limits = [_cgroup_left(), _meminfo_bytes("MemAvailable")]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+    return _least(_cgroup_left(), _kilobyte_field(_MEMINFO, "MemAvailable"))
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def too_large(wanted: float, device: str) -> str:
@@ -90,14 +91,6 @@ def too_large(wanted: float, device: str) -> str:
     if free is None or wanted <= _ROOM * free:
         return ""
     return f"its matrices need about {wanted / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
-
-
-def _status_bytes(field: str) -> int | None:
-    return _kilobyte_field(_STATUS, field)
-
-
-def _meminfo_bytes(field: str) -> int | None:
-    return _kilobyte_field(Path("/proc/meminfo"), field)
 
 
 def _kilobyte_field(path: Path, field: str) -> int | None:
@@ -110,9 +103,6 @@ def _kilobyte_field(path: Path, field: str) -> int | None:
         if name == field:
             return int(value.split()[0]) * 1024
     return None
-
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def _cgroup_limit() -> int | None:

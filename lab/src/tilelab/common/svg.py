@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -57,20 +58,12 @@ _VARIABLES = {
 
 
 def arm_colour(index: int) -> str:
-    """Return the marker colour of an arm; 0 is the baseline.
-
-    Args:
-        index: the arm's place in its experiment.
-    """
+    """Return the marker colour of an arm; 0 is the baseline."""
     return f"#0000a{0 if index == 0 else (index - 1) % (ARM_COLOURS - 1) + 1}"
 
 
 def arm_dashes(index: int) -> str | tuple[int, tuple[float, ...]]:
-    """Return the line style of an arm: solid, dashed where the colours repeat, then dotted.
-
-    Args:
-        index: the arm's place in its experiment.
-    """
+    """Return the line style of an arm: solid, dashed where the colours repeat, then dotted."""
     return _DASHES[max(index - 1, 0) // (ARM_COLOURS - 1) % len(_DASHES)]
 
 
@@ -83,14 +76,7 @@ def house_style() -> Iterator[None]:
 
 @contextmanager
 def plotted(path: Path, size: tuple[float, float], *grid: int, **options: Any) -> Iterator[Any]:
-    """Yield axes, and write them as an SVG file that stands alone: the same bytes every time.
-
-    Args:
-        path: of the file.
-        size: of the figure, width and height in inches.
-        grid: rows and columns of axes.
-        options: of ``Figure.subplots``.
-    """
+    """Yield axes, and write them as an SVG file that stands alone: the same bytes every time."""
     with matplotlib.rc_context(_STYLE_OF_FILES):
         figure = Figure(figsize=size, layout="constrained")
         yield figure.subplots(*grid, **options)
@@ -110,15 +96,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def place(figure: Figure, left: float, bottom: float, right: float, top: float) -> Axes:
-    """Axes with margins of a fixed size, so that figures beside each other line up.
-
-    Args:
-        figure: of ``canvas``.
-        left: margin in units of the drawing.
-        bottom: the same below.
-        right: the same.
-        top: the same above.
-    """
+    """Axes with margins of a fixed size, so that figures beside each other line up."""
     width, height = (inches * _POINTS_PER_INCH for inches in figure.get_size_inches())
     axes = figure.add_axes(
         (
@@ -234,6 +212,23 @@ def finish(figure: Figure, name: str, summary: str) -> Markup:
 def style_sheet() -> str:
     """Return the style sheet of every page and figure."""
     return resources.files("tilelab.common").joinpath("house.css").read_text("utf-8")
+
+
+def page_of(package: str, **values: Any) -> str:
+    """Return a page that loads nothing, from a template that escapes every text from outside.
+
+    Args:
+        package: whose folder ``templates`` has ``page.html``.
+        values: names in the template; ``style`` is the style sheet.
+    """
+    environment = Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(style=Markup(style_sheet()), **values)
 
 
 def standalone(drawing: Markup) -> str:

@@ -32,13 +32,7 @@ class Table(NamedTuple):
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int], gap: str = "  ") -> list[str]:
-    """Return a line for each row, with aligned columns.
-
-    Args:
-        rows: cells, equally many in each.
-        left: columns that are aligned to the left.
-        gap: between columns.
-    """
+    """Return a line for each row, with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         gap.join(
@@ -51,14 +45,14 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int], gap: str = "  
 
 def plain(table: Table) -> str:
     """Aligned columns."""
-    head, *rows = aligned([table.head, *table.rows], _left_columns(table))
+    head, *rows = aligned([table.head, *table.rows], left_columns(table.head))
     rule = "-" * max(len(line) for line in (head, *rows))
     return "\n".join([table.title, head, rule, *rows, *table.notes])
 
 
 def markdown(table: Table) -> str:
     """Return a table of Markdown."""
-    left = _left_columns(table)
+    left = left_columns(table.head)
     rules = tuple("---" if column in left else "---:" for column in range(len(table.head)))
     lines = ["| " + " | ".join(row) + " |" for row in (table.head, rules, *table.rows)]
     # A star at the beginning of a note would begin a list.
@@ -66,8 +60,9 @@ def markdown(table: Table) -> str:
     return "\n".join([f"**{table.title}**", "", *lines, *notes])
 
 
-def _left_columns(table: Table) -> set[int]:
-    return {column for column, name in enumerate(table.head) if name in _WORDS}
+def left_columns(head: Sequence[str]) -> set[int]:
+    """Return the columns that hold words, which are aligned to the left."""
+    return {column for column, name in enumerate(head) if name in _WORDS}
 
 
 def show_tables(lines: list[str], tables: Sequence[Table], as_markdown: bool) -> None:

@@ -75,12 +75,7 @@ class Progress:
             self._bar.stop()
 
     def step(self, name: str, left: str = "") -> None:
-        """Begin a step; the one before it is over.
-
-        Args:
-            name: of the step.
-            left: of the budget, in words.
-        """
+        """Begin a step; the one before it is over."""
         self._bar.update(self._task, completed=self._begun, description=name, left=left)
         self._begun += 1
         if not self._console.is_terminal:

@@ -4,8 +4,7 @@
     paper        the account of the FlashAttention paper, made again
     bounds       its asymptotic forms, and lower bounds
     cases        what is run, what the model says of it, and the table of both
-    cachegrind   last-level misses of a native process
-    __main__     all cases one after the other, as JSON and as a table
+    __main__     last-level misses of all cases, one after the other, as JSON and as a table
 
 ``scripts/counted.sh`` builds the driver (``csrc/tests/counted.cc``) and runs it.
 """

@@ -133,15 +133,7 @@ def core_backward(problem: Problem, cache_bytes: int) -> Traffic:
 def _keys_filled(
     problem: Problem, visits: Visits, key_bytes: int, left: int, last_first: bool = False
 ) -> int | None:
-    """Keys brought into what is left of the cache, of all heads; None where walks are not runs.
-
-    Args:
-        problem: what to compute.
-        visits: of its tiles.
-        key_bytes: of what is walked over, for a key.
-        left: bytes of the cache.
-        last_first: whether the last tile of queries goes first.
-    """
+    """Keys brought into what is left of the cache, of all heads; None where walks are not runs."""
     if not is_run(problem.mask):
         return None
     walks = [keys for _, keys in runs_of(problem, visits.tile)]

@@ -8,7 +8,6 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from tilelab.common.page import page_of
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -17,6 +16,7 @@ from tilelab.common.svg import (
     beside,
     canvas,
     finish,
+    page_of,
     place,
 )
 from tilewise.chips import Chip
@@ -49,12 +49,7 @@ def _kinds(account: Account) -> list[_Kind]:
 
 
 def draw_roofline(account: Account, chip: Chip) -> Markup:
-    """Operations per second against operations per byte that reaches memory, both logarithmic.
-
-    Args:
-        account: of the problem.
-        chip: whose roof it is, with all ceilings.
-    """
+    """Operations per second against operations per byte that reaches memory, both logarithmic."""
     ridge, peak = balance(chip, account.dtype), chip.peak(account.dtype) or 1.0
     points = []
     for kind in _kinds(account):
@@ -87,12 +82,7 @@ def draw_roofline(account: Account, chip: Chip) -> Markup:
 
 
 def draw_bars(account: Account, chip: Chip | None) -> Markup:
-    """Draw the bytes that reach memory, a bar for each way and direction, on a logarithmic axis.
-
-    Args:
-        account: of the problem.
-        chip: whose caches count; None for none.
-    """
+    """Draw the bytes that reach memory, a bar for each way and direction, on a logarithmic axis."""
     found = [
         (kind, (account.reaching(kind.traffic, chip) if chip else kind.traffic).bytes)
         for kind in _kinds(account)
@@ -155,12 +145,7 @@ class _Table(NamedTuple):
 
 
 def page(question: Question, found: Answer) -> str:
-    """Return the page.
-
-    Args:
-        question: what was asked.
-        found: the explanation of it.
-    """
+    """Return the page."""
     account, chip = found.account, found.chip
     roofline: Markup | None = None
     missing = "Nothing here can do this call."

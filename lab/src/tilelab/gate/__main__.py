@@ -11,9 +11,21 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tilelab.gate.compilers import Compiled, compile_all
-from tilelab.gate.record import TARGETS, Case, Record, Target, cases_of, table
-from tilelab.gate.verdicts import Baseline, baseline_path, faults, load, out_of_date, store
+from tilelab.gate.compilers import compile_all
+from tilelab.gate.record import (
+    TARGETS,
+    Baseline,
+    Case,
+    Record,
+    Target,
+    baseline_path,
+    cases_of,
+    faults,
+    load,
+    out_of_date,
+    store,
+    table,
+)
 from tilewise.errors import TilewiseError
 from tilewise.plan.tuned import installed_triton
 
@@ -22,9 +34,6 @@ DEFAULT_CASES = "tilelab.gate.cases"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gate.
-
-    Args:
-        argv: the arguments; None takes them from the command line.
 
     Returns:
         0 if every kernel is good, 1 if one is not, 2 if the gate could not run.
@@ -75,19 +84,27 @@ def _run(options: argparse.Namespace) -> int:
     records: list[Record] = []
     bad: list[str] = []
     fresh = 0
-    for compiled in compile_all(options.targets, names, options.module, options.jobs):
+    for target, found in compile_all(options.targets, names, options.module, options.jobs):
         if path is None:
             version = installed_triton()
             path = baseline_path(version, *filter(None, [options.baselines]))
             baseline = {} if options.store else load(path)
             print(f"Triton {version}, baseline {path.name if baseline else 'none'}")
-        if compiled.target.why_not:
-            bad += _show_left_out(compiled)
+        if target.why_not:
+            print(f"{target.name}\n  left out: {target.why_not}", flush=True)
+            # Its probe must bear that out.
+            said = [out_of_date(record, target) for record in found]
+            bad += [f"{target.name}: {words}" for words in said if words]
             continue
-        bad += _show(compiled, cases, baseline)
-        records += compiled.records
-        known = baseline.get(compiled.target.name, {})
-        fresh += sum(record.key not in known for record in compiled.records)
+        before = baseline.get(target.name, {})
+        judged = [
+            (record, faults(record, cases[record.case], target, before.get(record.key)))
+            for record in found
+        ]
+        print(table(target, judged), flush=True)
+        bad += [f"{target.name} {record.key}: {x}" for record, wrong in judged for x in wrong]
+        records += found
+        fresh += sum(record.key not in before for record in found)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(record._asdict()) for record in records)
@@ -112,26 +129,6 @@ def _chosen(cases: dict[str, Case], target: Target, options: argparse.Namespace)
         and (case.key or not options.quick)
         and (not case.families or target.family.name in case.families)
     ]
-
-
-def _show(compiled: Compiled, cases: dict[str, Case], baseline: Baseline) -> list[str]:
-    """Print a chip's table; its bad kernels in words."""
-    target = compiled.target
-    before = baseline.get(target.name, {})
-    judged = [
-        (record, faults(record, cases[record.case], target, before.get(record.key)))
-        for record in compiled.records
-    ]
-    print(table(target, judged), flush=True)
-    return [f"{target.name} {record.key}: {fault}" for record, found in judged for fault in found]
-
-
-def _show_left_out(compiled: Compiled) -> list[str]:
-    """Print why a chip is left out, which its probe must bear out."""
-    target = compiled.target
-    print(f"{target.name}\n  left out: {target.why_not}", flush=True)
-    found = [out_of_date(record, target) for record in compiled.records]
-    return [f"{target.name}: {words}" for words in found if words]
 
 
 if __name__ == "__main__":

@@ -14,26 +14,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilelab.common.worker import Child, ChildError, serve
 from tilelab.gate.record import Record, Target, target_named
 from tilewise.errors import TilewiseError
 
-PROBE = "tilelab.gate.kernels"
+PROBE = "tilelab.gate.compiling"
 _MODULE = "tilelab.gate.compilers"
 
 
-class Compiled(NamedTuple):
-    """The results of one chip's child process.
-
-    Args:
-        target: the chip.
-        records: one per kernel, in the order of the cases.
-    """
-
-    target: Target
-    records: list[Record]
+Compiled = tuple[Target, list[Record]]  # of a chip: a record per kernel, in the order of the cases
 
 
 def compile_all(
@@ -89,7 +80,7 @@ def _compile_on(target: Target, names: list[str], module: str, limit_s: int) -> 
                 answers.append({"record": _died(target, name, kernels[-1], error, limit_s)})
             found = [answer["record"] for answer in answers if "record" in answer]
             records += [Record(**each) for each in found]
-    return Compiled(target, records)
+    return target, records
 
 
 def _died(target: Target, case: str, kernel: str, died: ChildError, limit_s: int) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""One Launch compiled for a chip that need not be there. This module imports Triton."""
+"""One Launch compiled for a chip that need not be there; kernels of the gate itself.
+
+The kernels are a score for its cases, and the probe of a chip that is left out: a product of two
+small matrices. Does Triton make matrix instructions for it at all? This module imports Triton.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,46 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
-from tilelab.gate.record import Record, Target
+from tilelab.gate.record import Case, Record, Target
 from tilewise.inspect.gpu import Launch
+
+
+@triton.jit
+def weigh(s, b, h, m, n, M, N, tensors, shapes):
+    """The score times a weight of each head."""
+    return s * tl.load(tensors[0] + h * shapes[1])
+
+
+@triton.jit
+def weigh_slope(s, b, h, m, n, M, N, tensors, shapes):
+    """The weight."""
+    return tl.load(tensors[0] + h * shapes[1])
+
+
+@triton.jit
+def product(a, b, out, SIZE: tl.constexpr):
+    """The product a b, all of them [SIZE, SIZE] and contiguous."""
+    row = tl.arange(0, SIZE)[:, None] * SIZE
+    column = tl.arange(0, SIZE)[None, :]
+    value = tl.dot(tl.load(a + row + column), tl.load(b + row + column))
+    tl.store(out + row + column, value.to(out.dtype.element_ty))
+
+
+def _launches(family: str) -> list[Launch]:
+    half = torch.empty(32, 32, dtype=torch.float16, device="meta")
+    return [Launch(product, (1,), {"a": half, "b": half, "out": half}, {"SIZE": 32})]
+
+
+CASES = (Case("probe", _launches),)
 
 
 def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]]:
@@ -40,12 +75,6 @@ def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]
 
 def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Record:
     """Compile a launch and count what came out.
-
-    Args:
-        case: the name of the case that it belongs to.
-        name: of the kernel within the case.
-        launch: what to compile.
-        target: for which chip.
 
     Returns:
         The record; where Triton fails, one with the error.

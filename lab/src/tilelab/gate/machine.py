@@ -54,10 +54,6 @@ class Machine(NamedTuple):
 def of_cubin(cubin: bytes, tools: Path) -> Machine:
     """Return the counts of a cubin with one kernel.
 
-    Args:
-        cubin: its bytes.
-        tools: the folder of cuobjdump and nvdisasm.
-
     Raises:
         RuntimeError: a tool failed, or said something else than expected.
     """

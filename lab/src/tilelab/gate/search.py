@@ -19,10 +19,8 @@ from dataclasses import replace
 import torch
 
 from tilelab.cases.case import Case as Attention
-from tilelab.gate.calls import call
-from tilelab.gate.cases import backward, forward
-from tilelab.gate.record import TARGETS, Case, Target, target_named
-from tilelab.gate.verdicts import faults
+from tilelab.gate.cases import backward, call, forward
+from tilelab.gate.record import TARGETS, Case, Target, faults, target_named
 from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
 _FORWARD = ("forward", "decode")
@@ -32,11 +30,7 @@ _MOST = 240  # accumulators of a thread, in registers; AMD's wide warps have twi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search and print; 0 if there are such blocks, else 1.
-
-    Args:
-        argv: the arguments; None takes them from the command line.
-    """
+    """Search and print; 0 if there are such blocks, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tilelab.gate.search")
     parser.add_argument("target", choices=[each.name for each in TARGETS if not each.why_not])
     parser.add_argument("pass_name", choices=list(KERNELS), metavar="pass")

@@ -7,7 +7,7 @@ The step ``long`` holds whole long problems to the rule: one head of 16k by 16k;
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import tilewise
 from tilelab.cases.case import Case
 from tilelab.cases.inputs import build
 from tilelab.cases.table import LONG, PROBLEMS, find
-from tilelab.common.exactness import Verdict, judge
+from tilelab.common.exactness import judge
 from tilelab.gpu_check.outcomes import (
     PAGE_SIZES,
     Outcome,
@@ -42,13 +42,15 @@ _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "groupe
 _PAGES = "pages"
 _LONG = "long"
 _HUGE = "past 2^31 elements"
+LONG_JOBS = [case.name for case in LONG]
+LONG_JOBS.insert(2, _HUGE)
 _HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
 _SEEDS = (0, 2**32, -1, 0x1234_5678_9ABC_DEF0)
 
 
 def jobs(setting: Setting) -> list[str]:
     """The half type for all problems, other dtypes for some, and what is no such problem."""
-    main = _name(setting.dtype)
+    main = str(setting.dtype).removeprefix("torch.")
     others = [name for name in ("float16", "float32") if name != main]
     found = [f"{main} {case.name}" for case in PROBLEMS]
     found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
@@ -79,13 +81,15 @@ def check(setting: Setting, step: str, name: str, case: Case) -> Iterator[Row]:
     plain, oracle = refer(inputs, case.dtype), refer(inputs, torch.float64)
     for backward in (False, True):
         actual, again = (attend(setting, inputs, backward=backward) for _ in range(2))
-        verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
         what = f"{name}, gradients" if backward else name
-        yield judged(step, what, verdicts, differing(actual, again))
+        yield judged(step, what, actual, plain, oracle, differing(actual, again))
 
 
-def judged(step: str, name: str, verdicts: Mapping[str, Verdict], unequal: str = "") -> Row:
-    """The row of some verdicts, and of bits that were not the same twice."""
+def judged(
+    step: str, name: str, actual: Outcome, plain: Outcome, oracle: Outcome, unequal: str = ""
+) -> Row:
+    """The row of outputs that are held to the rule, and of bits that were not the same twice."""
+    verdicts = {key: judge(values, plain[key], oracle[key]) for key, values in actual.items()}
     wrong = [fault for key, verdict in verdicts.items() if (fault := verdict.fault(key))]
     if unequal:
         wrong.append(f"{unequal} differs when it is done again")
@@ -102,10 +106,6 @@ def differing(first: Outcome, second: Outcome) -> str:
         if not bool(((values == other) | (values.isnan() & other.isnan())).all()):
             return name
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dropout_bits(setting: Setting) -> Iterator[Row]:
@@ -155,13 +155,10 @@ def _statistics(setting: Setting) -> Row:
         entropy = -(p * s.log_softmax(-1)).sum(-1)
         return {"max_logit": top, "entropy": entropy, "score of top1": top}
 
-    oracle = plain(torch.float64)
     scores = (q.double() @ k.double().mT) * case.head_dim**-0.5
     chosen = scores.gather(-1, stats.top1[..., None])[..., 0].to(stats.max_logit.dtype)
     actual = {"max_logit": stats.max_logit, "entropy": stats.entropy, "score of top1": chosen}
-    own = plain(setting.dtype)
-    verdicts = {key: judge(actual[key], own[key], oracle[key]) for key in actual}
-    return judged(STEP, _STATISTICS, verdicts)
+    return judged(STEP, _STATISTICS, actual, plain(setting.dtype), plain(torch.float64))
 
 
 def _in_pages(setting: Setting) -> Iterator[Row]:
@@ -174,9 +171,8 @@ def _in_pages(setting: Setting) -> Iterator[Row]:
             actual, again = (
                 attend_pages(setting, inputs, size, packed=packed, seed=seed) for seed in (1, 5)
             )
-            verdicts = {key: judge(actual[key], plain[key], oracle[key]) for key in actual}
             what = f"{_PAGES} of {size}, {case.name}"
-            yield judged(STEP, what, verdicts, differing(actual, again))
+            yield judged(STEP, what, actual, plain, oracle, differing(actual, again))
 
 
 def _eight_bits(setting: Setting) -> Iterator[Row]:
@@ -195,18 +191,11 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         keywords["return_lse"] = True
         found, again = (tilewise.attention(q, k, v, **keywords) for _ in range(2))
         plain, oracle = references(q, k, v, scales, inputs.mask)
-        both = ({"out": each.out, "lse": each.lse} for each in (found, again))
-        unequal = differing(*both)
-        verdicts = {"out": judge(found.out, plain.out, oracle.out)}
-        row = judged(STEP, f"{_EIGHT_BITS} {name}", verdicts, unequal)
+        unequal = differing(*({"out": each.out, "lse": each.lse} for each in (found, again)))
+        own, plains, oracles = ({"out": each.out} for each in (found, plain, oracle))
+        row = judged(STEP, f"{_EIGHT_BITS} {name}", own, plains, oracles, unequal)
         row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
         yield row
-
-
-def jobs_of_long(setting: Setting) -> list[str]:
-    """The long problems, and the huge one after the first of them."""
-    names = [case.name for case in LONG]
-    return [*names[:2], _HUGE, *names[2:]]
 
 
 def run_long(setting: Setting, job: str) -> Iterator[Row]:
@@ -230,17 +219,15 @@ def _huge(setting: Setting) -> Row:
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     out = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
     grads = torch.autograd.grad(out, leaves, grad)
-    verdicts = {}
+    names = ("out", "grad of q", "grad of k", "grad of v")
+    actual: Outcome = {}
+    both: tuple[Outcome, Outcome] = {}, {}
     for place in (0, size[0] - 1):
-        part = slice(place, place + 1)
-        actual = [x[part].detach() for x in (out, *grads)]
-        found = []
-        for dtype in (setting.dtype, torch.float64):
+        part, keys = slice(place, place + 1), [f"{name}, item {place}" for name in names]
+        actual |= {key: x[part].detach() for key, x in zip(keys, (out, *grads), strict=True)}
+        for reference, dtype in zip(both, (setting.dtype, torch.float64), strict=True):
             a, b, c = (x[part].detach().to(dtype).requires_grad_() for x in (q, k, v))
             result = dense(*lowered(a, b, c, mask=masks.causal()), dtype=dtype).out
             back = torch.autograd.grad(result, (a, b, c), grad[part].to(dtype))
-            found.append([result.detach(), *back])
-        names = ("out", "grad of q", "grad of k", "grad of v")
-        for name, *three in zip(names, actual, *found, strict=True):
-            verdicts[f"{name}, item {place}"] = judge(*three)
-    return judged(_LONG, _HUGE, verdicts)
+            reference.update(zip(keys, (result.detach(), *back), strict=True))
+    return judged(_LONG, _HUGE, actual, *both)

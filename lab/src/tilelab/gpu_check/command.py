@@ -6,20 +6,25 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tilelab.gpu_check.record import COMPLETE, ONLY, Record
-from tilelab.gpu_check.schedule import conduct
+from tilelab.common.record import COMPLETE
+from tilelab.gpu_check.record import ONLY, Record, Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.steps import STEPS, Step
 from tilelab.gpu_check.table import table
+from tilelab.gpu_check.worker import STEPS, Step, Team, Worker, processes
 
 RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"
 _MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
+_SELF_TEST_PATIENCE = 100  # the interpreter is slow, and no GPU waits
+_LEAST_S = 2.0  # with less than that left, no job begins
+_MOST_PROCESSES, _SPARE_CORES = 12, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +66,60 @@ def _run(options: argparse.Namespace) -> Record:
     changed()
     (folder / TABLE).write_text(table(record))
     return record
+
+
+def conduct(
+    setting: Setting,
+    steps: Sequence[Step],
+    record: Record,
+    limit_s: float,
+    *,
+    changed: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+    start: Callable[[Setting, int], Team] = Team,
+) -> None:
+    """Do every job of every step, or note why it was not done, whatever becomes of each.
+
+    Args:
+        setting: of the jobs.
+        steps: in order.
+        record: where the rows go.
+        limit_s: for all of it.
+        changed: called after each job.
+        clock: seconds.
+        start: makes a team of so many worker processes.
+    """
+    end = clock() + limit_s
+    patience = _SELF_TEST_PATIENCE if setting.self_test else 1
+    lock, single = threading.Lock(), start(setting, 1)
+
+    def do(step: Step, until: float, child: Worker, job: str) -> None:
+        left = until - clock()
+        if left < _LEAST_S:
+            rows = [Row(step.name, job, "skipped", "no time was left")]
+        else:
+            try:
+                rows = child.ask(step.name, job, min(patience * step.job_s, left))
+            except Exception as error:
+                rows = [Row(step.name, job, "error", f"{type(error).__name__}: {error}")]
+        with lock:
+            record.rows.extend(rows)
+            changed()
+
+    try:
+        for step in steps:
+            begun = clock()
+            until = min(begun + patience * step.budget_s, end)
+            several = step.parallel and not setting.self_test
+            team = start(setting, processes(_MOST_PROCESSES, _SPARE_CORES)) if several else single
+            try:
+                team.each(partial(do, step, until), step.jobs(setting))
+            finally:
+                if several:
+                    team.close()
+            record.seconds[step.name] = round(clock() - begun, 1)
+    finally:
+        single.close()
 
 
 def _status(record: Record, steps: Sequence[Step]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,8 @@ from tilewise import masks, scores
 
 STEP = "host"
 _ROUNDS, _CALLS = 9, 40
-
-
-def jobs(setting: Setting) -> list[str]:
-    """Microseconds, launches, and graphs of the forward pass and of both."""
-    graphs = ["graph of the forward pass", "graph of both passes", "graph of dropout"]
-    return ["microseconds", "launches", *graphs]
+_GRAPHS = ("graph of the forward pass", "graph of both passes", "graph of dropout")
+JOBS = ("microseconds", "launches", *_GRAPHS)
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
@@ -117,24 +114,26 @@ def _launches(setting: Setting, call: Call) -> list[str]:
     return [event.name[:80] for event in seen.events() if event.device_type == device]
 
 
+def _both(out: Tensor, small: Given) -> Outcome:
+    """Return an output, and the gradients of q, k and v."""
+    grads = torch.autograd.grad(out, small.leaves, small.grad)
+    names = ("out", "grad of q", "grad of k", "grad of v")
+    return dict(zip(names, (out.detach(), *grads), strict=True))
+
+
 def _graph(setting: Setting, job: str, small: Given, *, backward: bool) -> Row:
     """Capture a call, replay it on other numbers, and compare with a plain call."""
-    q, k, v, grad = small
 
-    def call() -> dict[str, Tensor]:
-        out = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
-        found = {"out": out.detach()}
-        if backward:
-            grads = torch.autograd.grad(out, (q, k, v), grad)
-            found |= dict(zip(("grad of q", "grad of k", "grad of v"), grads, strict=True))
-        return found
+    def call() -> Outcome:
+        mask = masks.causal()
+        out = tilewise.attention(*small.leaves, mask=mask, backend=setting.backend)
+        return _both(out, small) if backward else {"out": out.detach()}
 
     if setting.self_test:
-        unequal = differing(call(), call())
-        return Row(STEP, job, "wrong" if unequal else "ok", "no GPU: called twice instead")
+        return _called_twice(job, call(), call())
     graph, captured = _captured(call)
     with torch.no_grad():
-        for x in (q, k, v, grad):
+        for x in small:
             x.copy_(torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()
@@ -142,6 +141,11 @@ def _graph(setting: Setting, job: str, small: Given, *, backward: bool) -> Row:
     samples = setting.race({"replay": graph.replay, "call": call}, 0.3)
     note = f"{unequal} of the graph differs" if unequal else ""
     return Row(STEP, job, "wrong" if unequal else "ok", note, {"samples_s": samples})
+
+
+def _called_twice(job: str, first: Outcome, second: Outcome) -> Row:
+    unequal = differing(first, second)
+    return Row(STEP, job, "wrong" if unequal else "ok", "no GPU: called twice instead")
 
 
 def _captured(call: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
@@ -160,18 +164,14 @@ def _captured(call: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcom
 
 def _dropout_graph(setting: Setting, job: str, small: Given) -> Row:
     """Replay dropout: each replay drops by the seed that stands in memory, or by a new one."""
-    q, k, v, grad = small
     place = torch.zeros((), dtype=torch.int64, device=setting.device)
 
     def call(seed: int | Tensor | None) -> Outcome:
-        out = tilewise.attention(q, k, v, dropout_p=0.3, seed=seed, backend=setting.backend)
-        grads = torch.autograd.grad(out, (q, k, v), grad)
-        names = ("out", "grad of q", "grad of k", "grad of v")
-        return dict(zip(names, (out.detach(), *grads), strict=True))
+        more: dict[str, Any] = {"dropout_p": 0.3, "seed": seed, "backend": setting.backend}
+        return _both(tilewise.attention(*small.leaves, **more), small)
 
     if setting.self_test:
-        unequal = differing(call(place), call(0))
-        return Row(STEP, job, "wrong" if unequal else "ok", "no GPU: called twice instead")
+        return _called_twice(job, call(place), call(0))
     graph, captured = _captured(partial(call, place))
     unequal = ""
     for seed in (5, 2**63 - 9):

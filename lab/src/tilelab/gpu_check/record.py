@@ -6,12 +6,12 @@ The goals are for an H200, in bfloat16 unless it says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from tilelab.common import record
 from tilelab.common.clock import Spread
-from tilelab.common.files import compact_json, read_json, write_atomically
+from tilelab.common.record import COMPLETE, NOT_FINISHED, Finding
 from tilewise.errors import Unsupported
 
 # "wrong": it ran and the result is not what it must be. "unsupported": the backend said that it
@@ -21,7 +21,7 @@ FAILURES: tuple[Status, ...] = ("wrong", "error", "skipped")
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Finding):
     """One finding.
 
     Args:
@@ -37,10 +37,6 @@ class Row:
     status: Status = "ok"
     note: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON's types; ``Row(**values)`` reads them back."""
-        return asdict(self)
 
 
 _LONGEST_NOTE = 300
@@ -179,12 +175,11 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-FORMAT = 1
-COMPLETE, ONLY = "complete", "only "  # the steps that were asked for
+ONLY = "only "  # the steps that were asked for
 
 
 @dataclass
-class Record:
+class Record(record.Record):
     """The results of a run, while it goes on and afterwards.
 
     Args:
@@ -195,9 +190,13 @@ class Record:
         rows: the findings.
     """
 
+    FORMAT = 1
+    KIND = "a JSON file of the GPU check"
+    LISTS: ClassVar = {"rows": Row}
+
     self_test: bool
     backend: str
-    status: str = "not finished"
+    status: str = NOT_FINISHED
     seconds: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -220,34 +219,5 @@ class Record:
         return [row for row in self.rows if row.status in FAILURES]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in JSON's types; ``from_json`` reads it back."""
-        return {
-            "format": FORMAT,
-            "self_test": self.self_test,
-            "backend": self.backend,
-            "status": self.status,
-            "seconds": self.seconds,
-            "summary": summary(self.rows),
-            "rows": [row.as_json() for row in self.rows],
-        }
-
-    def write(self, path: Path) -> None:
-        """Write the JSON, in one piece: a run that is killed leaves the last whole one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compact_json(self.as_json()))
-
-    @classmethod
-    def read(cls, path: Path) -> Record:
-        """Return the record in a file.
-
-        Raises:
-            InvalidArgument: there is none that this version can read.
-        """
-        values = read_json(path, FORMAT, "a JSON file of the GPU check")
-        return cls(
-            values["self_test"],
-            values["backend"],
-            values["status"],
-            values["seconds"],
-            [Row(**row) for row in values["rows"]],
-        )
+        """Return the fields, and the timed cases as numbers."""
+        return super().as_json() | {"summary": summary(self.rows)}

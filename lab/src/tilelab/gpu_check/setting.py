@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilelab.common import clock
+from tilelab.common import clock, worker
 from tilelab.peers.work import Work
 
 
@@ -135,19 +135,20 @@ class Setting:
         return torch.float16 if self.self_test else torch.bfloat16
 
     def work(self, step: str, case: str, length: int, heads: int, width: int, **more: Any) -> Work:
-        """Return one attention to measure here, in the dtype of timed calls.
-
-        Args:
-            step: whose it is.
-            case: names it among the step's.
-            length: queries and keys.
-            heads: of queries, and of keys where ``more`` says nothing else.
-            width: of a head.
-            more: fields of the Work.
-        """
+        """Return one attention to measure here, in the dtype of timed calls."""
         dtype = str(self.dtype).removeprefix("torch.")
         usual = {"kv_heads": heads, "device": self.device.type, "backend": self.backend}
         return Work(step, case, length, dtype, heads, head_dim=width, **{**usual, **more})
+
+    def environment(self, parallel: bool = False) -> dict[str, str]:
+        """Return a worker's environment: in self-tests with Triton's interpreter."""
+        found = worker.environment()
+        if self.self_test:
+            found["TRITON_INTERPRET"] = "1"
+        elif parallel:
+            # One compiler each: the processes are as many as the cores already.
+            found |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        return found
 
     @property
     def timer(self) -> str:
@@ -160,15 +161,7 @@ class Setting:
             torch.cuda.synchronize()
 
     def race(self, calls: Mapping[str, clock.Call], budget_s: float) -> dict[str, list[float]]:
-        """Time calls in turn; in the self-test once each.
-
-        Args:
-            calls: what to time, by name, warm already.
-            budget_s: about how long the rounds may take.
-
-        Returns:
-            seconds of one call by name, an entry per round.
-        """
+        """Time warm calls in turn, as ``clock.race`` does; in the self-test once each."""
         if self.self_test:
             return {name: [clock.seconds_of(call)] for name, call in calls.items()}
         return clock.race(calls, budget_s, _ROUNDS, self.timer)

@@ -1,4 +1,4 @@
-"""Where this runs, whether one call works, and the ceilings of the GPU."""
+"""Where this runs, whether one call works, the ceilings of the GPU, and memory of a pass."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 
 import tilewise
 from tilelab.cases.table import find
+from tilelab.common.environment import version
+from tilelab.common.memory import highest
 from tilelab.gpu_check.accuracy import check
 from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.peers.work import draw
+from tilelab.peers.methods import Method, ours, written_out
+from tilelab.peers.work import Pass, call_of, draw
 from tilewise import masks
 
 STEP = "smoke"
 _CEILING_S = 1.0  # of the rounds of a ceiling
-
-
-def jobs(setting: Setting) -> list[str]:
-    """Return the jobs: describe the machine, and make one call."""
-    return ["machine", "first call"]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
@@ -46,11 +43,6 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     yield Row(STEP, job, values={"explain": why, "forward_s": seconds})
     case = sized(setting, find("causal D64")).of(setting.dtype)
     yield from check(setting, STEP, job, case)
-
-
-def jobs_of_ceilings(setting: Setting) -> list[str]:
-    """Both of them."""
-    return ["matrix", "copy"]
 
 
 def run_ceilings(setting: Setting, job: str) -> Iterator[Row]:
@@ -72,13 +64,55 @@ def run_ceilings(setting: Setting, job: str) -> Iterator[Row]:
     yield Row("ceilings", job, values={"amount": amount, "unit": unit, "samples_s": samples})
 
 
+_HEADS, _WIDTH = 8, 64
+# What may be held beside inputs and outputs, for each row of each head: lse and two statistics,
+# the row sums of the backward pass, and gradients of grouped keys in float32.
+_ROW_BYTES = 4 * (4 + 2 * _WIDTH)
+_PLAIN_LONGEST = 16384
+
+
+def run_memory(setting: Setting, job: str) -> Iterator[Row]:
+    """Extra bytes at every length, ours and plain attention's."""
+    lengths = setting.sizes.memory
+    held = [_extra_bytes(setting, length, job, ours()) for length in lengths]
+    fitting = [length for length in lengths if length <= _PLAIN_LONGEST]
+    plain = [_extra_bytes(setting, length, job, written_out()) for length in fitting]
+    allowed = [_HEADS * length * _ROW_BYTES for length in lengths]
+    values = {
+        "lengths": list(lengths),
+        "extra_bytes": held,
+        "plain_bytes": plain,
+        "allowed_bytes": allowed,
+    }
+    over = [n for n, extra, most in zip(lengths, held, allowed, strict=True) if extra > most]
+    if over and not setting.self_test:
+        note = f"more than a constant for each row at N = {', '.join(map(str, over))}"
+        yield Row("memory", job, "wrong", note, values)
+    else:
+        yield Row("memory", job, values=values)
+
+
+def _extra_bytes(setting: Setting, length: int, direction: str, method: Method) -> int:
+    """Return the peak of a pass, less what was held before it and less what it gives."""
+    passes: Pass = "forward" if direction == "forward" else "both"
+    work = setting.work(
+        "memory", direction, length, _HEADS, _WIDTH, passes=passes, mask=masks.causal()
+    )
+    given = draw(work)
+    call = call_of(work, given, method.make(work, given))
+    call()  # what is loaded once is no part of it
+    extra, _, _ = highest(call, "cpu" if setting.self_test else "cuda")
+    outputs = 1 if direction == "forward" else 4
+    return max(0, extra - outputs * given.q.numel() * given.q.element_size())
+
+
 def _machine(setting: Setting) -> dict[str, Any]:
     """Chip and versions. No host names, no paths."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "tilewise": _version("tilewise"),
+        "triton": version("triton") or "not installed",
+        "tilewise": version("tilewise") or "run from its source tree",
         "system": f"{platform.system()} {platform.machine()}",
         "chip": "none: Triton's interpreter on the processor",
     }
@@ -95,13 +129,6 @@ def _machine(setting: Setting) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "clocks": _clocks(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "run from its source tree" if package == "tilewise" else "not installed"
 
 
 def _clocks() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,56 +21,35 @@ from tilelab.gpu_check.outcomes import quantised, references
 from tilelab.gpu_check.record import FLEX, OURS, Row, Status, in_short
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.timed import Timed
-from tilelab.peers.compare import compare, cut, sampled
 from tilelab.peers.methods import Method
+from tilelab.peers.plain import compare, cut, sampled
 from tilelab.peers.work import Attend, Given, Pass, Work, call_of, draw
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales
 
-STEP = "speed"
 _BUDGET_S = 0.5  # of the rounds of one pass of one case
 _DIRECTIONS: tuple[Pass, ...] = ("forward", "backward")
 _OF_A_SELF_TEST = 2  # cases that are prepared: nothing is compiled
 _TIMES = 8  # of a call whose bits are compared
 
 
-class Tried(NamedTuple):
-    """The outcome of calling every method once: which can be timed, and why the others cannot."""
+class _Tried(NamedTuple):
+    """What came of calling every method once: which can be timed, and why the others cannot."""
 
     attends: dict[str, Attend]
     calls: dict[str, Call]
+    first_s: dict[str, float]
     declined: dict[str, str]
     failed: dict[str, str]
-    first_s: dict[str, float]
 
 
-def jobs(setting: Setting) -> list[str]:
-    """A job for each case with a goal."""
-    return [case.name for case in timed.with_goals(setting.sizes)]
-
-
-def run(setting: Setting, job: str) -> Iterator[Row]:
-    """The forward pass of a case, and where it has one the backward pass."""
-    return _measure(setting, STEP, job)
-
-
-def jobs_of_lengths(setting: Setting) -> list[str]:
-    """Return a job for each case."""
-    return [case.name for case in timed.other_lengths(setting.sizes)]
-
-
-def run_lengths(setting: Setting, job: str) -> Iterator[Row]:
-    """Measure the forward pass of a case, and the backward pass."""
-    return _measure(setting, "lengths", job)
-
-
-def jobs_of_prepare(setting: Setting) -> list[str]:
+def to_prepare(setting: Setting) -> list[str]:
     """Return a job for each timed case."""
     names = [case.name for case in timed.cases(setting.sizes)]
     return names[:_OF_A_SELF_TEST] if setting.self_test else names
 
 
-def run_prepare(setting: Setting, job: str) -> Iterator[Row]:
+def prepare(setting: Setting, job: str) -> Iterator[Row]:
     """Call ours and FlexAttention once; what does not work says so when it is timed."""
     case = timed.find(setting.sizes, job)
     first_s: dict[str, dict[str, float]] = {}
@@ -87,14 +65,14 @@ def run_prepare(setting: Setting, job: str) -> Iterator[Row]:
     yield Row("prepare", job, values={"first_call_s": first_s})
 
 
-def jobs_of_repeat(setting: Setting) -> list[str]:
-    """Rerepeat the widest lengths of each kind that has gradients."""
+def to_repeat(setting: Setting) -> list[str]:
+    """Return the widest lengths of each kind that has gradients."""
     length = setting.sizes.variant_length
     chosen = [case for case in timed.cases(setting.sizes) if case.has_backward]
     return [case.name for case in chosen if case.length == length]
 
 
-def run_repeat(setting: Setting, job: str) -> Iterator[Row]:
+def repeat(setting: Setting, job: str) -> Iterator[Row]:
     """Output and gradients, every time with the bits of the first."""
     case = timed.find(setting.sizes, job)
     work = timed.work_of(setting, case, "both")
@@ -102,14 +80,13 @@ def run_repeat(setting: Setting, job: str) -> Iterator[Row]:
     attend, leaves = timed.ours(setting, case)["ours"].make(work, given), given.leaves
     first: tuple[torch.Tensor, ...] = ()
     unequal = 0
-    for repeat in range(2 if setting.self_test else _TIMES):
-        if repeat % 2:
+    for number in range(2 if setting.self_test else _TIMES):
+        if number % 2 and not setting.self_test:
             _other_work(setting)
         out = attend(*leaves)
         found = (out.detach(), *torch.autograd.grad(out, leaves, given.grad))
         first = first or found
-        same = [bool((a == b).all()) for a, b in zip(first, found, strict=True)]
-        unequal += not all(same)
+        unequal += not all(bool((a == b).all()) for a, b in zip(first, found, strict=True))
     setting.synchronize()
     note = f"{unequal} of {_TIMES} times other bits" if unequal else ""
     yield Row("repeat", case.name, "wrong" if unequal else "ok", note, {"times": _TIMES})
@@ -117,18 +94,15 @@ def run_repeat(setting: Setting, job: str) -> Iterator[Row]:
 
 def _other_work(setting: Setting) -> None:
     """A matrix product on another stream, so that blocks are given out in another order."""
-    if setting.self_test:
-        return
     size = setting.sizes.matrix // 2
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         a = torch.randn(size, size, device=setting.device, dtype=setting.dtype)
         for _ in range(4):
             a = a @ a
-    del a
 
 
-def _measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
-    """The rows of a case, for a step."""
+def measure(step: str, setting: Setting, job: str) -> Iterator[Row]:
+    """The forward pass of a case, and where it has one the backward pass, for a step."""
     case = timed.find(setting.sizes, job)
     own, others = timed.ours(setting, case), timed.peers(setting, case)
     absent: dict[str, str] = {}
@@ -138,7 +112,8 @@ def _measure(setting: Setting, step: str, job: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
         for direction in _DIRECTIONS[: 1 + case.has_backward]:
-            yield _pass(setting, step, case, own, others, absent, direction)
+            work = timed.work_of(setting, case, direction)
+            yield Row(step, f"{direction} {job}", *_pass(setting, case, work, own, others, absent))
             own.pop(timed.POINTERS, None)  # of the forward pass alone
 
 
@@ -149,39 +124,35 @@ def _marker(setting: Setting, case: Timed) -> Path:
 
 def _pass(
     setting: Setting,
-    step: str,
     case: Timed,
+    work: Work,
     own: dict[str, Method],
     others: dict[str, Method],
     absent: dict[str, str],
-    direction: Pass,
-) -> Row:
-    work = timed.work_of(setting, case, direction)
+) -> tuple[Status, str, dict[str, Any]]:
+    """Return the status, the note and the values of a row."""
     given = draw(work)
     tried = _attempt(setting, work, given, own)
     status, note = _verdict(case, work, given, tried)  # before matrices of others take the memory
     beside = _attempt(setting, work, given, others)
-    timed_calls = {
-        name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS
-    }
-    values: dict[str, Any] = {
-        "direction": direction,
-        "kind": case.kind,
-        "head_dim": case.head_dim,
-        "length": case.length,
-        "unit": "TB/s" if case.kind == "decode" else "TFLOP/s",
-        "amount": timed.amount(setting, case, work),
-        "absent": {
-            **absent,
-            **(tried.declined | beside.declined),
-            **(tried.failed | beside.failed),
+    calls = {name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS}
+    return (
+        status,
+        note,
+        {
+            "direction": work.passes,
+            "kind": case.kind,
+            "head_dim": case.head_dim,
+            "length": case.length,
+            "unit": "TB/s" if case.kind == "decode" else "TFLOP/s",
+            "amount": timed.amount(setting, case, work),
+            "absent": absent | (tried.declined | beside.declined) | (tried.failed | beside.failed),
+            "samples_s": setting.race(calls | beside.calls, _BUDGET_S),
         },
-        "samples_s": setting.race(timed_calls | beside.calls, _BUDGET_S),
-    }
-    return Row(step, f"{direction} {case.name}", status, note, values)
+    )
 
 
-def _verdict(case: Timed, work: Work, given: Given, tried: Tried) -> tuple[Status, str]:
+def _verdict(case: Timed, work: Work, given: Given, tried: _Tried) -> tuple[Status, str]:
     """Return whether ours ran at all, and was exact."""
     for name in OURS:
         if name in tried.failed:
@@ -203,36 +174,32 @@ def _verdict(case: Timed, work: Work, given: Given, tried: Tried) -> tuple[Statu
 def _in_float8(given: Given, attend: Attend) -> str:
     """Return what is wrong with sampled rows of the last head in float8; "" if nothing."""
     found, rows = attend(given.q, given.k, given.v), sampled(given.q.shape[2])
-    pairs = [quantised(x) for x in (given.q, given.k, given.v)]
+    pairs = [quantised(x) for x in given.leaves]
     (q, k, v), scales = (x[-1:, -1:] for x, _ in pairs), [scale[-1:] for _, scale in pairs]
     plain, oracle = references(cut(q, rows), k, v, Scales(*scales))
     return judge(cut(found[-1:, -1:], rows), plain.out, oracle.out).fault("out")
 
 
-def _attempt(setting: Setting, work: Work, given: Given, ways: dict[str, Method]) -> Tried:
+def _attempt(setting: Setting, work: Work, given: Given, ways: dict[str, Method]) -> _Tried:
     """Call everybody once."""
-    found = Tried({}, {}, {}, {}, {})
+    found = _Tried({}, {}, {}, {}, {})
+
+    def first(name: str, method: Method) -> None:
+        attend = method.make(work, given)
+        call = call_of(work, given, attend)
+        call()
+        found.attends[name], found.calls[name] = attend, call
+
     for name, method in ways.items():
         if why := method.why_not(work) or too_large(method.bytes(work), work.device):
             found.failed[name] = why
             continue
         try:
-            first = partial(_first, work, given, method, name, found)
-            seconds = seconds_of(first, setting.timer)
+            found.first_s[name] = seconds_of(lambda: first(name, method), setting.timer)  # noqa: B023
         except Unsupported as error:
             found.declined[name] = in_short(error)
         except Exception as error:
             found.failed[name] = in_short(error)
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-        else:
-            found.first_s[name] = seconds
     return found
-
-
-def _first(work: Work, given: Given, method: Method, name: str, found: Tried) -> None:
-    """Make the call that will be timed, and call it once."""
-    attend = method.make(work, given)
-    call = call_of(work, given, attend)
-    call()
-    found.attends[name], found.calls[name] = attend, call

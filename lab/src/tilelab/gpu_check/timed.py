@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,11 @@ def other_lengths(sizes: Sizes) -> list[Timed]:
     """Shorter lengths, at the same number of tokens."""
     lengths = sizes.lengths[2:]
     return [Timed(k, width, n) for n in lengths for width in sizes.widths for k in PLAIN_KINDS]
+
+
+def names(chosen: Callable[[Sizes], list[Timed]]) -> Callable[[Setting], list[str]]:
+    """Return what names some cases in a setting."""
+    return lambda setting: [case.name for case in chosen(setting.sizes)]
 
 
 def find(sizes: Sizes, name: str) -> Timed:

@@ -24,7 +24,6 @@ import torch
 import tilewise
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.worker import environment
 from tilelab.peers.methods import ours
 from tilelab.peers.work import Pass, Work, call_of, draw
 from tilewise.errors import TilewiseError
@@ -41,11 +40,6 @@ class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counte
 
 def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
     """Count the bytes that every kernel of a process reads and writes, in order.
-
-    Args:
-        command: of the process.
-        environment: of the process.
-        limit_s: for all of it.
 
     Raises:
         CannotCount: ncu is missing, refuses, or does not come to its end.
@@ -95,15 +89,11 @@ def bytes_of(printed: str) -> list[Bytes]:
 
 
 STEP = "traffic"
+JOBS = ("forward", "backward", "plain forward")
 _LIMIT_S = 35.0
 _WIDTH = 64
 _LENGTH, _HEADS = 4096, 32
 _TINY_LENGTH, _TINY_HEADS = 64, 2
-
-
-def jobs(setting: Setting) -> list[str]:
-    """Ours forward and backward, and plain attention forward."""
-    return ["forward", "backward", "plain forward"]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
@@ -117,7 +107,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     command = [sys.executable, "-m", "tilelab.gpu_check.traffic"]
     command += [json.dumps(asdict(setting)), job]
     try:
-        kernels = count(command, environment(setting, parallel=False), _LIMIT_S)
+        kernels = count(command, setting.environment(), _LIMIT_S)
     except CannotCount as error:
         # Not "skipped", which is for want of time and a failure.
         yield Row(STEP, job, "unsupported", f"skipped: {error}", values)

@@ -82,11 +82,6 @@ def attention_kinds(setting: Setting, shape: Model) -> dict[str, Attend]:
     }
 
 
-def jobs(setting: Setting) -> list[str]:
-    """Return the models."""
-    return [name for name, _ in setting.sizes.models]
-
-
 def run(setting: Setting, job: str) -> Iterator[Row]:
     """Yield tokens per second and peak memory of a model with each attention."""
     shape = dict(setting.sizes.models)[job]

@@ -1,31 +1,84 @@
-"""The worker processes of the check: jobs one after the other, each with a limit of time.
+"""The steps of the check, and the worker processes that do their jobs.
 
-``python -m tilelab.gpu_check.worker SETTING`` does jobs ``{"step": .., "job": ..}`` and ends itself
-where its GPU context is lost.
+``python -m tilelab.gpu_check.worker SETTING`` does jobs ``{"step": .., "job": ..}`` one after the
+other, each with a limit of time, and ends itself where its GPU context is lost.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tilelab.common import worker
-from tilelab.gpu_check import steps
+from tilelab.gpu_check import accuracy, host, smoke, speed, timed, traffic, training
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
 
+Jobs = Callable[[Setting], Sequence[str]]
 # The rows of a job of a step.
-Run: TypeAlias = Callable[[Setting, str, str], Iterator[Row]]
+Run = Callable[[Setting, str, str], Iterator[Row]]
 _MODULE = "tilelab.gpu_check.worker"
 _LOST = 3  # the exit status of a process whose GPU context is lost
+_Job = TypeVar("_Job")
+_Found = TypeVar("_Found")
+
+
+class Step(NamedTuple):
+    """A part of the check.
+
+    Args:
+        name: of the step.
+        budget_s: what it may take; what has not begun by then is skipped.
+        job_s: what one job may take before its process is ended.
+        jobs: their names, the most important first.
+        run: does one job.
+        parallel: several processes at once: for what compiles much and times nothing.
+    """
+
+    name: str
+    budget_s: float
+    job_s: float
+    jobs: Jobs
+    run: Callable[[Setting, str], Iterator[Row]]
+    parallel: bool = False
+
+
+def _always(*names: str) -> Jobs:
+    return lambda _: names
+
+
+def _models(setting: Setting) -> list[str]:
+    return [name for name, _ in setting.sizes.models]
+
+
+# The most important first. Together they may take more than there is: what one does not use is
+# there for the next.
+STEPS = (
+    Step("smoke", 60, 60, _always("machine", "first call"), smoke.run),
+    Step("ceilings", 25, 20, _always("matrix", "copy"), smoke.run_ceilings),
+    Step("accuracy", 130, 60, accuracy.jobs, accuracy.run, parallel=True),
+    Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
+    Step("speed", 150, 30, timed.names(timed.with_goals), partial(speed.measure, "speed")),
+    Step("training", 60, 40, _models, training.run),
+    Step("host", 30, 20, _always(*host.JOBS), host.run),
+    Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
+    Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
+    Step("long", 60, 30, _always(*accuracy.LONG_JOBS), accuracy.run_long),
+    Step("traffic", 60, 40, _always(*traffic.JOBS), traffic.run),
+    Step("lengths", 200, 30, timed.names(timed.other_lengths), partial(speed.measure, "lengths")),
+)
 
 
 class Worker:
@@ -34,23 +87,17 @@ class Worker:
     Args:
         setting: of its jobs.
         parallel: whether there are others beside it.
-        command: what to run; the worker of this package, but for tests.
+        command: what to run; the worker of this package, but for tests and the tuner.
     """
 
     def __init__(
         self, setting: Setting, parallel: bool = False, command: Sequence[str] = ()
     ) -> None:
         module = [*(command or (sys.executable, "-m", _MODULE)), json.dumps(asdict(setting))]
-        self._child = worker.Child(module, environment(setting, parallel))
+        self._child = worker.Child(module, setting.environment(parallel))
 
     def ask(self, step: str, job: str, limit_s: float) -> list[Row]:
-        """Return the rows of a job; one says so where the process failed or took too long.
-
-        Args:
-            step: of the job.
-            job: its name.
-            limit_s: how long it may take, the start of the process included.
-        """
+        """Return the rows of a job; one says so where the process failed or took too long."""
         try:
             return [Row(**row) for row in self._child.ask({"step": step, "job": job}, limit_s)]
         except worker.ChildError as error:
@@ -62,19 +109,56 @@ class Worker:
         self._child.close()
 
 
-def environment(setting: Setting, parallel: bool) -> dict[str, str]:
-    """Return a worker's environment: in self-tests with Triton's interpreter."""
-    found = worker.environment()
-    if setting.self_test:
-        found["TRITON_INTERPRET"] = "1"
-    elif parallel:
-        # One compiler each: the processes are as many as the cores already.
-        found |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return found
+class Team:
+    """Worker processes, which take jobs as they become free.
+
+    Args:
+        setting: of their jobs.
+        count: how many.
+        command: as of a ``Worker``.
+    """
+
+    def __init__(self, setting: Setting, count: int = 1, command: Sequence[str] = ()) -> None:
+        self.workers = [Worker(setting, count > 1, command) for _ in range(count)]
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        self._over = False
+        for each in self.workers:
+            self._free.put(each)
+
+    def each(self, ask: Callable[[Worker, _Job], _Found], jobs: Iterable[_Job]) -> list[_Found]:
+        """Return what comes of some jobs, in their order."""
+
+        def one(job: _Job) -> _Found:
+            free = self._free.get()
+            try:
+                if self._over:  # a process that began now would be waited for
+                    raise KeyboardInterrupt
+                return ask(free, job)
+            finally:
+                self._free.put(free)
+
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            try:
+                return list(pool.map(one, jobs))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.close()  # the threads wait for these
+                raise
+
+    def close(self) -> None:
+        """End the processes."""
+        self._over = True
+        for each in self.workers:
+            each.close()
+
+
+def processes(most: int, spare: int) -> int:
+    """Return how many processes may run at once with some cores left over."""
+    return max(1, min(most, (os.cpu_count() or 1) - spare))
 
 
 def _run_step(setting: Setting, step: str, job: str) -> Iterator[Row]:
-    return steps.find(step).run(setting, job)
+    return next(each for each in STEPS if each.name == step).run(setting, job)
 
 
 def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]:

@@ -80,12 +80,7 @@ def gathered(given: Operands, blocks: Tensor, size: int, visible: Visible | None
 
 
 def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:
-    """Return the softmax over what is seen; 0 in a row that sees nothing.
-
-    Args:
-        s: scores.
-        seen: bool, broadcasts to ``s``.
-    """
+    """Return the softmax over what is seen; 0 in a row that sees nothing."""
     hidden = ~seen
     # Not -inf: the gradient of a row of -inf alone is NaN.
     p = s.masked_fill(hidden, torch.finfo(s.dtype).min).softmax(-1)
@@ -93,13 +88,7 @@ def softmax_seen(s: Tensor, seen: Tensor) -> Tensor:
 
 
 def with_global_rows(given: Operands, out: Tensor, rows: int) -> Tensor:
-    """Return the output with its first rows replaced by those that see every key.
-
-    Args:
-        given: the operands.
-        out: of the pattern.
-        rows: how many.
-    """
+    """Return the output with its first rows replaced by those that see every key."""
     if rows == 0:
         return out
     q, k, v, keys, dropout_p = given
@@ -114,10 +103,6 @@ def local(given: Operands, window: int = 128) -> Tensor:
 
     Source: Parmar et al., "Image Transformer", ICML 2018, section 3.2 (local self-attention in
     blocks of queries with their neighbourhood of keys).
-
-    Args:
-        given: the operands.
-        window: keys on either side.
     """
     size = max(1, min(window, given.length))
     blocks = neighbours(-(-given.length // size), 1, given.q.device)
@@ -171,10 +156,6 @@ def bigbird(given: Operands, block: int = 64) -> Tensor:
 
     Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences", NeurIPS 2020, section 2
     and appendix D (blocks are gathered, as there).
-
-    Args:
-        given: the operands.
-        block: rows and keys of a block.
     """
     blocks = _blocks(given.length, block).to(given.q.device)
     out = gathered(given, blocks, block)
@@ -220,12 +201,7 @@ def linformer(given: Operands, project: Tensor | None = None) -> Tensor:
 
 @lru_cache(maxsize=8)
 def projection(length: int, rows: int = 256) -> Tensor:
-    """Normal numbers of variance 1 / rows: float32 [rows, N], always the same.
-
-    Args:
-        length: N.
-        rows: k of the paper.
-    """
+    """Normal numbers of variance 1 / rows: float32 [rows, N], always the same."""
     generator = torch.Generator().manual_seed(0)
     drawn: Tensor = torch.randn(rows, length, generator=generator) * rows**-0.5
     return drawn
@@ -372,12 +348,7 @@ def performer(given: Operands, rows: Tensor | None = None) -> Tensor:
 
 
 def directions(count: int, width: int) -> Tensor:
-    """Rows that are normal, and orthogonal within every ``width`` of them: float32 [count, width].
-
-    Args:
-        count: how many.
-        width: D.
-    """
+    """Normal rows, orthogonal within every ``width`` of them: float32 [count, width]."""
     generator = torch.Generator().manual_seed(0)
     blocks = []
     for _ in range(-(-count // width)):

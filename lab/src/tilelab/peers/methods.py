@@ -84,12 +84,7 @@ def ours() -> Method:
 
 
 def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
-    """Ours with a block-sparse pattern on top: fast, and not what the work is.
-
-    Args:
-        name: of the pattern.
-        pattern: the mask for a length.
-    """
+    """Ours with a block-sparse pattern on top: fast, and not what the work is."""
 
     def make(work: Work, given: Given) -> Attend:
         mask = pattern(work.length)
@@ -184,13 +179,7 @@ def written_out() -> Method:
 
 
 def method_named(name: str, device: str, rows: int = 0) -> Method:
-    """Return the method of that name.
-
-    Args:
-        name: as in the tables.
-        device: where.
-        rows: of a chunk.
-    """
+    """Return the method of that name."""
     every = [sdpa(), *exact(device), *rivals()]
     if rows:
         every = [*cures(rows), *every]
@@ -198,11 +187,7 @@ def method_named(name: str, device: str, rows: int = 0) -> Method:
 
 
 def cures(rows: int = ROWS) -> list[Method]:
-    """Plain attention some rows at a time, keeping its parts or computing them again.
-
-    Args:
-        rows: of a part.
-    """
+    """Plain attention some rows at a time, keeping its parts or computing them again."""
     return [
         Method(
             "plain, chunked",
@@ -218,11 +203,7 @@ def cures(rows: int = ROWS) -> list[Method]:
 
 
 def flex(*, compiled: bool = True) -> Method:
-    """FlexAttention.
-
-    Args:
-        compiled: or as it is, in plain torch.
-    """
+    """FlexAttention."""
 
     def make(work: Work, given: Given) -> Attend:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

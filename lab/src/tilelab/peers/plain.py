@@ -1,10 +1,15 @@
-"""The plain mathematics, row by row if need be: the oracle of the gate, and a method itself.
+"""The plain mathematics, row by row if need be: a method itself, and what holds others to be exact.
 
 ::
 
     s = score(scale q k^T);  p = softmax(s where visible);  out = dropout(p) v
 
 A row that sees no key gives 0. torch's autograd differentiates it.
+
+Correctness comes before speed: some chunks of rows of all heads are computed in float64 and in the
+work's own dtype, and an exact method is held to the 2x rule (``tilelab.common.exactness``). For
+gradients the output's gradient is zero in all other rows, so that the sampled rows are all that the
+gradients of keys and values gather. Short problems are compared whole.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
+from tilelab.common.exactness import judge
 from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise.inspect.calls import Part, apply_score, keep_mask, visible
 from tilewise.problem import Operands, Problem
@@ -54,12 +60,6 @@ def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Atte
 
     Without ``again``, autograd keeps every part for the backward, and nothing is saved; with it
     each part is computed again there (checkpointing).
-
-    Args:
-        work: what is measured.
-        given: its tensors.
-        rows: of a part.
-        again: whether to compute parts again instead of keeping them.
     """
     problem, operands = problem_of(work, given)
     parts = [range(i, min(i + rows, work.rows)) for i in range(0, work.rows, rows)]
@@ -178,3 +178,100 @@ def _scored(
         found.append(apply_score(problem.score, operands.score_tensors, s[:, :, cut], block, shown))
         at += len(rows)
     return torch.cat([each for each, _ in found], dim=2) if len(found) > 1 else found[0][0]
+
+
+_WHOLE = 512  # rows up to which all are compared
+_ROWS = 16  # of a chunk
+_CHUNKS = 4
+
+
+class Measured(NamedTuple):
+    """The distance of a result from the exact one.
+
+    Args:
+        complaint: what breaks the 2x rule; empty if nothing does.
+        largest: the largest error of the output (of a backward: of the gradients).
+        allowed: what the rule allows it.
+        relative: root mean square of the error over that of the exact values.
+    """
+
+    complaint: str
+    largest: float
+    allowed: float
+    relative: float
+
+
+def sampled(length: int) -> list[range]:
+    """The chunks of rows that are compared: the first, the last and some between."""
+    if length <= _WHOLE:
+        return [range(length)]
+    starts = [(length - _ROWS) * i // (_CHUNKS - 1) for i in range(_CHUNKS)]
+    return [range(start, start + _ROWS) for start in starts]
+
+
+def compare(work: Work, given: Given, attend: Attend) -> Measured:
+    """Run a method once and compare."""
+    chunks = sampled(work.rows)
+    grad = _only(given.grad, chunks)
+    got = _results(work, given, attend, grad, chunks)
+    with given.q.device:  # the reference makes what it needs on the default device
+        exact = _plain(work, given, grad, chunks, torch.float64)
+        plain = _plain(work, given, grad, chunks, given.q.dtype)
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
+        work.passes, ("out", "dq", "dk", "dv")
+    )
+    found = [_judge(*each) for each in zip(names, got, plain, exact, strict=True)]
+    wrong = [each.complaint for each in found if each.complaint]
+    worst = max(found, key=lambda each: each.largest / each.allowed if each.allowed else math.inf)
+    relative = max(each.relative for each in found)
+    return worst._replace(complaint="; ".join(wrong), relative=relative)
+
+
+def _only(grad: Tensor, chunks: Sequence[range]) -> Tensor:
+    kept = torch.zeros_like(grad)
+    for rows in chunks:
+        kept[:, :, rows.start : rows.stop] = grad[:, :, rows.start : rows.stop]
+    return kept
+
+
+def cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
+    """Return the rows of some chunks, [B, H, rows, D]."""
+    return torch.cat([x[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
+
+
+def _results(
+    work: Work, given: Given, attend: Attend, grad: Tensor, chunks: Sequence[range]
+) -> list[Tensor]:
+    q, k, v, _ = given
+    out = attend(q, k, v)
+    found = [] if work.passes == "backward" else [cut(out.detach(), chunks)]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, given.leaves, grad)
+        found += [cut(dq, chunks), dk, dv]
+    return found
+
+
+def _plain(
+    work: Work,
+    given: Given,
+    grad: Tensor,
+    chunks: Sequence[range],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    problem, operands = problem_of(work, given)
+    seen = seen_rows(problem, operands, chunks)
+    leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]
+    out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
+    found = [] if work.passes == "backward" else [out.detach()]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, leaves, cut(grad, chunks).to(dtype))
+        found += [cut(dq, chunks), dk, dv]
+    return found
+
+
+def _judge(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> Measured:
+    verdict = judge(got, plain, exact)
+    size = exact.square().mean().sqrt().item()
+    error = (got.double() - exact).square().mean().sqrt().item()
+    relative = error / size if size else 0.0
+    return Measured(verdict.fault(name), verdict.error, verdict.allowed, relative)

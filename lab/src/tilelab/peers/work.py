@@ -65,14 +65,7 @@ class Work:
 
     @classmethod
     def of(cls, case: Case, suite: str, passes: Pass, device: str = "cpu") -> Work:
-        """Return a dense case, whose values are as wide as its keys, as a work.
-
-        Args:
-            case: what is attended.
-            suite: whose the work is.
-            passes: what a call does.
-            device: of the tensors.
-        """
+        """Return a dense case, whose values are as wide as its keys, as a work."""
         mask, score = variant_of(case, device)
         return cls(
             suite,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilelab.common.clock import Spread
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.jobs import Job, candidates, table_blocks
 from tilelab.tune.trials import MOST, Finding, Team, tune
@@ -42,23 +43,21 @@ HEADER = _FORM.format(
 
 def lines_of(finding: Finding) -> Iterator[str]:
     """Yield the line of a job, and one for each candidate that was not timed."""
-    table, timing = finding.table
-    job = [str(each) for each in finding.job]
+    job, timing = [*(str(each) for each in finding.job), str(finding.table)], finding.timing
     if timing is None:
-        yield _FORM.format(*job, str(table), "", "", "", "", "", f"FAILED {finding.failure}")
+        yield _FORM.format(*job, "", "", "", "", "", f"FAILED {finding.failure}")
     elif finding.best is None:
-        said = _milliseconds(timing.seconds)
-        yield _FORM.format(*job, str(table), said, "", "", "", "", "no other is exact and fits")
+        said = "no other is exact and fits"
+        yield _FORM.format(*job, _milliseconds(timing), "", "", "", "", said)
     else:
         blocks, best = finding.best
         yield _FORM.format(
             *job,
-            str(table),
-            _milliseconds(timing.seconds),
+            _milliseconds(timing),
             str(blocks),
-            _milliseconds(best.seconds),
-            f"{timing.seconds / best.seconds:.3f}",
-            f"{100 * (timing.spread + best.spread):.1f} %",
+            _milliseconds(best),
+            f"{timing.median / best.median:.3f}",
+            f"{100 * (timing.noise + best.noise):.1f} %",
             "kept" if finding.kept else "the table's stay",
         )
     for blocks, why in finding.dropped:
@@ -82,8 +81,8 @@ def summary(findings: Sequence[Finding], left: Sequence[Job]) -> Iterator[str]:
         yield f"{len(left)} not begun for want of time: {'; '.join(str(job) for job in left)}"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+def _milliseconds(timing: Spread) -> str:
+    return f"{1e3 * timing.median:.4g}"
 
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -98,9 +97,6 @@ class _Chip(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write.
-
-    Args:
-        argv: the arguments; None takes them from the command line.
 
     Returns:
         0 if nothing failed, else 1. What was not begun for want of time did not fail.
@@ -119,9 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = _path(options.out, chip, Path(scratch) if options.self_test else None)
         _say(_title(chip), f"into {shown(path)}", HEADER)
         findings: list[Finding] = []
-        session = _Session(setting, chip, path)
+        left: list[Job] = []
+        until = time.monotonic() + 60 * options.minutes
         try:
-            left = session.run(jobs, time.monotonic() + 60 * options.minutes, findings)
+            for found in _run(setting, chip, path, jobs, until):
+                if isinstance(found, Job):
+                    left.append(found)
+                else:
+                    findings.append(found)
+                    _say(*lines_of(found))
         except KeyboardInterrupt:
             _say("interrupted", *summary(findings, ()))
             raise
@@ -131,48 +133,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(finding.failure for finding in findings) else 0
 
 
-class _Session:
-    """One run: where, for what chip, into which file."""
+def _run(
+    setting: Setting, chip: _Chip, path: Path, jobs: Sequence[Job], until: float
+) -> Iterator[Finding | Job]:
+    """Do jobs, write after every width of a pass, and give back what there was no time for."""
+    before, findings = _before(path, chip), []
+    team = Team(setting)
+    try:
+        for _, group in groupby(jobs, key=lambda job: job[:3]):
+            for job in group:
+                if time.monotonic() > until:
+                    yield job
+                    continue
+                findings.append(tune(setting, team, chip.family, job))
+                yield findings[-1]
+            _write(path, chip, before, findings)
+    finally:
+        team.close()
+        _write(path, chip, before, findings)
 
-    def __init__(self, setting: Setting, chip: _Chip, path: Path) -> None:
-        self.setting, self.chip, self.path = setting, chip, path
-        self._before = _before(path, chip)
 
-    def run(self, jobs: Sequence[Job], until: float, findings: list[Finding]) -> list[Job]:
-        """Do jobs, write after every width of a pass, and give back what there was no time for."""
-        left: list[Job] = []
-        team = Team(self.setting)
-        try:
-            for _, group in groupby(jobs, key=lambda job: job[:3]):
-                for job in group:
-                    if time.monotonic() > until:
-                        left.append(job)
-                        continue
-                    findings.append(tune(self.setting, team, self.chip.family, job))
-                    _say(*lines_of(findings[-1]))
-                self._write(findings)
-        finally:
-            team.close()
-            self._write(findings)
-        return left
-
-    def _write(self, findings: Sequence[Finding]) -> None:
-        """The entries of before and the new ones; a job that was done replaces its place's."""
-        done = {finding.job.place: finding.entry for finding in findings if not finding.failure}
-        if not done:
-            return
-        entries = {entry.place: entry for entry in self._before} | done
-        tuned = Tuned(
-            self.chip.name,
-            self.chip.family,
-            torch.__version__,
-            installed_triton(),
-            datetime.now(UTC).date().isoformat(),
-            tuple(entry for entry in entries.values() if entry is not None),
-        )
-        write(self.path, tuned)
-        if why := refusal(read(self.path), *self.chip, why_unfit):
-            raise AssertionError(f"what was written would be refused: {why}")
+def _write(path: Path, chip: _Chip, before: Sequence[Entry], findings: Sequence[Finding]) -> None:
+    """The entries of before and the new ones; a job that was done replaces its place's."""
+    done = {finding.job.place: finding.entry for finding in findings if not finding.failure}
+    if not done:
+        return
+    entries = {entry.place: entry for entry in before} | done
+    kept = tuple(entry for entry in entries.values() if entry is not None)
+    today = datetime.now(UTC).date().isoformat()
+    write(path, Tuned(*chip, torch.__version__, installed_triton(), today, kept))
+    if why := refusal(read(path), *chip, why_unfit):
+        raise AssertionError(f"what was written would be refused: {why}")
 
 
 def _before(path: Path, chip: _Chip) -> tuple[Entry, ...]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import NamedTuple
 
 from tilelab.common.clock import Spread
+from tilelab.gpu_check import worker
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.worker import Worker
 from tilelab.tune.jobs import Job, candidates, table_blocks
 from tilewise.inspect.gpu import Blocks
 from tilewise.plan.tuned import Entry
@@ -24,28 +21,10 @@ MOST, _MOST_IN_SELF_TEST = 7, 2  # candidates of a job
 _LEAST_GAIN = 0.01  # a smaller one is not worth other bits
 
 
-class Timing(NamedTuple):
-    """Some runs.
-
-    Args:
-        seconds: of one, the median.
-        spread: half the range of the middle half of them, as a share of the median.
-    """
-
-    seconds: float
-    spread: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        """Return the timing of one or more runs."""
-        found = Spread.of(samples)
-        return cls(found.median, found.noise)
-
-
-def beats(new: Timing, table: Timing) -> bool:
-    """Return whether the gain is more than both spreads together, and at least _LEAST_GAIN."""
-    gain = table.seconds / new.seconds - 1
-    return gain > max(_LEAST_GAIN, new.spread + table.spread)
+def beats(new: Spread, table: Spread) -> bool:
+    """Return whether the gain is more than the noise of both, and at least _LEAST_GAIN."""
+    gain = table.median / new.median - 1
+    return gain > max(_LEAST_GAIN, new.noise + table.noise)
 
 
 class Finding(NamedTuple):
@@ -53,7 +32,8 @@ class Finding(NamedTuple):
 
     Args:
         job: which.
-        table: the table's blocks, and how fast they are.
+        table: the table's blocks.
+        timing: seconds of these; None where nothing was timed.
         best: the fastest others that are exact, and how fast; None where there are none.
         kept: whether they are faster by more than the noise.
         dropped: candidates that were not timed, and why.
@@ -61,8 +41,9 @@ class Finding(NamedTuple):
     """
 
     job: Job
-    table: tuple[Blocks, Timing | None]
-    best: tuple[Blocks, Timing] | None = None
+    table: Blocks
+    timing: Spread | None = None
+    best: tuple[Blocks, Spread] | None = None
     kept: bool = False
     dropped: tuple[tuple[Blocks, str], ...] = ()
     failure: str = ""
@@ -70,14 +51,14 @@ class Finding(NamedTuple):
     @property
     def entry(self) -> Entry | None:
         """The entry for the file; None where the table's blocks stay."""
-        table, timing = self.table
-        if not self.kept or self.best is None or timing is None:
+        table, old = self.table, self.timing
+        if not self.kept or self.best is None or old is None:
             return None
-        blocks, best = self.best
-        return Entry(self.job.place, blocks, *best, table, *timing)
+        blocks, new = self.best
+        return Entry(self.job.place, blocks, new.median, new.noise, table, old.median, old.noise)
 
 
-class Team:
+class Team(worker.Team):
     """Worker processes: one times, all of them check.
 
     Args:
@@ -87,98 +68,51 @@ class Team:
 
     def __init__(self, setting: Setting, command: Sequence[str] = ()) -> None:
         self._patience = _SELF_TEST_PATIENCE if setting.self_test else 1
-        count = 1 if setting.self_test else _processes()
-        module = [sys.executable, "-m", "tilelab.tune.worker"]
-        made = [Worker(setting, count > 1, list(command) or module) for _ in range(count)]
-        self._children = made
-        self._free: SimpleQueue[Worker] = SimpleQueue()
-        self._over = False
-        for child in made:
-            self._free.put(child)
+        count = 1 if setting.self_test else worker.processes(_MOST_PROCESSES, _SPARE_CORES)
+        super().__init__(setting, count, command or [sys.executable, "-m", "tilelab.tune.worker"])
 
     def check(self, job: Job, blocks: Sequence[Blocks]) -> list[Row]:
         """Check each of these blocks on the small problems."""
-
-        def one(each: Blocks) -> Row:
-            child = self._free.get()
-            try:
-                if self._over:  # a process that began now would be waited for
-                    raise KeyboardInterrupt
-                return _only(child.ask("check", f"{job} {each}", self._patience * _CHECK_S))
-            finally:
-                self._free.put(child)
-
-        with ThreadPoolExecutor(len(self._children)) as pool:
-            try:
-                return list(pool.map(one, blocks))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.close()  # the threads wait for these
-                raise
+        limit_s = self._patience * _CHECK_S
+        # Where a process ended after a job, its last row says so.
+        return self.each(lambda free, each: free.ask("check", f"{job} {each}", limit_s)[-1], blocks)
 
     def measure(self, job: Job, blocks: Sequence[Blocks]) -> Row:
         """Return seconds of each of these blocks on the large problems, while nobody else works."""
         words = " ".join(str(each) for each in (job, *blocks))
-        return _only(self._children[0].ask("measure", words, self._patience * _MEASURE_S))
-
-    def close(self) -> None:
-        """End the processes."""
-        self._over = True
-        for child in self._children:
-            child.close()
+        return self.workers[0].ask("measure", words, self._patience * _MEASURE_S)[-1]
 
 
 def tune(setting: Setting, team: Team, family: str, job: Job) -> Finding:
-    """Do a job.
+    """Do a job; in the self-test the best is kept whatever the time says.
 
-    Args:
-        setting: where; in the self-test the best is kept whatever the time says.
-        team: who does it.
-        family: the chip's.
-        job: what.
+    The winner is timed again with the table's alone: the least of many is too good to be believed.
     """
     table = table_blocks(family, job)
     most = _MOST_IN_SELF_TEST if setting.self_test else MOST
     tried = candidates(family, job, most)
     rows = team.check(job, [table, *tried])
     if rows[0].status != "ok":
-        return Finding(job, (table, None), failure=f"the table's own {table}: {rows[0].note}")
+        return Finding(job, table, failure=f"the table's own {table}: {rows[0].note}")
     why = {blocks: _why_dropped(row) for blocks, row in zip(tried, rows[1:], strict=True)}
-    good = [blocks for blocks in tried if not why[blocks]]
-    timing, best, failed = _fastest(team, job, table, good)
-    dropped = tuple((blocks, text) for blocks, text in (why | failed).items() if text)
-    if timing is None:
-        return Finding(job, (table, None), failure=failed[table])
-    kept = best is not None and (setting.self_test or beats(best[1], timing))
-    return Finding(job, (table, timing), best, kept, dropped)
-
-
-class _Raced(NamedTuple):
-    """The timing of the table's blocks (None: it failed), of the best others, and who failed."""
-
-    table: Timing | None
-    best: tuple[Blocks, Timing] | None
-    failed: dict[Blocks, str]
-
-
-def _fastest(team: Team, job: Job, table: Blocks, others: Sequence[Blocks]) -> _Raced:
-    """Time blocks in turn.
-
-    The winner is timed again with the table's alone: the least of many is too good to be believed.
-    """
-    failed: dict[Blocks, str] = {}
+    others = [blocks for blocks in tried if not why[blocks]]
+    best = None
     for _ in range(2):
         row = team.measure(job, [table, *others])
         if row.status != "ok":
-            return _Raced(None, None, {table: f"timing: {row.note}"})
-        failed |= {each: why for each in others if (why := row.values["failed"].get(str(each)))}
+            return Finding(job, table, failure=f"timing: {row.note}")
+        why |= {each: failed for each in others if (failed := row.values["failed"].get(str(each)))}
         samples = row.values["samples_s"]
-        found = {b: Timing.of(samples[str(b)]) for b in (table, *others) if b not in failed}
-        rivals = sorted(found.keys() - {table}, key=lambda blocks: found[blocks].seconds)
-        if not rivals:
-            return _Raced(found[table], None, failed)
-        others = rivals[:1]
-    return _Raced(found[table], (rivals[0], found[rivals[0]]), failed)
+        timing = Spread.of(samples[str(table)])
+        found = {each: Spread.of(samples[str(each)]) for each in others if not why[each]}
+        if not found:
+            best = None
+            break
+        best = min(found.items(), key=lambda each: each[1].median)
+        others = [best[0]]
+    kept = best is not None and (setting.self_test or beats(best[1], timing))
+    dropped = tuple((blocks, text) for blocks, text in why.items() if text)
+    return Finding(job, table, timing, best, kept, dropped)
 
 
 def _why_dropped(row: Row) -> str:
@@ -186,12 +120,3 @@ def _why_dropped(row: Row) -> str:
         return row.note or row.status
     spills = row.values["spills"]
     return f"{spills} registers spilled" if spills else ""
-
-
-def _only(rows: list[Row]) -> Row:
-    """Return the row of a job; where its process ended after it, what it last said."""
-    return rows[-1]
-
-
-def _processes() -> int:
-    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - _SPARE_CORES))

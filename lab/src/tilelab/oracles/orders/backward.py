@@ -34,15 +34,7 @@ _Q_K_V = Needs(True, True, True)
 def backward_by_tiles(
     problem: Problem, operands: Operands, result: Result, grad_out: Tensor, walk: Walk
 ) -> Grads:
-    """Compute the backward with one owner per sum: delta, then dQ by rows, then dK, dV by keys.
-
-    Args:
-        problem: what to compute.
-        operands: with what.
-        result: of a forward pass.
-        grad_out: shaped as its out.
-        walk: tile sizes and ledger.
-    """
+    """Compute the backward with one owner per sum: delta, then dQ by rows, then dK, dV by keys."""
     call = _Call(problem, operands, result, grad_out, walk, folded=True)
     for part in parts(problem, operands, walk):
         delta = call.delta_pass(part)

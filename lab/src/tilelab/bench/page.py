@@ -10,11 +10,11 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from tilelab.bench.suites.memory import CURE, DOUBLE
-from tilelab.bench.suites.points import COMPLETE, Point, Quantity, Record, amount_of, groups
-from tilelab.bench.suites.sentences import lead, sentences
-from tilelab.bench.suites.tables import BY_CASE, TITLES, heading, tables
-from tilelab.common.page import page_of
+from tilelab.bench.memory import CURE, DOUBLE
+from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
+from tilelab.bench.sentences import lead, sentences
+from tilelab.bench.tables import BY_CASE, TITLES, suite_heading, suite_tables
+from tilelab.common.record import COMPLETE
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -25,11 +25,11 @@ from tilelab.common.svg import (
     canvas,
     finish,
     house_style,
+    page_of,
     place,
     spread,
     standalone,
 )
-from tilelab.common.tables import Table
 from tilelab.common.tables import markdown as markdown_table
 from tilelab.peers.methods import OURS
 
@@ -237,32 +237,31 @@ class _Figure(NamedTuple):
     caption: str
 
 
-class _Section(NamedTuple):
-    """A suite on the page."""
-
-    name: str
-    about: str
-    sentences: list[str]
-    figures: list[_Figure]
-    tables: list[Table]
-
-
-def html(record: Record) -> str:
+def html(record: SuiteRecord) -> str:
     """Return the page."""
     with house_style():
-        sections = [_section(record, suite) for suite in record.suites]
+        sections = [
+            {
+                "name": suite,
+                "about": ABOUT[suite],
+                "sentences": sentences(record, suite),
+                "figures": _figures(suite, record.of(suite)),
+                "tables": suite_tables(record, suite),
+            }
+            for suite in record.suites
+        ]
     return page_of(
-        "tilelab.bench.suites",
+        "tilelab.bench",
         chip=record.machine["chip"],
         lead=lead(record),
-        heading=heading(record),
+        heading=suite_heading(record),
         complete=record.status == COMPLETE,
         sections=sections,
         settings="; ".join(f"{name} {_said(value)}" for name, value in record.settings.items()),
     )
 
 
-def pictures(record: Record) -> dict[str, str]:
+def pictures(record: SuiteRecord) -> dict[str, str]:
     """Return every figure of the page as an SVG file, by its name."""
     with house_style():
         every = [each for suite in record.suites for each in _figures(suite, record.of(suite))]
@@ -276,17 +275,6 @@ def _said(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _section(record: Record, suite: str) -> _Section:
-    points = record.of(suite)
-    return _Section(
-        suite,
-        ABOUT[suite],
-        sentences(record, suite),
-        _figures(suite, points),
-        tables(record, suite),
-    )
 
 
 def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
@@ -339,11 +327,11 @@ def _ratios(points: Sequence[Point]) -> list[tuple[str, float]]:
     return found
 
 
-def markdown(record: Record) -> str:
+def markdown(record: SuiteRecord) -> str:
     """Return the same without figures."""
-    parts = ["# tilewise bench: " + ", ".join(record.suites), "\n\n".join(heading(record))]
+    parts = ["# tilewise bench: " + ", ".join(record.suites), "\n\n".join(suite_heading(record))]
     for suite in record.suites:
         parts += [f"## {suite}", ABOUT[suite]]
         parts += ["\n".join(f"- {line}" for line in sentences(record, suite))]
-        parts += [markdown_table(table) for table in tables(record, suite)]
+        parts += [markdown_table(table) for table in suite_tables(record, suite)]
     return "\n\n".join(filter(None, parts)) + "\n"

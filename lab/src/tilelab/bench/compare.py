@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tilelab.bench.results import Record as CpuRecord
-from tilelab.bench.suites.points import Point, Quantity, Record, amount_of
-from tilelab.bench.suites.speed import points_of
+from tilelab.bench.goals import GoalRecord
+from tilelab.bench.points import Point, SuiteRecord, amount_of
+from tilelab.bench.suites import points_of
 from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS
 from tilewise.errors import InvalidArgument
@@ -25,12 +25,7 @@ Key = tuple[str, str, int, str, str, str]
 
 
 class Points(NamedTuple):
-    """The contents of a file.
-
-    Args:
-        chip: where it was measured.
-        points: those with samples, by their keys.
-    """
+    """The chip of a file, and its points with samples by their keys."""
 
     chip: str
     points: dict[Key, Point]
@@ -68,24 +63,17 @@ class Moved(NamedTuple):
 def read(path: Path, argument: str = "FILE.json") -> Points:
     """Return the points of a record of a suite, or of ``bench cpu``.
 
-    Args:
-        path: of the record.
-        argument: that names it, for the error.
-
     Raises:
         InvalidArgument: it is neither.
     """
+    record: GoalRecord | SuiteRecord
     try:
-        record = Record.read(path, argument)
-        chip, points = record.machine["chip"], record.points
-    except InvalidArgument as first:
-        try:
-            old = CpuRecord.read(path)
-        except InvalidArgument:
-            raise first from None
-        chip = old.machine["chip"]
-        points = [point for result in old.cases for point in points_of(result)]
-    return Points(chip, {point.key: point for point in points if point.samples})
+        record = GoalRecord.read(path)
+        points = [point for result in record.cases for point in points_of(result)]
+    except InvalidArgument:
+        record = SuiteRecord.read(path, argument)
+        points = record.points
+    return Points(record.machine["chip"], {point.key: point for point in points if point.samples})
 
 
 def noise(point: Point) -> float:
@@ -125,11 +113,7 @@ def _is_control(point: Point) -> bool:
 
 
 def scatter(ratios: Sequence[float]) -> float:
-    """Return the standard deviation of logarithms of ratios around their median; 0 of too few.
-
-    Args:
-        ratios: logarithms.
-    """
+    """Return the standard deviation of logarithms of ratios around their median; 0 of too few."""
     if len(ratios) < _CONTROLS:
         return 0.0
     middle = statistics.median(ratios)
@@ -143,13 +127,7 @@ def drift(moved: Sequence[Moved]) -> float:
 
 
 def table(before: Points, after: Points, *, every: bool = False) -> Table:
-    """Return a table of what moved, or of every ratio.
-
-    Args:
-        before: the first file.
-        after: the second.
-        every: also what did not move.
-    """
+    """Return a table of what moved, or of every ratio."""
     moved = compare(before, after)
     shown = [each for each in moved if every or each.word]
     rows = [
@@ -158,8 +136,8 @@ def table(before: Points, after: Points, *, every: bool = False) -> Table:
             each.point.dtype,
             str(each.point.length),
             each.point.method,
-            amount_of(each.before, _quantity(each)),
-            amount_of(each.after, _quantity(each)),
+            amount_of(each.before, each.point.quantity),
+            amount_of(each.after, each.point.quantity),
             f"{each.ratio:.3f}",
             f"±{each.noise:.0%}",
             each.word or "-",
@@ -171,13 +149,9 @@ def table(before: Points, after: Points, *, every: bool = False) -> Table:
     if before.chip != after.chip:
         notes.append(f"Different chips: {before.chip} and {after.chip}.")
     notes.append(f"Times that are not of {OURS} moved by a median of {drift(moved):.3f}.")
-    only = [len(before.points.keys() - after.points.keys())]
-    only.append(len(after.points.keys() - before.points.keys()))
-    if any(only):
-        notes.append(f"In one file only: {only[0]} of the first, {only[1]} of the second.")
+    first, second = before.points.keys(), after.points.keys()
+    if first != second:
+        gone, new = len(first - second), len(second - first)
+        notes.append(f"In one file only: {gone} of the first, {new} of the second.")
     head = ("case", "dtype", "N", "method", "before", "after", "ratio", "noise", "moved")
     return Table("The second file against the first", head, rows, tuple(notes))
-
-
-def _quantity(each: Moved) -> Quantity:
-    return each.point.quantity

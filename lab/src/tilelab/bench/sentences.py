@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tilelab.bench.suites.memory import CURE, DOUBLE
-from tilelab.bench.suites.points import Point, Record, amount_of, groups
-from tilelab.bench.suites.variants import NONE
+from tilelab.bench.memory import CURE, DOUBLE
+from tilelab.bench.points import Point, SuiteRecord, amount_of, groups
+from tilelab.bench.variants import NONE
 from tilelab.peers.methods import OURS
 
 _AHEAD = 1.03  # times faster at the end; less is within the noise
@@ -34,10 +34,6 @@ def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing
     """Return from which length on ``other`` is faster and stays so; None without a common length.
 
     Between two lengths, both times are taken to be powers of the length.
-
-    Args:
-        exact: seconds by length.
-        other: the same of the method that may be faster.
     """
     lengths = sorted(exact.keys() & other.keys())
     if not lengths:
@@ -90,13 +86,7 @@ def where(found: Crossing) -> str:
 
 
 def crossings_in_words(what: str, exact: str, found: Mapping[str, Crossing]) -> str:
-    """Return all crossings of one case, in a sentence.
-
-    Args:
-        what: the case.
-        exact: name of the exact method.
-        found: by the other methods' names.
-    """
+    """Return all crossings of one case, in a sentence."""
     if not found:
         return f"{what}: nothing to compare with {exact}."
     always = [name for name, each in found.items() if each.at == each.first]
@@ -135,7 +125,7 @@ def _near(length: float) -> int:
     return int(round(length, -digits))
 
 
-def sentences(record: Record, suite: str) -> list[str]:
+def sentences(record: SuiteRecord, suite: str) -> list[str]:
     """Return the sentences about a suite, problems first."""
     points = record.of(suite)
     makers = {
@@ -147,33 +137,79 @@ def sentences(record: Record, suite: str) -> list[str]:
     return [*_wrong(points), *(line for maker in makers for line in maker(points))]
 
 
-def lead(record: Record) -> str:
+def lead(record: SuiteRecord) -> str:
     """Return the one ratio that matters, in a sentence; empty where a record has none.
 
     Time against the fastest other exact method if there are times, else memory against plain
     attention, else the share of the allowed error.
     """
-    ratios = [ratio for ratio, _ in _exact_ratios(record.points)]
+    ratios = [each.other / each.ours for each in _exact(record.points)]
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         return (
             f"{mean:.2f}x the speed of the fastest other exact method: geometric mean of "
             f"{len(ratios)} case{'s' if len(ratios) > 1 else ''}, each at its longest length"
         )
-    saved = [each for each in _held_ratios(record.points) if each.plain]
+    saved = _held(record.points)
     if saved:
         most = max(saved, key=lambda each: each.length)
         return (
-            f"{most.plain / most.ours:.3g}x less memory than plain attention: "
-            f"{amount_of(most.ours, 'bytes')} and {amount_of(most.plain, 'bytes')} beyond the "
-            f"operands ({most.words})"
+            f"{most.other / most.ours:.3g}x less memory than plain attention: "
+            f"{amount_of(most.ours, 'bytes')} and {amount_of(most.other, 'bytes')} beyond the "
+            f"operands ({most.case})"
         )
-    used = [
-        max(point.samples) / point.allowed
-        for point in record.points
-        if point.method == OURS and point.samples and point.allowed
-    ]
+    used = _shares(record.points).get(OURS)
     return f"{max(used):.0%} of the allowed error: the most that {OURS} uses" if used else ""
+
+
+class _Beside(NamedTuple):
+    """Medians of ours and of the best of some others, at the longest length that both have."""
+
+    case: str
+    length: int
+    ours: float
+    other: float
+    name: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.case} at {self.length}; {self.name}"
+
+
+def _beside(points: Iterable[Point], ours: str, is_other: Callable[[str], bool]) -> list[_Beside]:
+    """Return one of our methods against others, case by case."""
+    found = []
+    for (case, dtype, _), own in groups(points).items():
+        medians = medians_of(own)
+        others = {name: times for name, times in medians.items() if is_other(name)}
+        mine = medians.get(ours, {})
+        lengths = [n for n in mine if any(n in times for times in others.values())]
+        if lengths:
+            last = max(lengths)
+            best = min((times[last], name) for name, times in others.items() if last in times)
+            found.append(_Beside(f"{case}, {dtype}", last, mine[last], *best))
+    return found
+
+
+def _exact(points: Iterable[Point]) -> list[_Beside]:
+    """Return ours against the fastest other exact method."""
+    exact = (point for point in points if point.exact and point.quantity == "seconds")
+    return _beside(exact, OURS, lambda name: name != OURS)
+
+
+def _held(points: Iterable[Point]) -> list[_Beside]:
+    """Return the bytes of ours against those of plain attention."""
+    held = (point for point in points if point.quantity == "bytes")
+    return _beside(held, OURS, lambda name: name == "plain")
+
+
+def _shares(points: Iterable[Point]) -> dict[str, list[float]]:
+    """Return the shares of the allowed error that each method used."""
+    found: dict[str, list[float]] = {}
+    for point in points:
+        if point.samples and point.allowed:
+            found.setdefault(point.method, []).append(max(point.samples) / point.allowed)
+    return found
 
 
 def _wrong(points: Sequence[Point]) -> list[str]:
@@ -189,8 +225,7 @@ def _wrong(points: Sequence[Point]) -> list[str]:
 
 
 def _faster(points: Sequence[Point]) -> list[str]:
-    """Ours against the best other exact method, at the longest length that both have."""
-    ratios = sorted(_exact_ratios(points))
+    ratios = sorted((each.other / each.ours, each.words) for each in _exact(points))
     if not ratios:
         return []
     ahead = sum(ratio > 1 for ratio, _ in ratios)
@@ -199,22 +234,6 @@ def _faster(points: Sequence[Point]) -> list[str]:
         f"Against the fastest other exact method, {OURS} is faster in {ahead} of {len(ratios)} "
         f"cases: from {low[0]:.2f} times ({low[1]}) to {high[0]:.2f} times ({high[1]})."
     ]
-
-
-def _exact_ratios(points: Sequence[Point]) -> list[tuple[float, str]]:
-    """Return the fastest other exact method's time over ours, and of what, case by case."""
-    exact = [point for point in points if point.exact and point.quantity == "seconds"]
-    ratios: list[tuple[float, str]] = []
-    for (case, dtype, _), own in groups(exact).items():
-        found = medians_of(own)
-        ours = found.pop(OURS, {})
-        lengths = sorted(n for n in ours if any(n in times for times in found.values()))
-        if lengths:
-            last = lengths[-1]
-            best = min((times[last], name) for name, times in found.items() if last in times)
-            words = f"{case}, {dtype} at {last}; {best[1]}"
-            ratios.append((best[0] / ours[last], words))
-    return ratios
 
 
 def _crossings(points: Sequence[Point]) -> list[str]:
@@ -227,70 +246,38 @@ def _crossings(points: Sequence[Point]) -> list[str]:
 
 
 def _accuracy(points: Sequence[Point]) -> list[str]:
-    """Return the largest share of the allowed error that each method used."""
-    shares: dict[str, list[float]] = {}
-    for point in points:
-        if point.samples and point.allowed:
-            shares.setdefault(point.method, []).append(max(point.samples) / point.allowed)
-    if not shares:
+    parts = [f"{name} {max(used):.0%}" for name, used in _shares(points).items()]
+    if not parts:
         return []
-    parts = [f"{name} {max(used):.0%}" for name, used in shares.items()]
     return [f"Largest share of the allowed error that was used: {listed(parts)}."]
 
 
 def _memory(points: Sequence[Point]) -> list[str]:
-    """Ours against plain attention at the longest common length, and how well it is predicted."""
     return [
-        f"{each.words}: at {each.length}, plain attention holds {amount_of(each.plain, 'bytes')} "
+        f"{each.case}: at {each.length}, plain attention holds {amount_of(each.other, 'bytes')} "
         f"beyond the operands and {OURS} {amount_of(each.ours, 'bytes')}, "
-        f"{each.plain / each.ours:.3g} times less."
-        for each in _held_ratios(points)
+        f"{each.other / each.ours:.3g} times less."
+        for each in _held(points)
     ]
-
-
-class _Held(NamedTuple):
-    """Bytes beyond the operands at the longest length that both ways have."""
-
-    words: str
-    length: int
-    ours: float
-    plain: float
-
-
-def _held_ratios(points: Sequence[Point]) -> list[_Held]:
-    found = []
-    held = [point for point in points if point.quantity == "bytes"]
-    for (case, dtype, _), own in groups(held).items():
-        medians = medians_of(own)
-        plain, ours = medians.get("plain", {}), medians.get(OURS, {})
-        common = sorted(plain.keys() & ours.keys())
-        if common:
-            last = common[-1]
-            found.append(_Held(f"{case}, {dtype}", last, ours[last], plain[last]))
-    return found
 
 
 def _sparse(points: Sequence[Point]) -> list[str]:
-    """Our block-sparse kernel against every other method, at the longest length of each case."""
+    """Our block-sparse kernels against every other method, at the longest length of each case."""
     timed = [point for point in points if point.quantity == "seconds"]
-    ratios: dict[str, list[tuple[float, str]]] = {}
-    for (case, dtype, _), own in groups(timed).items():
-        medians = medians_of(own)
-        names = [name for name in medians if name.startswith(f"{OURS} ")]
-        for name in names:
-            last = max(medians[name])
-            others = {n: t[last] for n, t in medians.items() if n not in names and last in t}
-            if others:
-                best = min(others, key=lambda each: others[each])
-                words = f"{case}, {dtype} at {last}; {best}"
-                ratios.setdefault(name, []).append((others[best] / medians[name][last], words))
-    return [
-        f"{name} against the fastest of the others, exact or not, at the longest length of a case: "
-        f"faster in {sum(ratio > 1 for ratio, _ in every)} of {len(every)} cases, "
-        f"{min(every)[0]:.2f} times ({min(every)[1]}) to {max(every)[0]:.2f} times "
-        f"({max(every)[1]})."
-        for name, every in ratios.items()
-    ]
+    found = []
+    for name in dict.fromkeys(p.method for p in timed if p.method.startswith(f"{OURS} ")):
+        ratios = [
+            (each.other / each.ours, each.words)
+            for each in _beside(timed, name, lambda other: not other.startswith(f"{OURS} "))
+        ]
+        if ratios:
+            low, high = min(ratios), max(ratios)
+            found.append(
+                f"{name} against the fastest of the others, exact or not, at the longest length of "
+                f"a case: faster in {sum(ratio > 1 for ratio, _ in ratios)} of {len(ratios)} "
+                f"cases, {low[0]:.2f} times ({low[1]}) to {high[0]:.2f} times ({high[1]})."
+            )
+    return found
 
 
 def _double(points: Sequence[Point]) -> list[str]:

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
-from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, PeakJob, peaks
-from tilelab.bench.suites.points import Point, Status
-from tilelab.bench.suites.steps import Budget, Settings, Step
-from tilelab.bench.suites.timed import key_of, why_skipped
+from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, job_of, peaks
+from tilelab.bench.points import Point, Status
+from tilelab.bench.steps import Budget, Settings, Step, key_of, why_skipped
 from tilelab.common.memory import too_large
 from tilelab.peers.methods import OURS, Method, exact
 from tilelab.peers.work import Pass, Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
 
-SUITE = "memory"
 DOUBLE = "plain attention, step by step"
 CURE = "plain attention, some rows at a time"
 _FIXED = 2048  # the longest of what is shown at one length
@@ -32,24 +30,17 @@ def steps(settings: Settings) -> list[Step]:
     found = []
     for length in settings.lengths:
         for dtype in settings.dtypes:
-            base = settings.work(SUITE, "", length, dtype)
+            base = settings.work("memory", "", length, dtype)
             ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
             works = [replace(base, passes=passes, case=case) for passes, case in ways]
-            name = f"memory, {length}, {dtype}"
-            found.append(Step(name, partial(weigh, works, methods)))
+            found.append(Step(f"memory, {length}, {dtype}", partial(weigh, works, methods)))
     length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
-    fixed = settings.work(SUITE, DOUBLE, length, settings.dtypes[0])
+    fixed = settings.work("memory", DOUBLE, length, settings.dtypes[0])
     return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
 
 
 def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
-    """Yield the peaks of all methods on some works, each in a process of its own.
-
-    Args:
-        works: of one length.
-        methods: in the order of the record.
-        budget: what may be spent.
-    """
+    """Yield the peaks of all methods on some works, each in a process of its own."""
     tried: list[tuple[Work, Method]] = []
     for work in works:
         for method in methods:
@@ -58,7 +49,7 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
                 yield Point.without(work, method, "bytes", "skipped", reason)
             else:
                 tried.append((work, method))
-    jobs = [PeakJob.of(work, method.name) for work, method in tried]
+    jobs = [job_of(work, method.name) for work, method in tried]
     with closing(peaks(jobs, works[0].device)) as found:
         for (work, method), result in zip(tried, found, strict=True):
             if isinstance(result, str):
@@ -100,8 +91,8 @@ def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
         return
     cure = replace(work, case=CURE)
     sizes = sorted({min(rows, work.length) for rows in (*_CHUNKS, work.length)})
-    jobs = [PeakJob.of(work, STEP_BY_STEP)]
-    jobs += [PeakJob.of(cure, "plain, chunked", rows) for rows in sizes]
+    jobs = [job_of(work, STEP_BY_STEP)]
+    jobs += [job_of(cure, "plain, chunked", rows) for rows in sizes]
     with closing(peaks(jobs, work.device)) as found:
         yield from _stepwise(work, next(found))
         for rows in sizes:

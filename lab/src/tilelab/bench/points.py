@@ -1,32 +1,27 @@
-"""The results of a suite: points, and the record that keeps them."""
+"""The results of suites: points, and the record that keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
 from tilelab.common import environment
 from tilelab.common.clock import Spread
-from tilelab.common.files import compact_json, read_json, write_atomically
+from tilelab.common.record import NOT_FINISHED, Finding, Record
 from tilelab.peers.methods import Method
 from tilelab.peers.work import Work
-from tilewise.errors import InvalidArgument
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.report import amount, duration
 
-FORMAT = 1
-KIND = "a JSON file of a suite of the bench"
-COMPLETE, INTERRUPTED = "complete", "stopped with Ctrl-C"
 Quantity = Literal["seconds", "bytes", "error"]
 Status = Literal["ok", "wrong", "skipped", "failed"]
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Finding):
     """One method on one case at one length.
 
     Args:
@@ -63,18 +58,16 @@ class Point:
     @classmethod
     def of(cls, work: Work, method: str, **found: Any) -> Point:
         """Return a point of a work."""
-        return cls(
-            work.suite, work.case, work.length, work.dtype, method, shape=work.shape, **found
-        )
+        about = work.suite, work.case, work.length, work.dtype, method
+        return cls(*about, shape=work.shape, **found)
 
     @classmethod
     def without(
         cls, work: Work, method: Method, quantity: Quantity, status: Status, note: str
     ) -> Point:
         """Return a point that says why a method was not measured."""
-        return cls.of(
-            work, method.name, quantity=quantity, status=status, note=note, exact=method.exact
-        )
+        said = {"quantity": quantity, "status": status, "note": note}
+        return cls.of(work, method.name, exact=method.exact, **said)
 
     @property
     def key(self) -> tuple[str, str, int, str, str, str]:
@@ -87,29 +80,38 @@ class Point:
         return Spread.of(self.samples).median if self.samples else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON's types, without default values; ``from_json`` reads them back.
+        """Return JSON's types, without default values.
 
         Several samples come with their median, their least and largest, and their quartiles.
         """
         usual = {each.name: each.default for each in fields(self)}
-        values = {key: value for key, value in asdict(self).items() if value != usual[key]}
-        if self.samples:
-            values["samples"] = list(self.samples)
+        values = {key: value for key, value in super().as_json().items() if value != usual[key]}
         if len(self.samples) > 1:
             median, *rest = Spread.of(self.samples)
             values |= {"median": median, "spread": rest}
         return values
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Point:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the inverse of ``as_json``."""
-        known = {each.name for each in fields(cls)}
-        kept = {key: value for key, value in values.items() if key in known}
-        return cls(**{**kept, "samples": tuple(kept.get("samples", ()))})
+        return super().from_json({**values, "samples": tuple(values.get("samples", ()))})
+
+
+class BenchRecord(Record):
+    """A run of the bench."""
+
+    machine: dict[str, Any]
+    status: str
+    seconds: float
+
+    def end(self, status: str, seconds: float) -> None:
+        """The run is over."""
+        self.status, self.seconds = status, round(seconds, 1)
+        self.machine["load_average"].append(environment.load_average())
 
 
 @dataclass
-class Record:
+class SuiteRecord(BenchRecord):
     """One run.
 
     Args:
@@ -122,16 +124,20 @@ class Record:
         points: the findings.
     """
 
+    FORMAT = 1
+    KIND = "a JSON file of a suite of the bench"
+    LISTS: ClassVar = {"points": Point}
+
     suites: list[str]
     machine: dict[str, Any]
     device: str
     settings: dict[str, Any] = field(default_factory=dict)
-    status: str = "not finished"
+    status: str = NOT_FINISHED
     seconds: float = 0.0
     points: list[Point] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, suites: list[str], device: str, settings: dict[str, Any]) -> Record:
+    def begin(cls, suites: list[str], device: str, settings: dict[str, Any]) -> SuiteRecord:
         """Return a record of a run on this machine that has not begun."""
         machine = environment.describe(1)
         machine["core"] = absence() or "compiled"
@@ -141,50 +147,16 @@ class Record:
         machine["load_average"] = [machine["load_average"]]
         return cls(suites, machine, device, settings)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the record of a file; a shape that all points share may be beside them."""
+        shape = values.get("shape", {})
+        points = [{"shape": shape, **each} for each in values["points"]]
+        return super().from_json({**values, "points": points})
+
     def of(self, suite: str) -> list[Point]:
         """Return the points of a suite."""
         return [point for point in self.points if point.suite == suite]
-
-    def end(self, status: str, seconds: float) -> None:
-        """The run is over."""
-        self.status, self.seconds = status, round(seconds, 1)
-        self.machine["load_average"].append(environment.load_average())
-
-    def write(self, path: Path) -> None:
-        """Write the JSON whole or not at all, making its folder; each point is on one line.
-
-        The shape that the first point has is that of all that name none.
-        """
-        shape = self.points[0].shape if self.points else {}
-        values = {
-            "format": FORMAT,
-            "kind": KIND,
-            **{key: getattr(self, key) for key in ("suites", "status", "seconds", "device")},
-            "machine": self.machine,
-            "settings": self.settings,
-            "shape": shape,
-        }
-        points = [point.as_json() for point in self.points]
-        for each in points:
-            if each["shape"] == shape:
-                del each["shape"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compact_json(values, points=points))
-
-    @classmethod
-    def read(cls, path: Path, argument: str = "FILE.json") -> Record:
-        """Return the record in a file that an argument of the command names.
-
-        Raises:
-            InvalidArgument: there is none that this version can read.
-        """
-        values = read_json(path, FORMAT, KIND, argument)
-        if values.get("kind") != KIND:
-            raise InvalidArgument(argument, f"{path} of another kind", KIND)
-        shape = values.get("shape", {})
-        points = [Point.from_json({"shape": shape, **each}) for each in values["points"]]
-        kept = ("suites", "machine", "device", "settings", "status", "seconds")
-        return cls(**{key: values[key] for key in kept}, points=points)
 
 
 def groups(points: Iterable[Point]) -> dict[tuple[str, str, Quantity], list[Point]]:

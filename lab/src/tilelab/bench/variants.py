@@ -9,13 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tilelab.bench.suites.steps import Settings, Step
-from tilelab.bench.suites.timed import timed
+from tilelab.bench.steps import Settings, Step, timed
 from tilelab.peers.methods import exact
 from tilelab.peers.work import Pass, Work
 from tilewise import BlockMask, masks, patterns, scores
 
-SUITE = "variants"
 NONE = "none"
 _LENGTHS = {"cpu": 1024, "cuda": 4096}  # the longest
 _HEADS = 4
@@ -37,20 +35,13 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:
-    """Return a work for each variant, none first; functions for FlexAttention mean the same.
-
-    Args:
-        length: N.
-        device: of captured tensors.
-        dtype: of the operands.
-    """
-    base = Work(SUITE, "", length, dtype, _HEADS, _HEADS, device=device)
+    """Return a work for each variant, none first; functions for FlexAttention mean the same."""
+    base = Work("variants", "", length, dtype, _HEADS, _HEADS, device=device)
     rows = [
         _row(NONE),
         *_masks(length, device),
         *_sparse(length, device),
         *_scores(length, device),
-        *_in_python(length, device),
         {"case": "statistics", "statistics": True},
         {"case": "statistics and top key", "statistics": "top1"},
     ]
@@ -120,12 +111,9 @@ def _sparse(length: int, device: str) -> list[_Row]:
     return [_row(name, BlockMask.of(mask, length).to(device)) for name, mask in found.items()]
 
 
-def _slopes(device: str) -> torch.Tensor:
-    return torch.tensor([2.0 ** -(2 * head + 2) for head in range(_HEADS)], device=device)
-
-
 def _scores(length: int, device: str) -> list[_Row]:
-    slopes = _slopes(device)
+    slopes = torch.tensor([2.0 ** -(2 * head + 2) for head in range(_HEADS)], device=device)
+    wide = max(1, length // 2)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(_HEADS, 2 * length, generator=generator).to(device)
     bias = torch.randn(_HEADS, length, length, generator=generator).to(device)
@@ -135,6 +123,16 @@ def _scores(length: int, device: str) -> list[_Row]:
 
     def gaussian(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
         return s - ((m - n) / (length / 4)) ** 2
+
+    # Spellings that the recogniser does not know: what an expression costs.
+    def alibi(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return s + slopes[h] * (n - m)
+
+    def softcap(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return _CAP * torch.tanh(s * (1 / _CAP))
+
+    def window(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return torch.where((m - n < wide) & (n - m < wide), s, -math.inf)
 
     return [
         _row(
@@ -154,23 +152,6 @@ def _scores(length: int, device: str) -> list[_Row]:
         _row("bias", None, scores.bias(bias), None, lambda s, b, h, m, n: s + bias[h, m, n]),
         _row("relative table", None, relative),
         _row("Gaussian", None, gaussian),
-    ]
-
-
-def _in_python(length: int, device: str) -> list[_Row]:
-    """Return scores in spellings that the recogniser does not know: what an expression costs."""
-    slopes, wide = _slopes(device), max(1, length // 2)
-
-    def alibi(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-        return s + slopes[h] * (n - m)
-
-    def softcap(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-        return _CAP * torch.tanh(s * (1 / _CAP))
-
-    def window(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-        return torch.where((m - n < wide) & (n - m < wide), s, -math.inf)
-
-    return [
         _row("ALiBi in Python", None, alibi),
         _row("softcap in Python", None, softcap),
         _row("window as a score", None, window),  # no tile is skipped

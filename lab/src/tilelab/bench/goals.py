@@ -1,34 +1,35 @@
-"""A run over the cases that have goals: every sample, the numbers that follow, and its JSON.
-
-JSON holds all of it and reads back the same. What follows from the samples is computed on reading;
-the file holds it too, for people and other programs.
-"""
+"""The cases that have goals: measured in this process, every sample, and what follows from them."""
 
 from __future__ import annotations
 
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Self
 
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise
 from tilelab.bench.cases import SCALING_GOAL, Case, Goal
+from tilelab.bench.points import BenchRecord
 from tilelab.common import environment
-from tilelab.common.clock import Spread, Times
-from tilelab.common.files import compact_json, read_json, write_atomically
+from tilelab.common.clock import Call, Spread, Times, interleave, once, plan
+from tilelab.common.record import NOT_FINISHED, Finding
+from tilelab.peers.methods import ours, sdpa
+from tilelab.peers.plain import compare
+from tilelab.peers.work import call_of, draw
 from tilewise.chips import detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
-FORMAT = 2
-COMPLETE = "complete"
-
-# "yes", "no: ratio", "no: peak", "no: ratio, peak"; "" where there is no goal
-Verdict = str
+_TINY = (1, 1, 8, 16)  # small enough that the call itself is all that costs
 
 
-class Samples(NamedTuple):
+@dataclass(frozen=True)
+class Samples:
     """Times of one call, one entry per round.
 
     Args:
@@ -46,12 +47,11 @@ class Samples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CaseResult:
+class CaseResult(Finding):
     """One case, measured or found wrong.
 
     Args:
-        name, dtype, backward, variant, shape, flops: as in ``cases.Case``.
-        goal: None where there is none.
+        name, dtype, backward, variant, shape, flops, goal: as in ``cases.Case``.
         clock: which of the two times the numbers follow from: processor time of the one thread, or
             wall time of more than one.
         wrong: why it was not timed; empty if it was.
@@ -60,6 +60,7 @@ class CaseResult:
         peak_flops_s: the bare loop's operations per second, measured in every round.
     """
 
+    derived = ("summary",)
     name: str
     dtype: str
     backward: bool
@@ -71,23 +72,14 @@ class CaseResult:
     wrong: str = ""
     ours: Samples = field(default_factory=Samples.of)
     torch: Samples = field(default_factory=Samples.of)
-    repeats: tuple[int, int] = (1, 1)
-    peak_flops_s: tuple[float, ...] = ()
+    repeats: Sequence[int] = (1, 1)
+    peak_flops_s: Sequence[float] = ()
 
     @classmethod
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
         """Return the result of a case."""
-        return cls(
-            name=case.name,
-            dtype=case.dtype,
-            backward=case.backward,
-            variant=case.variant,
-            shape=case.shape,
-            flops=case.flops,
-            goal=case.goal,
-            clock=clock,
-            **measured,
-        )
+        names = ("name", "dtype", "backward", "variant", "shape", "flops", "goal")
+        return cls(**{name: getattr(case, name) for name in names}, clock=clock, **measured)
 
     def seconds(self, side: Samples) -> list[float]:
         """Return the samples of the clock that counts."""
@@ -96,9 +88,8 @@ class CaseResult:
     @property
     def ratio(self) -> float:
         """Torch's median time over ours."""
-        return statistics.median(self.seconds(self.torch)) / statistics.median(
-            self.seconds(self.ours)
-        )
+        ours, theirs = (statistics.median(self.seconds(x)) for x in (self.ours, self.torch))
+        return theirs / ours
 
     @property
     def ratio_range(self) -> tuple[float, float]:
@@ -114,8 +105,8 @@ class CaseResult:
         return rate / statistics.median(self.peak_flops_s)
 
     @property
-    def met(self) -> Verdict:
-        """Whether the goal is met, and if not, which half is missed."""
+    def met(self) -> str:
+        """The verdict: "yes", or "no: " and which half is missed; empty without a goal."""
         if self.goal is None:
             return ""
         if self.wrong:
@@ -125,36 +116,30 @@ class CaseResult:
             missed.append("peak")
         return "no: " + ", ".join(missed) if missed else "yes"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON's types; ``from_json`` reads them back."""
-        values = asdict(self)
-        values |= {"ours": self.ours._asdict(), "torch": self.torch._asdict()}
-        values["goal"] = None if self.goal is None else self.goal._asdict()
-        if not self.wrong:
-            values["summary"] = {
-                "ours_s": Spread.of(self.seconds(self.ours))._asdict(),
-                "torch_s": Spread.of(self.seconds(self.torch))._asdict(),
-                "peak_flops_s": Spread.of(self.peak_flops_s)._asdict(),
-                "ratio": self.ratio,
-                "ratio_range": self.ratio_range,
-                "peak_fraction": self.peak_fraction,
-                "met": self.met,
-            }
-        return values
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What follows from the samples, for people and other programs; None without any."""
+        if self.wrong:
+            return None
+        samples = {
+            "ours_s": self.seconds(self.ours),
+            "torch_s": self.seconds(self.torch),
+            "peak_flops_s": self.peak_flops_s,
+        }
+        spreads = {name: Spread.of(each)._asdict() for name, each in samples.items()}
+        names = ("ratio", "ratio_range", "peak_fraction", "met")
+        return spreads | {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> CaseResult:
+    def from_json(cls, values: Any) -> Self:
         """Return the inverse of ``as_json``."""
-        kept = _known(values, "summary")
-        kept["goal"] = None if kept["goal"] is None else Goal(**kept["goal"])
-        kept["ours"], kept["torch"] = Samples(**kept["ours"]), Samples(**kept["torch"])
-        kept["repeats"] = tuple(kept["repeats"])
-        kept["peak_flops_s"] = tuple(kept["peak_flops_s"])
-        return cls(**kept)
+        sides = {side: Samples(**values[side]) for side in ("ours", "torch")}
+        goal = None if values["goal"] is None else Goal(**values["goal"])
+        return super().from_json({**values, **sides, "goal": goal})
 
 
 @dataclass(frozen=True)
-class Overhead:
+class Overhead(Finding):
     """The cost of one call of a tiny problem.
 
     Args:
@@ -163,7 +148,7 @@ class Overhead:
         goal: at most this many times torch's.
     """
 
-    derived: ClassVar[tuple[str, ...]] = ("times", "met")
+    derived = ("times", "met")
     name: str
     ours_s: list[float]
     torch_s: list[float]
@@ -175,13 +160,13 @@ class Overhead:
         return statistics.median(self.ours_s) / statistics.median(self.torch_s)
 
     @property
-    def met(self) -> Verdict:
+    def met(self) -> str:
         """Whether the goal is met."""
         return "yes" if self.times <= self.goal else "no"
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Finding):
     """The speed-up of two threads, next to that of the bare loop in the same rounds.
 
     Args:
@@ -192,7 +177,7 @@ class Scaling:
         has_goal: False for a case that is only informative.
     """
 
-    derived: ClassVar[tuple[str, ...]] = ("ours", "bare_loop", "same_length", "relative", "met")
+    derived = ("ours", "bare_loop", "same_length", "relative", "met")
     name: str
     dtype: str
     one_s: list[float]
@@ -226,7 +211,7 @@ class Scaling:
         return min(self.team_one_s) / (2 * min(self.team_two_s))
 
     @property
-    def met(self) -> Verdict:
+    def met(self) -> str:
         """The verdict on the goal, "yes" or "no"; empty where there is no goal."""
         if not self.has_goal:
             return ""
@@ -234,7 +219,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Finding):
     """The most memory that a pass holds beyond its operands.
 
     Args:
@@ -253,8 +238,8 @@ class Memory:
 
 
 @dataclass
-class Record:
-    """The results of a run, while it goes on and afterwards.
+class GoalRecord(BenchRecord):
+    """The results of a run over the cases that have goals.
 
     Args:
         machine: where it ran: chip, instruction set, versions, load. No host names, no paths.
@@ -264,9 +249,18 @@ class Record:
         cases, overhead, scaling, memory: the findings.
     """
 
+    FORMAT = 2
+    KIND = "a JSON file of the bench"
+    LISTS: ClassVar = {
+        "cases": CaseResult,
+        "overhead": Overhead,
+        "scaling": Scaling,
+        "memory": Memory,
+    }
+
     machine: dict[str, Any]
     threads: int
-    status: str = "not finished"
+    status: str = NOT_FINISHED
     seconds: float = 0.0
     cases: list[CaseResult] = field(default_factory=list)
     overhead: list[Overhead] = field(default_factory=list)
@@ -274,70 +268,16 @@ class Record:
     memory: list[Memory] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, threads: int) -> Record:
+    def begin(cls, threads: int) -> GoalRecord:
         """Return a record of a run that has not begun, on this machine."""
         return cls(_machine(), threads)
-
-    @property
-    def slug(self) -> str:
-        """The chip as a folder's name."""
-        return str(self.machine["slug"])
-
-    def end(self, status: str, seconds: float) -> None:
-        """The run is over."""
-        self.status, self.seconds = status, round(seconds, 1)
-        self.machine["load_average"].append(environment.load_average())
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, in JSON's types; ``from_json`` reads it back."""
-        return {
-            "format": FORMAT,
-            "status": self.status,
-            "seconds": self.seconds,
-            "threads": self.threads,
-            "machine": self.machine,
-            "cases": [result.as_json() for result in self.cases],
-            "overhead": [_with_derived(each) for each in self.overhead],
-            "scaling": [_with_derived(each) for each in self.scaling],
-            "memory": [asdict(each) for each in self.memory],
-        }
-
-    def write(self, path: Path) -> None:
-        """Write the JSON, making its folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compact_json(self.as_json()))
-
-    @classmethod
-    def read(cls, path: Path) -> Record:
-        """Return the record in a file.
-
-        Raises:
-            InvalidArgument: there is none that this version can read.
-        """
-        values = read_json(path, FORMAT, "a JSON file of the bench")
-        return cls(
-            values["machine"],
-            values["threads"],
-            values["status"],
-            values["seconds"],
-            [CaseResult.from_json(each) for each in values["cases"]],
-            [Overhead(**_known(each, *Overhead.derived)) for each in values["overhead"]],
-            [Scaling(**_known(each, *Scaling.derived)) for each in values["scaling"]],
-            [Memory(**each) for each in values["memory"]],
-        )
-
-
-def _with_derived(found: Overhead | Scaling) -> dict[str, Any]:
-    return {**asdict(found), **{name: getattr(found, name) for name in found.derived}}
-
-
-def _known(values: dict[str, Any], *derived: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in derived}
 
 
 def _machine() -> dict[str, Any]:
     found, chip, first = environment.describe(1), detect(), _cpuinfo()
     numbers = "-".join(first[key] for key in ("cpu family", "model") if key in first)
+    flags = first.get("flags", first.get("Features", "")).split()
+    known = ("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
     return found | {
         # Virtual machines hide which processor they are; the family and the model do not.
         "slug": re.sub(r"[^a-z0-9]+", "-", f"{chip.name} {numbers}".lower()).strip("-"),
@@ -345,11 +285,7 @@ def _machine() -> dict[str, Any]:
         "model": first.get("model", ""),
         "cache_bytes": {"l1": chip.l1_bytes, "l2": chip.l2_bytes, "l3": chip.l3_bytes},
         "isa": peaks.isa(),
-        "flags": [
-            flag
-            for flag in first.get("flags", first.get("Features", "")).split()
-            if flag.startswith(("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16"))
-        ],
+        "flags": [flag for flag in flags if flag.startswith(known)],
         "versions": {**found["versions"], "python": found["python"]},
         "load_average": [found["load_average"]],
     }
@@ -363,3 +299,63 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) -> CaseResult:
+    """Measure a case, gated by its correctness.
+
+    Args:
+        case: which.
+        budget_s: for the rounds.
+        rounds: the fewest and the most, whatever the budget says.
+        threads: of torch, as set. One is timed by its own processor time, more by the wall.
+    """
+    clock: Clock = "cpu" if threads == 1 else "wall"
+    work = case.work()
+    given = draw(work)
+    attend = ours().make(work, given)
+    wrong = compare(work, given, attend).complaint
+    if wrong:
+        return CaseResult.describing(case, clock, wrong=wrong)
+    calls = {
+        "ours": call_of(work, given, attend),
+        "torch": call_of(work, given, sdpa().make(work, given)),
+    }
+    kind = peaks.loop(case.dtype, peaks.isa())
+    found: list[float] = []
+
+    def measure_peak() -> None:
+        found.append(peaks.measure(kind, threads, clock))
+
+    call_s = {name: _warm(call) for name, call in calls.items()}
+    repeats, count = plan(call_s, budget_s, rounds)
+    samples = interleave(calls, repeats, count, once, measure_peak)
+    sides = {name: Samples.of(each) for name, each in samples.items()}
+    return CaseResult.describing(
+        case, clock, **sides, repeats=list(repeats.values()), peak_flops_s=found
+    )
+
+
+def _warm(call: Call) -> float:
+    """Return the seconds of a warm call."""
+    first_s = once(call).cpu_s
+    # The first call of a short one pays for what it sets up.
+    return once(call).cpu_s if first_s < 0.2 else first_s
+
+
+def overhead(rounds: int) -> list[Overhead]:
+    """Measure a call of a tiny problem on one thread: ours, ours with a held plan, torch's."""
+    torch.set_num_threads(1)
+    q, k, v = (torch.randn(_TINY) for _ in range(3))
+    held = tilewise.plan(q, k, v)
+    calls: dict[str, Call] = {
+        "attention": lambda: tilewise.attention(q, k, v),
+        "attention, held plan": lambda: tilewise.attention(q, k, v, plan=held),
+        "torch": lambda: scaled_dot_product_attention(q, k, v),
+    }
+    for call in calls.values():
+        once(call, 300)
+    found = interleave(calls, dict.fromkeys(calls, 1000), rounds, once)
+    samples = {name: Samples.of(times).cpu_s for name, times in found.items()}
+    goals = {"attention": 3.0, "attention, held plan": 2.0}
+    return [Overhead(name, samples[name], samples["torch"], goal) for name, goal in goals.items()]

@@ -1,0 +1,285 @@
+"""A run as a list of steps: what they may spend, how they are done, and the step that times.
+
+A step of a sweep takes all methods on one work, gates them and then times them in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from rich.console import Console
+
+from tilelab.bench.points import BenchRecord, Point, Quantity, Status
+from tilelab.common.clock import race, seconds_of
+from tilelab.common.memory import too_large
+from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
+from tilelab.common.terminal import Progress, in_words
+from tilelab.peers.methods import OURS, Method
+from tilelab.peers.plain import Measured, compare
+from tilelab.peers.work import Attend, Given, Work, call_of, draw
+from tilewise.errors import TilewiseError
+
+LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
+QUICK_LENGTHS = (128, 512)
+Wrap = Callable[[Work, Given, Attend], Callable[[], Any]]
+_Found = TypeVar("_Found")
+
+
+@dataclass
+class Budget:
+    """A time budget that starts when it is made, and how long calls took so far.
+
+    Args:
+        minutes: for everything.
+        rounds: the fewest and the most rounds of a step.
+        round_budget_s: about how long the rounds of one step may take.
+    """
+
+    minutes: float
+    rounds: tuple[int, int] = (3, 15)
+    round_budget_s: float = 2.0
+    _began: float = field(default_factory=time.monotonic)
+    _took: dict[tuple[str, ...], tuple[int, float, float]] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; negative when it is over."""
+        return self.minutes * 60 - (time.monotonic() - self._began)
+
+    def took(self, key: tuple[str, ...], length: int, seconds: float, once_s: float = 0.0) -> None:
+        """A call of a method on a case took so long, and so long what is done once before."""
+        self._took[key] = length, seconds, once_s
+
+    def too_long(self, key: tuple[str, ...], length: int) -> str:
+        """Why a method should not be tried at a greater length; empty if it may.
+
+        A call is taken to grow with the square of the length; it is made to warm up, to compare
+        and then in the fewest rounds.
+        """
+        if key not in self._took:
+            return ""
+        known, seconds, once_s = self._took[key]
+        expected = once_s + seconds * max(1.0, length / known) ** 2 * (2 + self.rounds[0])
+        if expected <= self.left_s:
+            return ""
+        return f"it would take about {expected:.0f} s, and {max(self.left_s, 0):.0f} s are left"
+
+
+class Step(NamedTuple):
+    """A part of a run.
+
+    Args:
+        name: for the progress.
+        run: does it, and gives what was found.
+    """
+
+    name: str
+    run: Callable[[Budget], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that the user asked for.
+
+    Args:
+        device: "cpu" or "cuda".
+        lengths: of the sweep, ascending.
+        quick: few cases.
+        dtypes: names of torch's.
+        flex: whether FlexAttention, which compiles, takes part.
+        models: names of well-known models.
+    """
+
+    device: str = "cpu"
+    lengths: tuple[int, ...] = LENGTHS
+    quick: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    flex: bool = True
+    models: tuple[str, ...] = ()
+
+    def work(self, suite: str, case: str, length: int, dtype: str, **more: Any) -> Work:
+        """Return a work of a sweep.
+
+        Heads are few on a single CPU thread. The batch is the same at every length, so that times
+        can be compared along it.
+        """
+        heads, batch = (8, 2) if self.device == "cuda" else (2, 1)
+        sizes = {"heads": heads, "kv_heads": heads, "batch": batch, "device": self.device}
+        return Work(suite, case, length, dtype, **{**sizes, **more})
+
+
+def conduct(
+    record: BenchRecord,
+    suites: Sequence[tuple[str, Sequence[Step]]],
+    budget: Budget,
+    path: Path | None,
+    console: Console,
+    threads: int | None = 1,
+) -> int:
+    """Do all steps into the record, which is written after each.
+
+    A suite has an equal share of what is left; what it leaves is the others'.
+
+    Args:
+        record: begun.
+        suites: names and their steps.
+        budget: what may be spent on all of them.
+        path: of the JSON; None to write none.
+        console: for the progress.
+        threads: of torch meanwhile; None for as many as there are.
+
+    Returns:
+        0; 1 where a step failed; 130 where Ctrl-C ended it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    began = time.monotonic()
+    missing: list[str] = []
+    failed: list[str] = []
+    status, code = COMPLETE, 0
+    try:
+        with Progress(sum(len(steps) for _, steps in suites), console) as progress:
+            for index, (name, steps) in enumerate(suites):
+                minutes = budget.left_s / 60 / (len(suites) - index)
+                share = Budget(minutes, budget.rounds, budget.round_budget_s)
+                for done, step in enumerate(steps):
+                    if share.left_s <= 0:
+                        progress.skip(len(steps) - done)
+                        missing.append(f"{name}: {done} of {len(steps)} steps fit into the time")
+                        break
+                    progress.step(step.name, _left(share))
+                    try:
+                        # One by one: a Ctrl-C keeps those that are there.
+                        for found in step.run(share):
+                            record.add(found)
+                    except TilewiseError as error:
+                        failed.append(f"{step.name}: {error}")
+                    if path is not None:
+                        record.write(path)
+    except KeyboardInterrupt:
+        status, code = INTERRUPTED, 130
+    finally:
+        torch.set_num_threads(before)
+    for line in failed:
+        console.print(f"tilewise bench: {line}", markup=False)
+    if not code and (missing or failed):
+        # The words of a failure may name folders, and the record must not.
+        status = "; ".join([*missing, *(["a step failed"] if failed else [])])
+        code = int(bool(failed))
+    record.end(status, time.monotonic() - began)
+    return code
+
+
+def _left(budget: Budget) -> str:
+    known = budget.minutes < float("inf")
+    return f"{in_words(budget.left_s)} of the budget left" if known else ""
+
+
+def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of) -> list[Step]:
+    """Return a step for each work, which times all methods on it; arguments as of ``time_all``."""
+    return [
+        Step(
+            f"{work.case}, {work.length}, {work.dtype}",
+            partial(time_all, work, methods, wrap=wrap),
+        )
+        for work in works
+    ]
+
+
+class _Ready(NamedTuple):
+    """A method that passed the gate."""
+
+    method: Method
+    call: Callable[[], Any]
+    seconds: float
+    measured: Measured
+
+
+def time_all(
+    work: Work, methods: Sequence[Method], budget: Budget, *, wrap: Wrap = call_of
+) -> Iterator[Point]:
+    """Yield the points of all methods on a work; ``wrap`` makes the call of one that is exact."""
+    given = draw(work)
+    ready: list[_Ready] = []
+    for method in methods:
+        began = time.monotonic()
+        found = attempted(work, method, budget, lambda: _prepare(work, given, method, wrap))  # noqa: B023
+        if isinstance(found, Point):
+            yield found
+            continue
+        once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
+        budget.took(key_of(work, method), work.length, found.seconds, once_s)
+        ready.append(found)
+    samples = race(
+        {each.method.name: each.call for each in ready},
+        min(budget.round_budget_s, max(budget.left_s, 0.0)),
+        budget.rounds,
+        work.timer,
+        {each.method.name: each.seconds for each in ready},
+    )
+    for method, _, _, measured in ready:
+        compared = method.same_dropout or not work.dropout_p
+        yield Point.of(
+            work,
+            method.name,
+            exact=method.exact,
+            samples=tuple(samples[method.name]),
+            error=None if method.exact else measured.relative,
+            note="" if compared else "compared without dropout",
+        )
+
+
+def attempted(
+    work: Work,
+    method: Method,
+    budget: Budget,
+    attempt: Callable[[], _Found],
+    quantity: Quantity = "seconds",
+) -> _Found | Point:
+    """Return what an attempt with a method gives, or a point that says why it gives nothing."""
+    reason = why_skipped(work, method, budget)
+    if reason:
+        return Point.without(work, method, quantity, "skipped", reason)
+    try:
+        return attempt()
+    except (RuntimeError, TilewiseError, NotImplementedError, MemoryError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        status: Status = "failed" if method.name == OURS else "skipped"
+        return Point.without(work, method, quantity, status, line)
+
+
+def key_of(work: Work, method: Method) -> tuple[str, ...]:
+    """Return the name of a method on a case, whatever the length."""
+    return work.suite, work.case, work.dtype, method.name
+
+
+def why_skipped(work: Work, method: Method, budget: Budget) -> str:
+    """Return why a method is not tried on a work; empty if it is."""
+    if work.statistics and not method.statistics:
+        return "it gives no statistics"
+    return (
+        method.why_not(work)
+        or budget.too_long(key_of(work, method), work.length)
+        or too_large(method.bytes(work), work.device)
+    )
+
+
+def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
+    """Return the call of a method, warm; a point where it is wrong."""
+    attend = judged_attend = method.make(work, given)
+    judged = work
+    if work.dropout_p and not method.same_dropout:
+        judged = replace(work, dropout_p=0.0)  # it drops other pairs: judged without
+        judged_attend = method.make(judged, given)
+    measured = compare(judged, given, judged_attend)
+    if method.exact and measured.complaint:
+        return Point.without(work, method, "seconds", "wrong", measured.complaint)
+    call = wrap(work, given, attend)
+    call()
+    return _Ready(method, call, seconds_of(call, work.timer), measured)

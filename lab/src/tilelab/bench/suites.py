@@ -1,0 +1,238 @@
+"""The sweeps over lengths and models, as lists of steps.
+
+``speed``: exact methods side by side, and the cases that have goals. ``accuracy``: the largest
+error of every exact method, and what the 2x rule allows. ``paper``: the runtime figures of Dao, Fu,
+Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
+``models``: one attention layer of well-known models, from its input to its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilelab.bench.cases import CASES, Case
+from tilelab.bench.goals import CaseResult, measure
+from tilelab.bench.memory import weigh
+from tilelab.bench.points import Point
+from tilelab.bench.steps import Budget, Settings, Step, attempted, timed
+from tilelab.peers.methods import OURS, Method, exact, rivals
+from tilelab.peers.plain import compare
+from tilelab.peers.work import Attend, Given, Pass, Work, draw
+from tilewise import masks, scores
+from tilewise.inspect.known_models import KnownModel, known_model
+from tilewise.inspect.peaks import absence
+
+_PASSES: tuple[Pass, ...] = ("forward", "backward")
+_SHORT = 2048  # of the sweep ``speed``: the cases with goals come before longer ones
+
+
+def speed(settings: Settings) -> list[Step]:
+    """Return the sweep's steps; on a CPU ``bench cpu``'s cases come before the longest lengths."""
+    short = [length for length in settings.lengths if length <= _SHORT]
+    long = [length for length in settings.lengths if length > _SHORT]
+    return [*_sweep(settings, short), *_with_goals(settings), *_sweep(settings, long)]
+
+
+def _sweep(settings: Settings, lengths: Sequence[int]) -> list[Step]:
+    kinds = (("full", None), ("causal", masks.causal()))
+    works = [
+        settings.work("speed", f"{way}, {kind}", length, dtype, passes=way, mask=mask)
+        for length, dtype, way, (kind, mask) in product(lengths, settings.dtypes, _PASSES, kinds)
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex))
+
+
+def _with_goals(settings: Settings) -> list[Step]:
+    if settings.device != "cpu" or absence():
+        return []
+    longest = max(settings.lengths)
+
+    def points(case: Case, budget: Budget) -> list[Point]:
+        return points_of(measure(case, 0.8, (3, 9), 1))
+
+    return [
+        Step(case.key, partial(points, case))
+        for case in CASES
+        if case.dtype in settings.dtypes
+        and (case.quick or not settings.quick)
+        and max(case.attention.queries, case.attention.keys) <= longest
+    ]
+
+
+def points_of(result: CaseResult) -> list[Point]:
+    """Return a result of ``bench cpu`` as points."""
+    shape = {key: result.shape[key] for key in ("batch", "heads", "kv_heads", "head_dim")}
+    about = ("speed", f"goals: {result.name}", result.shape["keys"], result.dtype)
+    if result.wrong:
+        return [Point(*about, OURS, shape=shape, status="wrong", note=result.wrong)]
+    note = ""
+    if result.goal is not None:
+        share = "" if result.goal.peak is None else f", {result.goal.peak:.0%} of peak"
+        note = (
+            f"{result.ratio:.2f}x, {result.peak_fraction:.0%} of peak; "
+            f"goal {result.goal.ratio:g}x{share}: {result.met}"
+        )
+    return [
+        Point(*about, name, shape=shape, samples=tuple(result.seconds(side)), note=said)
+        for name, side, said in ((OURS, result.ours, note), ("sdpa", result.torch, ""))
+    ]
+
+
+# Scores of a standard deviation of 1, and of 8: a softmax that is nearly one key.
+_LARGE = 8.0
+_FACTORS = (("usual scores", 1.0), ("large scores", _LARGE))
+# Few queries: a long inner product under a large score. (M, D), keys, and heads: enough rows that
+# the largest error of one method can be compared with another's.
+FEW = ((1, 64), (1, 128), (2, 320), (8, 128), (8, 256), (8, 512))
+_FEW_KEYS, _FEW_HEADS = 600, 32
+
+
+def accuracy(settings: Settings) -> list[Step]:
+    """Return steps for every length, dtype and pass, usual and large scores; then few queries."""
+    methods = exact(settings.device, with_flex=False)
+    works: list[tuple[Work, float]] = []
+    for length, dtype, passes in product(settings.lengths, settings.dtypes, _PASSES):
+        more: dict[str, Any] = {"passes": passes, "mask": masks.causal()}
+        for words, factor in _FACTORS:
+            case = f"{passes}, {words}"
+            works.append((settings.work("accuracy", case, length, dtype, **more), factor))
+    for (queries, width), dtype, passes in product(FEW, settings.dtypes, _PASSES):
+        case = f"{passes}, {queries} queries of {width}, large scores"
+        more = {"head_dim": width, "passes": passes, "queries": queries, "batch": 1}
+        more |= {"heads": _FEW_HEADS, "kv_heads": _FEW_HEADS}
+        works.append((settings.work("accuracy", case, _FEW_KEYS, dtype, **more), _LARGE))
+    return [
+        Step(f"{work.case}, {work.length}, {work.dtype}", partial(_errors, work, factor, methods))
+        for work, factor in works
+    ]
+
+
+def _errors(
+    work: Work, factor: float, methods: Sequence[Method], budget: Budget
+) -> Iterator[Point]:
+    given = draw(work, factor)
+    for method in methods:
+        if budget.left_s < 0:
+            yield Point.without(work, method, "error", "skipped", "no time is left")
+            continue
+        found = attempted(
+            work,
+            method,
+            budget,
+            lambda: compare(work, given, method.make(work, given)),  # noqa: B023  called here
+            "error",
+        )
+        if isinstance(found, Point):
+            yield found
+            continue
+        yield Point.of(
+            work,
+            method.name,
+            quantity="error",
+            status="wrong" if found.complaint else "ok",
+            note=found.complaint,
+            samples=(found.largest,),
+            allowed=found.allowed,
+        )
+
+
+_DROPOUT = 0.1
+_PADDED = 8  # an eighth of the keys is padding
+_EXTRAS = ((0.0, False), (_DROPOUT, True), (_DROPOUT, False), (0.0, True))
+
+
+def paper(settings: Settings) -> list[Step]:
+    """Times with and without dropout and padding along the length, and memory of both passes."""
+    methods = [*exact(settings.device, with_flex=False), *rivals()]
+    passes: list[tuple[Pass, str]] = [("both", "forward and backward")]
+    if not settings.quick:
+        passes += [(each, each) for each in _PASSES]
+    found = []
+    for length in settings.lengths:
+        for (way, words), (dropout_p, padded) in product(passes, _EXTRAS):
+            if settings.quick and bool(dropout_p) != padded:
+                continue
+            extras = ["dropout"] * bool(dropout_p) + ["padding"] * padded
+            work = settings.work(
+                "paper",
+                f"{words}, {' and '.join(extras)}" if extras else words,
+                length,
+                settings.dtypes[0],
+                passes=way,
+                padding=length // _PADDED if padded else 0,
+                dropout_p=dropout_p,
+            )
+            found += timed([work], methods)
+        case = "memory, forward and backward"
+        both = settings.work("paper", case, length, settings.dtypes[0], passes="both")
+        found.append(Step(f"memory, {length}", partial(weigh, [both], methods)))
+    return found
+
+
+_SHORT_MODEL = 1024  # every model is measured up to here, before any at its own length
+
+
+def models(settings: Settings) -> list[Step]:
+    """Return every model at a short length, then those whose own length is within the sweep."""
+    passes: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
+    longest, known = max(settings.lengths), {name: known_model(name) for name in settings.models}
+    sizes = [(name, min(each.length, _SHORT_MODEL, longest)) for name, each in known.items()]
+    sizes += [(name, each.length) for name, each in known.items() if each.length <= longest]
+    works = [
+        _of_model(known[name], f"{name}, {words}", length, dtype, way, settings.device)
+        for (name, length), dtype, (way, words) in product(
+            dict.fromkeys(sizes), settings.dtypes, passes
+        )
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex), layer)
+
+
+def _of_model(
+    model: KnownModel, case: str, length: int, dtype: str, passes: Pass, device: str
+) -> Work:
+    variant: dict[str, Any] = {"mask": masks.causal() if model.causal else None}
+    if model.window is not None:
+        variant["mask"] = masks.window(model.window, 0)
+    if model.softcap is not None:
+        cap = model.softcap
+        variant["score"] = scores.softcap(cap)
+        variant["flex_score"] = lambda s, b, h, m, n: cap * torch.tanh(s / cap)
+    heads = model.heads, model.kv_heads, model.head_dim
+    return Work("models", case, length, dtype, *heads, passes=passes, device=device, **variant)
+
+
+def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
+    """The call of a layer that attends in this way; for training, gradients of input and weights.
+
+    Projections to queries, keys and values, attention, and the output projection; without norms,
+    rotations and the feed-forward part. The layer's width is heads x head_dim, as in most models.
+    """
+    generator = torch.Generator().manual_seed(1)
+    width = work.heads * work.head_dim
+    rows = (work.heads + 2 * work.kv_heads) * work.head_dim
+    dtype, training = given.q.dtype, work.passes != "forward"
+
+    def drawn(*size: int, scale: float = 1.0) -> Tensor:
+        made = torch.randn(*size, generator=generator) * scale
+        return made.to(dtype).to(work.device).requires_grad_(training)
+
+    x = drawn(work.batch, work.length, width)
+    inwards, outwards = (drawn(out, width, scale=width**-0.5) for out in (rows, width))
+    grad = torch.ones_like(x)
+
+    def forward() -> Tensor:
+        made = torch.nn.functional.linear(x, inwards)
+        made = made.view(work.batch, work.length, -1, work.head_dim)
+        sizes = [work.heads, work.kv_heads, work.kv_heads]
+        q, k, v = (part.transpose(1, 2) for part in torch.split(made, sizes, dim=2))
+        return torch.nn.functional.linear(attend(q, k, v).transpose(1, 2).flatten(2), outwards)
+
+    if not training:
+        return forward
+    return lambda: torch.autograd.grad(forward(), (x, inwards, outwards), grad)

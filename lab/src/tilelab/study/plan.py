@@ -20,7 +20,7 @@ The order:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
@@ -181,3 +181,22 @@ class Agenda:
             runs = _runs(experiment, self.records)
             self._known += runs.known
             self._expected += runs.expected
+
+
+class Watcher:
+    """Hears of events as they happen. A subclass says what it does; here that is nothing."""
+
+    def started(self, run: RunSpec) -> None:
+        """A process took up a run."""
+
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
+        """A line was added to the run's record. Raising an error ends the study."""
+
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
+        """A run is over."""
+
+    def lost(self, run: RunSpec, why: str) -> None:
+        """The worker of a run went away; the run will be taken up again."""
+
+    def tick(self) -> None:
+        """Some time went by."""

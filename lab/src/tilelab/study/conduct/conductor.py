@@ -30,10 +30,10 @@ from tilelab.study.conduct.checks import (
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.pool import Pool, Watcher
+from tilelab.study.conduct.pool import Pool
 from tilelab.study.conduct.process import Cores, Local, lock_folder
 from tilelab.study.need import gpu_need, host_need
-from tilelab.study.plan import Agenda
+from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import write_index
@@ -157,16 +157,14 @@ class Conductor:
             else:
                 jobs = self._jobs(todo, console)
             forecast = _forecast(execution, todo, console)
-            board = Board(runs, records, forecast, jobs)
+            board = Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
             _say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
             long = expected is not None and expected > _LONG_S
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                watched = (shown, tracking)
-                watchers = _Watchers(self.study, watched, lambda: board.expect(agenda.runs))
-                Pool(place, jobs).work(agenda, watchers)
+                Pool(place, jobs).work(agenda, (_Target(self.study), board, shown, tracking))
         return 0
 
     @contextmanager
@@ -253,36 +251,15 @@ def report_again(folder: Path, console: Console) -> None:
     store.read_records(folder)
 
 
-class _Watchers:
-    """All watchers, after the checks that need the first numbers."""
+class _Target(Watcher):
+    """Ends a study whose target untrained weights reach, as soon as a run says so."""
 
-    def __init__(
-        self, study: Study, watchers: Sequence[Watcher], plan_again: Callable[[], None]
-    ) -> None:
-        self._study, self._watchers, self._plan_again = study, watchers, plan_again
-
-    def started(self, run: RunSpec) -> None:
-        for each in self._watchers:
-            each.started(run)
+    def __init__(self, study: Study) -> None:
+        self._study = study
 
     def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         if values["event"] == "evaluation":
             check_target(self._study, run.experiment, values)
-        for each in self._watchers:
-            each.event(run, values)
-
-    def ended(self, run: RunSpec, record: RunRecord) -> None:
-        self._plan_again()  # what follows from the run is known now
-        for each in self._watchers:
-            each.ended(run, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        for each in self._watchers:
-            each.lost(run, why)
-
-    def tick(self) -> None:
-        for each in self._watchers:
-            each.tick()
 
 
 def _report(folder: Path, console: Console) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.plan import Watcher
 from tilelab.study.recipes.registry import load_file
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
@@ -75,8 +76,8 @@ _OF_A_LAYER = ("entropy", "lowest_head", "max_logit")
 _BY_TOKENS = "by_tokens/"
 
 
-class Tracking:
-    """The trackers of a study; a ``pool.Watcher``. ``say`` is told what goes wrong."""
+class Tracking(Watcher):
+    """The trackers of a study. ``say`` is told what goes wrong."""
 
     def __init__(
         self, folder: Path, trackers: Mapping[str, AbstractTracker], say: Callable[[str], None]
@@ -108,9 +109,6 @@ class Tracking:
         if self._trackers:
             self._followed[run.name].replay(record)
             self._end(run.name, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        """Nothing: it will be started again, and continue where the tracker is."""
 
     def tick(self) -> None:
         """Send what there is, now and then."""

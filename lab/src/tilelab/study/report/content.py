@@ -21,7 +21,7 @@ from tilelab.study.report.costs import (
     target_charts,
 )
 from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
-from tilelab.study.report.page import DEFINITIONS, Chart, Fact, Writing
+from tilelab.study.report.page import Chart
 from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
@@ -133,10 +133,9 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
         "experiments": experiments,
-        "environment": (Fact("began", stored.began), *_flat_facts(stored.environment)),
+        "environment": (("began", stored.began), *_flat_facts(stored.environment)),
         "corpus": _corpus(evidence),
         "command": stored.command,
-        "definitions": DEFINITIONS,
         "metrics": _metrics_page(evidence.folder),
         "hash": config.config_hash(stored.study),
     }
@@ -178,7 +177,7 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
+def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     steps = [step for record in evidence.records.values() for step in record.steps]
     tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
     runs = (
@@ -186,13 +185,13 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     )
     seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
-        Fact("runs", runs),
-        Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
-        Fact("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
-        Fact("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
+        ("runs", runs),
+        ("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
+        ("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
+        ("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
     ]
     chip = evidence.stored.environment.get("chip")
-    return (*found, Fact("chip", str(chip))) if chip else tuple(found)
+    return (*found, ("chip", str(chip))) if chip else tuple(found)
 
 
 def _experiment(
@@ -264,7 +263,9 @@ def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
     )
 
 
-def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:
+def _writings(
+    planned: config.Experiment, evidence: Evidence
+) -> tuple[list[tuple[str, Sample]], str]:
     """Return the arms' texts with the seed that most arms have, equal texts together."""
     found: dict[int, dict[str, Sample]] = {}
     for arm in planned.arm_names:
@@ -272,7 +273,7 @@ def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Wri
             if record.sample is not None:
                 found.setdefault(seed, {})[arm] = record.sample
     if not found:
-        return (), ""
+        return [], ""
     seed = max(found, key=lambda each: (len(found[each]), -each))
     arms: dict[Sample, list[str]] = {}
     for arm, sample in found[seed].items():
@@ -282,10 +283,7 @@ def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Wri
         f"After the last step, seed {seed}: {words.count(count, 'token')} drawn with the same "
         "random numbers in every arm, after the beginning of the held-out text."
     )
-    wrote = tuple(
-        Writing(words.listing(names), each.prompt, each.text) for each, names in arms.items()
-    )
-    return wrote, note
+    return [(words.listing(names), sample) for sample, names in arms.items()], note
 
 
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
@@ -295,7 +293,7 @@ def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Ma
     return planned.config_of(arm).model_dump(mode="json")
 
 
-def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
+def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     """Return facts on the training data: one list per different text."""
     seen: dict[str, Mapping[str, Any]] = {}
     for record in evidence.records.values():
@@ -303,14 +301,14 @@ def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
     return tuple(fact for values in seen.values() for fact in _flat_facts(values))
 
 
-def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[Fact]:
+def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{before}{key}".replace("_", " ")
         if isinstance(value, Mapping):
             yield from _flat_facts(value, f"{name} ")
         elif value not in (None, ""):
             whole = isinstance(value, int) and not isinstance(value, bool)
-            yield Fact(name, words.integer(value) if whole else str(value))
+            yield name, words.integer(value) if whole else str(value)
 
 
 def _metrics_page(folder: Path) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Sequential
 from tilelab.study.ask.metrics import ahead
@@ -106,6 +106,13 @@ class Examined:
     p_holm: float | None  # of a difference
     p_equivalence: float | None
     p_equivalence_holm: float | None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The fields of ``result.Effect`` that it decides."""
+        seen = self.paired
+        values = {"n": seen.n, "effect": seen.mean, "interval": seen.interval}
+        return {**values, "p_value": seen.p_value, "p_holm": self.p_holm}
 
 
 @dataclass(frozen=True)

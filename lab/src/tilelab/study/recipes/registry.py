@@ -29,15 +29,7 @@ from tilewise.errors import InvalidArgument
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = (
-    "kernels",
-    "laptop",
-    "wikitext",
-    "factorial",
-    "bert_glue",
-    "long_documents",
-    "h200",
-)
+_MODULES = ("kernels", "laptop", "gpt2", "bert", "h200")
 
 
 class Recipe(NamedTuple):

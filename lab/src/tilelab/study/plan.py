@@ -83,7 +83,8 @@ def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Ru
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
     if not later and all(_is_done(run, records) for run in known):
-        counted = _finals(experiment, _chosen(experiment, records), records)
+        chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
+        counted = _finals(experiment, chosen, records)
         return counted._replace(known=[*known, *counted.known])
     firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
     return _Runs(known, [*later, *finals(experiment, firsts)])
@@ -107,10 +108,6 @@ def _finals(
     ahead = max(map(len, wanted.values()))
     later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
     return _Runs(known, later)
-
-
-def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[str, float | None]:
-    return {each.arm: each.chosen for each in sweep_results(experiment, records)}
 
 
 def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:

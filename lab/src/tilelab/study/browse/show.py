@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -257,6 +256,7 @@ def _run(found: Found) -> RenderableType:
     record = found.records[found.part]
     start, took = record.start, measure(record)
     held = found.withheld().get(arm_of(found.part))
+    where = [f"{key} {each}" for key, each in flat(start.environment) if each not in (None, "")]
     layers = record.kernels.layers if record.kernels else []
     kernels = [f"layer {each.layer}: {each.kernel} x{each.calls}" for each in layers]
     head = f"{found.name}: {_status(record)}"
@@ -268,7 +268,7 @@ def _run(found: Found) -> RenderableType:
         ("parameters", ", ".join(f"{count:,} {name}" for name, count in start.parameters.items())),
         *((f"group {name}", _named(names)) for name, names in start.groups.items()),
         ("text", ", ".join(f"{key} {value}" for key, value in start.corpus.items())),
-        ("where", _environment(start.environment)),
+        ("where", ", ".join(where)),
         ("started", ", ".join(f"step {each.from_step} at {each.time}" for each in record.starts)),
         ("speed", f"{WITHHELD}. {held}" if held else _speed(took)),
         ("memory", _memory(record)),
@@ -281,6 +281,9 @@ def _run(found: Found) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
+    config = Table.grid(padding=(0, 2))
+    for path, value in flat(start.config):
+        config.add_row(Text(path, style="dim"), Text(str(value)))
     sample = record.sample
     written = [] if sample is None else [Text.assemble((sample.prompt, "dim"), sample.text, "\n")]
     return Group(
@@ -288,7 +291,7 @@ def _run(found: Found) -> RenderableType:
         table,
         _evaluations(record, timed=not held),
         *written,
-        _config(start.config),
+        config,
     )
 
 
@@ -311,13 +314,6 @@ def _evaluations(record: RunRecord, timed: bool) -> Table:
     return table
 
 
-def _config(config: Mapping[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for path, value in flat(config):
-        table.add_row(Text(path, style="dim"), Text(str(value)))
-    return table
-
-
 def number(value: float | None, form: str) -> str:
     """Return a number in that form; empty for none."""
     return "" if value is None else format(value, form)
@@ -337,10 +333,6 @@ def _status(record: RunRecord) -> str:
 def _named(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}"
-
-
-def _environment(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in flat(values) if value not in (None, ""))
 
 
 def _speed(took: Values) -> str:

@@ -87,7 +87,10 @@ class Conductor:
             except TilewiseError:
                 with interrupts_ignored():
                     if not store.forget_empty(folder):
-                        _report_if_possible(folder, console)
+                        try:
+                            _report(folder, console)
+                        except (DiskFullError, OSError) as error:
+                            say(console, f"The report could not be written: {error}")
                 raise
             with interrupts_ignored():
                 if code == INTERRUPTED:
@@ -277,10 +280,3 @@ def _report(folder: Path, console: Console) -> bool:
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)
-
-
-def _report_if_possible(folder: Path, console: Console) -> None:
-    try:
-        _report(folder, console)
-    except (DiskFullError, OSError) as error:
-        say(console, f"The report could not be written: {error}")

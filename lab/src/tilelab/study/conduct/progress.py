@@ -20,9 +20,7 @@ from tilelab.study.plan import Watcher
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.result import (
     ArmMeasures,
-    ArmVerdict,
     ExperimentVerdict,
-    Ratio,
     StudyVerdict,
 )
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
@@ -240,7 +238,8 @@ def verdicts(verdict: StudyVerdict) -> RenderableType:
 def _arm_rows(experiment: ExperimentVerdict) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for arm in experiment.arms:
-        reason = " ".join((arm.reason, *_ratios(arm.measures), *_arm_notes(arm)))
+        said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
+        reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
         label = Text(arm.label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:
@@ -259,17 +258,11 @@ def _ratios(measures: ArmMeasures) -> list[str]:
         "peak memory": measures.memory_ratio,
         "saved activations": measures.activations_ratio,
     }
-    parts = [f"{name} {_ratio(ratio)}" for name, ratio in found.items() if ratio is not None]
+    parts = []
+    for name, ratio in found.items():
+        if ratio is not None:
+            ends = ratio.interval
+            within = f" [x{ends.low:.2f}, x{ends.high:.2f}]" if ends is not None else ""
+            parts.append(f"{name} x{ratio.value:.2f}{within}")
     text = ", ".join(parts)
     return [f"{text[:1].upper()}{text[1:]}."] if parts else []
-
-
-def _ratio(ratio: Ratio) -> str:
-    interval = ratio.interval
-    ends = f" [x{interval.low:.2f}, x{interval.high:.2f}]" if interval is not None else ""
-    return f"x{ratio.value:.2f}{ends}"
-
-
-def _arm_notes(arm: ArmVerdict) -> list[str]:
-    flags = [flag.words for flag in arm.kernel_flags]
-    return [*flags, *([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -66,7 +66,8 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     )
     figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], 58)
     most = max(max(split.peak_bytes, sum(_parts(split))) for _, _, split in arms)
-    factor, unit = _unit(most)
+    units = ((2e9, 1e9, "GB"), (2e6, 1e6, "MB"), (0.0, 1e3, "kB"))
+    factor, unit = next((factor, unit) for least, factor, unit in units if most >= least)
     axes.set_xlim(0, most / factor)
     for row, (_, _, split) in enumerate(arms):
         left = 0.0
@@ -97,18 +98,25 @@ def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
     said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
     tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
     time = [(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    name = f"{slug}-target"
     return [
-        _taken_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
-        _taken_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+        _taken_chart(tokens, _short, "training tokens", f"Tokens to {said}", f"{name}-tokens"),
+        _taken_chart(
+            time, words.duration, "seconds of training", f"Time to {said}", f"{name}-time"
+        ),
         survival_chart(verdict, said, f"{slug}-survival"),
     ]
 
 
+def _short(amount: float) -> str:
+    return words.shorten(float(f"{amount:.3g}"))
+
+
 def _taken_chart(
     arms: Sequence[tuple[str, int, Sequence[float | None]]],
+    show: Callable[[float], str],
     what: str,
     heading: str,
-    target: str,
     name: str,
 ) -> Chart | None:
     """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot.
@@ -136,14 +144,14 @@ def _taken_chart(
             )
         rows = [row] * len(reached)
         marks(axes, reached, rows, at, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
-        label = "not reached" if half else _amount(middle, what)
+        label = "not reached" if half else show(middle)
         if missed and not half:
             label += f", {len(reached)} of {len(taken)}"
         beside(axes, (axes.get_xlim()[1], row), label, 9, SOFT if half else INK)
         labels.append(f"{arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (
-        f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
+        f"The first evaluation at {heading.partition(' to ')[2]} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
     summary = f"{heading}: {'; '.join(labels)}"
@@ -169,14 +177,6 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
 
 def _parts(split: MemorySplit) -> list[float]:
     return [getattr(split, f"{part}_bytes") for part in PARTS]
-
-
-def _unit(most: float) -> tuple[float, str]:
-    return (1e9, "GB") if most >= 2e9 else (1e6, "MB") if most >= 2e6 else (1e3, "kB")
-
-
-def _amount(number: float, what: str) -> str:
-    return words.duration(number) if "second" in what else words.shorten(float(f"{number:.3g}"))
 
 
 class Survival(NamedTuple):
@@ -252,7 +252,7 @@ def survival_table(experiment: ExperimentVerdict) -> Table:
                 said = f"{100 * interval.low:.0f} to {100 * interval.high:.0f} %"
             left = Cell(f"{100 * curve.share[-1]:.0f} %", said)
         steps = ", ".join(
-            f"{words.shorten(float(f'{at:.3g}'))}: {100 * share:.0f} %"
+            f"{_short(at)}: {100 * share:.0f} %"
             for at, share in zip(curve.at, curve.share, strict=True)
         )
         rows.append((Cell(arm), median, left, Cell(steps) if steps else NONE))

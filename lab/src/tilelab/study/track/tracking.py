@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.plan import Watcher
-from tilelab.study.recipes.registry import load_file
+from tilelab.study.recipes.registry import function_of
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
@@ -40,7 +39,7 @@ def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
 def _made(name: str, folder: Path) -> AbstractTracker:
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
-        found = _from_file(Path(file), function)(folder / function)
+        found = function_of("--track", Path(file), function, callable)(folder / function)
         if not isinstance(found, AbstractTracker):
             came = f"a {type(found).__name__} from {name}"
             raise InvalidArgument("--track", came, "a tilelab.study.track tracker")
@@ -56,17 +55,6 @@ def _made(name: str, folder: Path) -> AbstractTracker:
         raise InvalidArgument("--track", came, f"a Python with the package {name}", fix) from None
     assert isinstance(found, AbstractTracker)
     return found
-
-
-def _from_file(file: Path, function: str) -> Callable[[Path], object]:
-    required = "a Python file and a function in it"
-    if not file.is_file():
-        raise InvalidArgument("--track", f"{file}, which is no file", required)
-    found = getattr(load_file(file), function, None)
-    if not (inspect.isfunction(found) or inspect.isclass(found)):
-        raise InvalidArgument("--track", f"{file}:{function}, which is no function", required)
-    made: Callable[[Path], object] = found
-    return made
 
 
 _FLUSH_S = 2.0  # the least between two messages to a tracker

@@ -100,10 +100,8 @@ def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
     time = [(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
     name = f"{slug}-target"
     return [
-        _taken_chart(tokens, _short, "training tokens", f"Tokens to {said}", f"{name}-tokens"),
-        _taken_chart(
-            time, words.duration, "seconds of training", f"Time to {said}", f"{name}-time"
-        ),
+        _taken_chart("Tokens", tokens, said, "training tokens", _short, f"{name}-tokens"),
+        _taken_chart("Time", time, said, "seconds of training", words.duration, f"{name}-time"),
         survival_chart(verdict, said, f"{slug}-survival"),
     ]
 
@@ -113,10 +111,11 @@ def _short(amount: float) -> str:
 
 
 def _taken_chart(
+    kind: str,
     arms: Sequence[tuple[str, int, Sequence[float | None]]],
-    show: Callable[[float], str],
+    target: str,
     what: str,
-    heading: str,
+    show: Callable[[float], str],
     name: str,
 ) -> Chart | None:
     """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot.
@@ -151,9 +150,10 @@ def _taken_chart(
         labels.append(f"{arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (
-        f"The first evaluation at {heading.partition(' to ')[2]} or better. Dots: seeds; bar: their median. A run that "
+        f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
+    heading = f"{kind} to {target}"
     summary = f"{heading}: {'; '.join(labels)}"
     return Chart(heading, finish(figure, name, summary), caption)
 

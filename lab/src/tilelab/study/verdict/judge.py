@@ -23,8 +23,7 @@ from tilelab.study.verdict.decide import (
     Decision,
     Judged,
     Rules,
-    decide,
-    examine,
+    decided,
     look_by_look,
 )
 from tilelab.study.verdict.factorial import factor_effects, interactions
@@ -144,8 +143,7 @@ def _compared_all(
     if experiment.sequential is not None:
         return runs, look_by_look(experiment, experiment.sequential, compared)
     rules = Rules.of(experiment, max(len(compared), 1))
-    tests = zip(compared, examine(compared, rules), strict=True)
-    return runs, [Judged(each, test, decide(each, test, rules)) for each, test in tests]
+    return runs, decided(compared, rules)
 
 
 def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:

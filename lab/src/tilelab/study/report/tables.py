@@ -235,8 +235,8 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     written = []
     for arm in experiment.arms:
         known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
-        said = differences(list(known.values()), digits)
-        written.append(dict(zip(known, said, strict=True)))
+        texts = differences(list(known.values()), digits)
+        written.append(dict(zip(known, texts, strict=True)))
     rows = []
     for at, seed in enumerate(longest):
         base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))

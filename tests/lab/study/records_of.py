@@ -30,7 +30,7 @@ from tilelab.study.ask.config import (
     change,
     config_hash,
 )
-from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.ask.run import RECORD, RunSpec, trial
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import (
     Checkpoint,
@@ -265,17 +265,10 @@ def record_of(run: RunSpec, behaviour: Behaviour, metric: str = "bits_per_byte")
 
 
 def _runs(experiment: Experiment, arm: str) -> list[RunSpec]:
-    config = experiment.config_of(arm)
-    runs = [RunSpec(experiment.name, arm, seed, config) for seed in experiment.seeds]
-    sweep = experiment.sweep
-    if sweep is None:
-        return runs
-    trials = [
-        RunSpec(experiment.name, arm, seed, change(config, {sweep.path: value}), "sweep", value)
-        for value in sweep.values[arm]
-        for seed in sweep.seeds
-    ]
-    return trials + runs
+    config, sweep = experiment.config_of(arm), experiment.sweep
+    values = [(value, seed) for value in sweep.values[arm] for seed in sweep.seeds] if sweep else []
+    trials = [trial(experiment, arm, value, 0, seed) for value, seed in values]
+    return [*trials, *(RunSpec(experiment.name, arm, seed, config) for seed in experiment.seeds)]
 
 
 def _final_loss(run: RunSpec, behaviour: Behaviour, metric: str) -> float:

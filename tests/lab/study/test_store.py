@@ -17,6 +17,7 @@ from tilelab.study.ask.run import RECORD
 from tilelab.study.records import store
 from tilelab.study.records.store import StoredStudy
 from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.folders import cache_folder
 
 STORED = StoredStudy(study_of(), "tilewise study run x", {"chip": "test"}, "2026-01-02T03:04:05")
 
@@ -141,12 +142,12 @@ def test_where_studies_and_caches_go(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/you")
     assert store.studies_folder() == Path("studies")
-    assert store.cache_folder() == Path("/home/you/.cache/tilewise")
+    assert cache_folder() == Path("/home/you/.cache/tilewise")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert store.cache_folder() == Path("/x/tilewise")
+    assert cache_folder() == Path("/x/tilewise")
     monkeypatch.setenv("TILEWISE_CACHE", "/c")
     monkeypatch.setenv("TILEWISE_STUDIES", "/s")
-    assert (store.cache_folder(), store.studies_folder()) == (Path("/c"), Path("/s"))
+    assert (cache_folder(), store.studies_folder()) == (Path("/c"), Path("/s"))
 
 
 def test_a_study_that_never_began_leaves_nothing_and_no_other_is_touched(tmp_path: Path) -> None:

@@ -121,15 +121,17 @@ def quiet(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def beside(axes: Axes, at: tuple[float, float], words: str) -> None:
+def beside(
+    axes: Axes, at: tuple[float, float], words: str, gap: float = 6, colour: str = INK
+) -> None:
     """Words to the right of the end of a bar."""
     axes.annotate(
         words,
         at,
-        xytext=(6, 0),
+        xytext=(gap, 0),
         textcoords="offset points",
         va="center",
-        color=INK,
+        color=colour,
         annotation_clip=False,
     )
 

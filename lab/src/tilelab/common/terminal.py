@@ -28,6 +28,11 @@ class Text(rich.text.Text):
         return super().append(visible(text) if isinstance(text, str) else text, *args, **options)
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print a text, which the terminal wraps itself."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
 def in_words(seconds: float) -> str:
     """Return a duration in words: ``4.5 s``, ``45 s``, ``6:05 min``, ``3:20 h``, ``2.5 days``."""
     if 0 < seconds < 10:
@@ -94,9 +99,12 @@ def positive(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is not 1 or more.
     """
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
 
 

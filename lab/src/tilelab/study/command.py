@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from tilelab.common.terminal import Text
+from tilelab.common.terminal import positive, say
 from tilelab.study import recipes
 from tilelab.study.ask import overrides, registry
 from tilelab.study.ask.config import Study
@@ -78,7 +78,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
     study = overrides.apply(recipe.study(**values), options.set)
     console = _console()
     for note in overrides.notes(study, options.set):
-        console.print(Text(f"Note: {note}."), soft_wrap=True)
+        say(console, f"Note: {note}.")
     if options.dry_run:
         return _dry_run(study, options.chip, console)
     if options.chip:
@@ -163,13 +163,13 @@ def _recipes(argv: Sequence[str]) -> int:
     for name in recipes.names():
         recipe = recipes.find(name)
         default = " (the default)" if name == DEFAULT else ""
-        console.print(Text(f"{name}{default}", style="bold"), soft_wrap=True)
-        console.print(Text(f"  {recipe.summary}"), soft_wrap=True)
+        say(console, f"{name}{default}", style="bold")
+        say(console, f"  {recipe.summary}")
         if recipe.options:
             options = (
                 f"--{key.replace('_', '-')} {value}" for key, value in recipe.options.items()
             )
-            console.print(Text(f"  {'  '.join(options)}", style="dim"), soft_wrap=True)
+            say(console, f"  {'  '.join(options)}", style="dim")
     return 0
 
 
@@ -178,13 +178,13 @@ def _choices(argv: Sequence[str]) -> int:
     console = _console()
     kinds: tuple[registry.Kind, ...] = ("task", "optimizer", "schedule", "variant")
     for kind in kinds:
-        console.print(Text(f"{kind}.name", style="bold"))
+        say(console, f"{kind}.name", style="bold")
         for name in registry.names(kind):
             entry = registry.find(kind, name)
-            console.print(Text(f"  {name}: {entry.summary}"), soft_wrap=True)
+            say(console, f"  {name}: {entry.summary}")
             if entry.defaults:
                 options = ", ".join(f"{key}={value}" for key, value in entry.defaults.items())
-                console.print(Text(f"    {options}", style="dim"), soft_wrap=True)
+                say(console, f"    {options}", style="dim")
     return 0
 
 
@@ -232,14 +232,14 @@ def _export(argv: Sequence[str]) -> int:
     found = export(record, run / CHECKPOINT, options.folder)
     console = _console()
     what = f"{record.start.run} after step {found.step}: a model of type {found.kind}"
-    console.print(Text(f"{what} in {options.folder}."), soft_wrap=True)
+    say(console, f"{what} in {options.folder}.")
     if found.kind != found.family:
         module = f"tilelab.models.{found.family}"
         note = f"transformers has none of this type; {module} loads it."
-        console.print(Text(note), soft_wrap=True)
+        say(console, note)
     if found.family != "gpt2":
         begins = f"--set model.checkpoint={options.folder}"
-        console.print(Text(f"A run begins with it by {begins}"), soft_wrap=True)
+        say(console, f"A run begins with it by {begins}")
     return 0
 
 
@@ -300,12 +300,12 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="PATH=VALUE",
         help="change a value, e.g. optimizer.lr=0.001, seeds=0,1, kernels.budget.steps=5 (repeat)",
     )
-    add("--jobs", type=_positive, metavar="N", help="runs at once (as many as there are cores)")
-    add("--threads", type=_positive, default=1, metavar="N", help="of each run (1, pinned)")
+    add("--jobs", type=positive, metavar="N", help="runs at once (as many as there are cores)")
+    add("--threads", type=positive, default=1, metavar="N", help="of each run (1, pinned)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where runs train (cpu)")
     add(
         "--processes",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="that train each run together, each on a device of its own (1): docs/scaling.md",
@@ -360,9 +360,3 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=default, metavar="FOLDER", help=f"of all studies ({default})"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)

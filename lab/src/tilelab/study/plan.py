@@ -20,7 +20,7 @@ The order:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
@@ -83,7 +83,8 @@ def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Ru
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
     if not later and all(_is_done(run, records) for run in known):
-        counted = _finals(experiment, _chosen(experiment, records), records)
+        chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
+        counted = _finals(experiment, chosen, records)
         return counted._replace(known=[*known, *counted.known])
     firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
     return _Runs(known, [*later, *finals(experiment, firsts)])
@@ -107,10 +108,6 @@ def _finals(
     ahead = max(map(len, wanted.values()))
     later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
     return _Runs(known, later)
-
-
-def _chosen(experiment: Experiment, records: Mapping[str, RunRecord]) -> dict[str, float | None]:
-    return {each.arm: each.chosen for each in sweep_results(experiment, records)}
 
 
 def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:
@@ -181,3 +178,22 @@ class Agenda:
             runs = _runs(experiment, self.records)
             self._known += runs.known
             self._expected += runs.expected
+
+
+class Watcher:
+    """Hears of events as they happen. A subclass says what it does; here that is nothing."""
+
+    def started(self, run: RunSpec) -> None:
+        """A process took up a run."""
+
+    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
+        """A line was added to the run's record. Raising an error ends the study."""
+
+    def ended(self, run: RunSpec, record: RunRecord) -> None:
+        """A run is over."""
+
+    def lost(self, run: RunSpec, why: str) -> None:
+        """The worker of a run went away; the run will be taken up again."""
+
+    def tick(self) -> None:
+        """Some time went by."""

@@ -216,7 +216,7 @@ def test_a_full_disk_at_the_report(place: Path, monkeypatch: pytest.MonkeyPatch)
     def full(*_: Any) -> None:
         raise DiskFullError("no room to write index.sqlite")
 
-    monkeypatch.setattr(conductor, "write_index", full)
+    monkeypatch.setattr(store, "write_index", full)
     conducted = Conducted(place)
     with pytest.raises(DiskFullError, match="no room"):
         conducted.go()

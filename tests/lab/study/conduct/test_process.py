@@ -21,7 +21,7 @@ from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import pool as pools
 from tilelab.study.conduct.pool import Lost, Pool, RunError, Worker
 from tilelab.study.conduct.process import Cores, Follower, Local, lock_folder
-from tilelab.study.plan import Agenda
+from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import read_records
 
@@ -31,7 +31,7 @@ def _children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-class Watcher:
+class Remembers(Watcher):
     """Remembers what it was told; may interrupt at the first step."""
 
     def __init__(self, interrupt: type[BaseException] | None = None) -> None:
@@ -85,9 +85,9 @@ def children() -> list[int]:
 
 
 def test_it_does_everything_once(tmp_path: Path, cores: Cores) -> None:
-    study, watcher = study_that("", "lion"), Watcher()
+    study, watcher = study_that("", "lion"), Remembers()
     agenda = Agenda(study, {})
-    pool_in(tmp_path, cores=cores, environment={"chip": "x"}).work(agenda, watcher)
+    pool_in(tmp_path, cores=cores, environment={"chip": "x"}).work(agenda, [watcher])
     assert agenda.finished
     assert agenda.done == 6
     assert read_records(tmp_path).keys() == agenda.records.keys()
@@ -103,15 +103,15 @@ def test_it_does_everything_once(tmp_path: Path, cores: Cores) -> None:
     # Everything that the records hold was told, nothing twice.
     assert sum(each["event"] == "step" for each in watcher.values) == 6 * 3
     assert sum(each["event"] == "end" for each in watcher.values) == 6
-    again = Watcher()
-    pool_in(tmp_path).work(Agenda(study, read_records(tmp_path)), again)
+    again = Remembers()
+    pool_in(tmp_path).work(Agenda(study, read_records(tmp_path)), [again])
     assert again.told == []
 
 
 def test_more_threads_are_not_pinned(tmp_path: Path, cores: Cores) -> None:
     pool = pool_in(tmp_path, cores=cores, threads=2)
     agenda = Agenda(study_that("", seeds=(0,)), {})
-    pool.work(agenda, Watcher())
+    pool.work(agenda, [Remembers()])
     (record,) = agenda.records.values()
     assert record.start.environment["core"] is None
 
@@ -123,8 +123,8 @@ def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path
         question="?",
         experiments=(*systems.experiments, *study_that("", "lion").experiments),
     )
-    agenda, watcher = Agenda(study, {}), Watcher()
-    pool_in(tmp_path).work(agenda, watcher)
+    agenda, watcher = Agenda(study, {}), Remembers()
+    pool_in(tmp_path).work(agenda, [watcher])
     # Told before anything can be seen of a process, and when it is gone.
     running: list[str] = []
     most = 0
@@ -152,7 +152,7 @@ def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path
 def test_a_run_that_fails_stops_the_study(tmp_path: Path, acts: str, message: str) -> None:
     agenda = Agenda(study_that(f"slow+{acts}", "lion", steps=100_000), {})
     with pytest.raises(RunError, match=message):
-        pool_in(tmp_path).work(agenda, Watcher())
+        pool_in(tmp_path).work(agenda, [Remembers()])
     assert not agenda.finished  # whoever runs beside it is not waited for, for hours
     assert children() == []
 
@@ -171,7 +171,7 @@ def test_whatever_stops_it_no_process_is_left(
     monkeypatch.setattr(pools, "_GRACE_S", 0.2 if "stubborn" in acts else pools._GRACE_S)
     agenda = Agenda(study_that(acts, "lion", steps=500), {})
     with pytest.raises(error):
-        pool_in(tmp_path).work(agenda, Watcher(error))
+        pool_in(tmp_path).work(agenda, [Remembers(error)])
     assert children() == []
     # What was done is there, and is gone on from.
     steps = {name: len(record.steps) for name, record in read_records(tmp_path).items()}
@@ -202,10 +202,10 @@ class Flaky:
 
 
 def test_a_run_whose_worker_is_lost_is_taken_up_again(tmp_path: Path) -> None:
-    study, watcher = study_that("", "lion"), Watcher()
+    study, watcher = study_that("", "lion"), Remembers()
     name = "optimizers/lion/seed-1"
     agenda = Agenda(study, {})
-    Pool(Flaky(execution_in(tmp_path), {name: 2}), 2).work(agenda, watcher)
+    Pool(Flaky(execution_in(tmp_path), {name: 2}), 2).work(agenda, [watcher])
     assert agenda.finished
     assert [what for what, run in watcher.told if run == name] == [
         *("started", "lost") * 2,
@@ -219,12 +219,12 @@ def test_a_run_that_loses_its_worker_again_and_again_is_given_up(tmp_path: Path)
     name = "optimizers/baseline/seed-0"
     place = Flaky(execution_in(tmp_path), {name: 9})
     with pytest.raises(RunError, match=rf"{name}: its worker was lost 3 times in a row.*is gone"):
-        Pool(place, 2).work(Agenda(study_that("", "lion"), {}), Watcher())
+        Pool(place, 2).work(Agenda(study_that("", "lion"), {}), [Remembers()])
     assert children() == []
     # One that comes further each time is not.
     place = Flaky(execution_in(tmp_path / "further"), {name: 5}, checkpoints=True)
     (tmp_path / "further" / "runs").mkdir(parents=True)
-    Pool(place, 2).work(Agenda(study_that(""), {}), Watcher())
+    Pool(place, 2).work(Agenda(study_that(""), {}), [Remembers()])
     assert place.losses[name] == 0
 
 
@@ -253,7 +253,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(DiskFullError, match=r"no room to write /tmp/x .*free some space"):
-        pool_in(tmp_path).work(Agenda(study_that(""), {}), Watcher())
+        pool_in(tmp_path).work(Agenda(study_that(""), {}), [Remembers()])
 
 
 Make = Callable[[Sequence[int], str], Cores]

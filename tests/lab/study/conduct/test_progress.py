@@ -17,7 +17,7 @@ from tilelab.study.conduct import progress
 from tilelab.study.conduct import progress as progresses
 from tilelab.study.conduct.board import Board, makespan
 from tilelab.study.conduct.progress import LineProgress, LiveProgress, showing
-from tilelab.study.plan import planned
+from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import judge
 
@@ -43,8 +43,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def board_of(
     study: Study | None = None, records: dict[str, RunRecord] | None = None, jobs: int = 1
 ) -> Board:
-    tasks = planned(study or study_of(experiment_of("lion", seeds=(0, 1))))
-    return Board(tasks, records or {}, dict.fromkeys((run.name for run in tasks), 60.0), jobs)
+    agenda = Agenda(study or study_of(experiment_of("lion", seeds=(0, 1))), records or {})
+    return Board(agenda, dict.fromkeys((run.name for run in agenda.runs), 60.0), jobs)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,8 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 
 
 def test_time_left_follows_what_was_seen(clock: Clock) -> None:
-    tasks = planned(study_of())
-    unknown = Board(tasks, {}, {}, 1)  # without a forecast, what steps take in the mean
-    assert unknown.left_s() == pytest.approx(len(tasks) * 40 * unknown._step_s)
+    unknown = Board(Agenda(study_of(), {}), {}, 1)  # without a forecast
+    assert unknown.left_s() == pytest.approx(9 * 40 * unknown._step_s)
     board = board_of()
     assert board.left_s() == 4 * 60
     run = next(iter(board.lanes.values())).run
@@ -105,22 +104,24 @@ def test_a_run_that_is_taken_up_again_counts_for_its_rest_only(clock: Clock) -> 
 def test_an_arm_that_a_sweep_lost_is_not_waited_for() -> None:
     sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.1, 0.2)}, seeds=(8, 9))
     study = study_of(experiment_of("lion", sweep=sweep, seeds=(0, 1)))
-    board = board_of(study)
+    agenda = Agenda(study, {})
+    board = Board(agenda, dict.fromkeys((run.name for run in agenda.runs), 60.0), 1)
     lanes = [lane for lane in board.lanes.values() if lane.run.phase == "sweep"]
     # One seed of each candidate of lion's, and one candidate of the baseline's, diverge.
     lost = {("lion", 0.1, 8), ("lion", 0.2, 9), ("baseline", 0.1, 8), ("baseline", 0.1, 9)}
-    records = {}
     for lane in lanes:
         run = lane.run
         survives = 0.0 if (run.arm, run.candidate, run.seed) in lost else 1.0
-        records[run.name] = record_of(run, Behaviour(survives=survives))
+        record = record_of(run, Behaviour(survives=survives))
         assert board.lanes["optimizers/lion/seed-0"].status == "waiting"
-        board.ended(run, records[run.name])
-    for again in (board, board_of(study, records)):
-        assert again.lanes["optimizers/lion/seed-0"].status == "diverged"
-        assert again.lanes["optimizers/baseline/seed-0"].status == "waiting"
-        assert again.done == 8 + 2
-        assert again.left_s() < 2 * 60 + 1
+        agenda.ended(run, record)
+        board.ended(run, record)
+    assert board.lanes["optimizers/lion/seed-0"].status == "diverged"
+    again = board_of(study, agenda.records)
+    assert (board.done, again.done) == (8 + 2, 8)
+    for each in (board, again):
+        assert each.lanes["optimizers/baseline/seed-0"].status == "waiting"
+        assert each.left_s() < 2 * 60 + 1
     assert "✗ every candidate diverged" in text_of(None, study, board)
 
 
@@ -133,8 +134,8 @@ def test_lines_where_there_is_no_terminal(clock: Clock) -> None:
     board = board_of()
     progress, stream = lines_of(board, clock)
     run = next(iter(board.lanes.values())).run
-    progress.started(run)
-    progress.event(run, {**STEP, "step": 7})
+    board.started(run)
+    board.event(run, {**STEP, "step": 7})
     progress.tick()
     assert stream.getvalue() == ""
     clock.now += 16
@@ -144,7 +145,8 @@ def test_lines_where_there_is_no_terminal(clock: Clock) -> None:
         "0 of 4 runs, 4:06 min left: optimizers/baseline/seed-0 7/40 2.500\n"
     )
     stream.truncate(0)
-    progress.ended(run, record_of(run, Behaviour(finals={0: 2.0})))
+    for watcher in (board, progress):
+        watcher.ended(run, record_of(run, Behaviour(finals={0: 2.0})))
     assert "1 of 4 runs" in stream.getvalue()
     assert "optimizers/baseline/seed-0 done, held-out loss 1.3863, 2.3 s" in stream.getvalue()
     other = board.lanes["optimizers/lion/seed-1"].run
@@ -170,8 +172,8 @@ def test_a_live_table_on_a_terminal(clock: Clock) -> None:
     console = Console(file=stream, width=100, force_terminal=True, _environ={"TERM": "dumb"})
     with showing(study, board, console) as progress:
         assert isinstance(progress, LiveProgress)
-        progress.started(run)
-        progress.event(run, {**STEP, "step": 7})
+        board.started(run)
+        board.event(run, {**STEP, "step": 7})
         shown = text_of(progress, study, board)
         clock.now += 2
         progress.tick()

@@ -70,19 +70,19 @@ class Memory(AbstractTracker):
         self.kept["closed"] = True
 
 
-_SERVER: dict[str, dict[str, Any]] = {}
+SERVER: dict[str, dict[str, Any]] = {}
 
 
 def _tracker(kind: str, folder: Path) -> AbstractTracker:
     if kind == "memory":
-        return Memory(_SERVER.setdefault(str(folder), {}))
+        return Memory(SERVER.setdefault(str(folder), {}))
     return trackers([kind], folder)[kind]
 
 
 def _curves(kind: str, folder: Path, name: str) -> dict[str, list[tuple[int, float]]]:
     """What a tracker shows of a run."""
     if kind == "memory":
-        found: dict[str, list[tuple[int, float]]] = _SERVER[str(folder)][name]["curves"]
+        found: dict[str, list[tuple[int, float]]] = SERVER[str(folder)][name]["curves"]
         return found
     if kind == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -117,7 +117,7 @@ def _mlflow(folder: Path, name: str) -> tuple[Any, Any]:
 
 def _parameters(kind: str, folder: Path, name: str) -> dict[str, Any]:
     if kind == "memory":
-        found: dict[str, Any] = _SERVER[str(folder)][name]["parameters"]
+        found: dict[str, Any] = SERVER[str(folder)][name]["parameters"]
         return found
     if kind == "mlflow":
         return dict(_mlflow(folder, name)[1].data.params)
@@ -265,51 +265,30 @@ def test_a_tracker_that_fails_is_said_and_costs_nothing(tmp_path: Path) -> None:
     assert curves["train/tokens_per_s"] == [(3, 7 / whole.steps[2].wall_s)]
 
 
-TRACKER = '''
-import json
-from tilelab.study.track.tracker import AbstractTracker
+OWN = """
+from tests.lab.study.track.test_tracking import SERVER, Memory
 
-class Lines(AbstractTracker):
-    """A line a point."""
-
+class Own(Memory):
     def __init__(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "points.txt"
-
-    def begin(self, run):
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        points = [json.loads(line) for line in lines]
-        return {metric: step for name, metric, step, _ in points if name == run.name}
-
-    def add(self, run, points):
-        with self.path.open("a") as file:
-            for each in points:
-                print(json.dumps([run.name, each.metric, each.step, each.value]), file=file)
-
-    def end(self, run, status):
-        pass
-
-    def close(self):
-        pass
+        super().__init__(SERVER.setdefault(str(folder), {}))
 
 def nothing(folder):
     return folder
-'''
+"""
 
 
 @pytest.mark.usefixtures("quick_report")
 def test_a_study_with_a_tracker_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = place / "own.py"
-    own.write_text(TRACKER)
-    conducted = Conducted(place, options={"track": (f"{own}:Lines",)}, seeds=(0,))
-    assert conducted.go() == 0
-    path = conducted.folder / "Lines" / "points.txt"
-    points = path.read_text()
-    assert points.count('"train/loss"') == 2 * 3
-    assert points.count('"held_out/loss"') == 2 * 2
-    assert points.count('"final/loss"') == 2
-    assert conducted.go() == 0  # all is done, and told
-    assert path.read_text() == points
+    own.write_text(OWN)
+    conducted = Conducted(place, options={"track": (f"{own}:Own",)}, seeds=(0,))
+    for _ in range(2):  # the second time all is done, and told
+        assert conducted.go() == 0
+        kept = SERVER[str(conducted.folder / "Own")]
+        for arm in ("baseline", "lion"):
+            curves = kept[f"optimizers/{arm}/seed-0"]["curves"]
+            names = ("train/loss", "held_out/loss", "final/loss")
+            assert [len(curves[name]) for name in names] == [3, 2, 1]
 
     wrong = {
         f"{own}:nothing": "a PosixPath from",

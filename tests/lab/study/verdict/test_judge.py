@@ -18,7 +18,7 @@ from tests.lab.study.records_of import (
     study_of,
 )
 from tilelab.study.ask.config import Arm, Experiment, Sweep
-from tilelab.study.verdict.decide import Comparison, Rules, decide, examine
+from tilelab.study.verdict.decide import Comparison, Rules, decided
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.measures import TIMES
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
@@ -324,8 +324,7 @@ def simulated(rng: np.random.Generator, arms: int, mean: float, spread: float) -
             for at, each in enumerate(values)
         ]
         compared.append(Comparison("training", seeds))
-    rows = zip(compared, examine(compared, rules), strict=True)
-    return [decide(each, test, rules).label for each, test in rows]
+    return [each.decision.label for each in decided(compared, rules)]
 
 
 def test_arms_that_do_nothing_are_rarely_called_better_or_worse() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tilelab.common.terminal import Text
+from tilelab.common.terminal import say
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.browse.show import (
     WITHHELD,
@@ -86,7 +87,7 @@ def compare(first: Found, second: Found, console: Console) -> None:
     if not matched:
         came = f"{first.name} and {second.name}, which have no arm in common"
         raise InvalidArgument("compare", came, "two arms, two runs, or studies with equal arms")
-    console.print(Text(f"A: {first.name}\nB: {second.name}"), soft_wrap=True)
+    say(console, f"A: {first.name}\nB: {second.name}")
     held_a, held_b = first.withheld(), second.withheld()
     for a, b in matched:
         title = a if a == b else f"{a} (A) and {b} (B)"
@@ -110,27 +111,25 @@ def _compare_arms(
     held: Mapping[str, str],
     console: Console,
 ) -> None:
-    console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+    say(console, f"\n{title}", style="bold")
     for line in _differences(first, second):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        say(console, f"  {line}")
     found = pairs(first, second)
     if not found.seeds:
-        console.print(Text("  No seed is finished in both: nothing is compared."))
+        say(console, "  No seed is finished in both: nothing is compared.")
         return
     console.print(_table(found, timed=not held))
     reasons = [f"{arm}: {why}" for arm, why in held.items()]
     for line in (*_remarks(first, second, found), *reasons):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        say(console, f"  {line}")
 
 
 def _table(found: Pairs, timed: bool) -> Table:
     table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
     both = found.of(lambda record: measure(record)["loss"])
     add_row(table, "loss, nats per token", *_loss_cells(both))
-    both = found.of(lambda record: final_metric(record, "bits_per_byte"))
-    add_row(table, "bits per byte", *_loss_cells(both))
-    for name in sorted(task_metrics(map(measure, found.first.values()))):
-        both = found.of(lambda record, name=name: final_metric(record, name))  # type: ignore[misc]
+    for name in ("bits_per_byte", *sorted(task_metrics(map(measure, found.first.values())))):
+        both = found.of(partial(final_metric, metric=name))
         add_row(table, METRICS[name].unit, *_loss_cells(both))
     both = found.of(lambda record: measure(record)["tokens_per_s"])
     speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3

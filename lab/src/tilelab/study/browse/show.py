@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from tilelab.common.terminal import Text, in_words
+from tilelab.common.terminal import Text, in_words, say
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD
@@ -83,8 +82,11 @@ def find_study(name: str, out: Path) -> Path:
         if name in (folder.name, _study_name(folder)):
             return folder
     known = {known for folder in folders for known in (folder.name, _study_name(folder))}
-    came = f"{name!r}; in {out} there is {', '.join(each.name for each in folders) or 'none'}"
-    raise InvalidArgument("study", came, _REQUIRED, nearest(name, known))
+    raise InvalidArgument("study", _there_is(name, out, folders), _REQUIRED, nearest(name, known))
+
+
+def _there_is(name: str, out: Path, folders: Sequence[Path]) -> str:
+    return f"{name!r}; in {out} there is {', '.join(each.name for each in folders) or 'none'}"
 
 
 def find(name: str, out: Path) -> Found:
@@ -106,9 +108,8 @@ def find(name: str, out: Path) -> Found:
         found = _below(folder, name.strip("/"))
         if found is not None:
             return found
-    known = [run for folder in folders[:1] for run in readable_records(folder).whole]
-    came = f"{name!r}; in {out} there is {', '.join(each.name for each in folders) or 'none'}"
-    raise InvalidArgument("name", came, _REQUIRED, nearest(name, [*known, *_parts(known)]))
+    known = [run for folder in folders[:1] for run in _known(folder)]
+    raise InvalidArgument("name", _there_is(name, out, folders), _REQUIRED, nearest(name, known))
 
 
 def find_run(name: str, out: Path) -> tuple[Path, RunRecord]:
@@ -139,8 +140,7 @@ def _above(path: Path, name: str) -> tuple[Path, str]:
 def _part(folder: Path, part: str, name: str) -> Found:
     found = _below(folder, part)
     if found is None and part:
-        known = list(readable_records(folder).whole)
-        fix = nearest(part, [*known, *_parts(known)])
+        fix = nearest(part, _known(folder))
         raise InvalidArgument("name", f"{name!r}, of which nothing has run", _REQUIRED, fix)
     return found or Found(folder, part, {}, {}, {})
 
@@ -156,8 +156,10 @@ def _below(folder: Path, part: str) -> Found | None:
     return Found(folder, part, records, lost, whole) if records else None
 
 
-def _parts(runs: list[str]) -> set[str]:
-    return set(map(arm_of, runs))
+def _known(folder: Path) -> list[str]:
+    """Return the runs and the arms of a study that have begun."""
+    runs = list(readable_records(folder).whole)
+    return [*runs, *set(map(arm_of, runs))]
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -196,7 +198,7 @@ def list_studies(out: Path, console: Console) -> None:
 def say_damaged(runs: Iterable[str], console: Console) -> None:
     """Name the runs whose records cannot be read."""
     for name in runs:
-        console.print(Text(f"{name}: its record is damaged and left out."), soft_wrap=True)
+        say(console, f"{name}: its record is damaged and left out.")
 
 
 def show(found: Found, console: Console) -> None:
@@ -205,18 +207,18 @@ def show(found: Found, console: Console) -> None:
         console.print(_run(found))
         return
     stored = read_study(found.folder)
-    console.print(Text(f"{found.name}: {stored.study.question}"), soft_wrap=True)
-    console.print(Text(f"Command: {stored.command}"), soft_wrap=True)
+    say(console, f"{found.name}: {stored.study.question}")
+    say(console, f"Command: {stored.command}")
     held = found.withheld()
     console.print(_runs(found.records, held))
     for arm in dict.fromkeys(map(arm_of, found.records)):
         if arm in held:
-            console.print(Text(f"{arm}: {held[arm]}"), soft_wrap=True)
+            say(console, f"{arm}: {held[arm]}")
     say_damaged(found.damaged, console)
     if not found.part:
         for experiment in stored.study.experiments:
             arms = ", ".join(experiment.arm_names)
-            console.print(Text(f"{experiment.name}: {arms}"), soft_wrap=True)
+            say(console, f"{experiment.name}: {arms}")
 
 
 def table_of(*columns: str, left: Sequence[str] = ("study", "run", "arm", "question")) -> Table:
@@ -254,21 +256,23 @@ def _run(found: Found) -> RenderableType:
     record = found.records[found.part]
     start, took = record.start, measure(record)
     held = found.withheld().get(arm_of(found.part))
-    speed = _speed(took)
+    where = [f"{key} {each}" for key, each in flat(start.environment) if each not in (None, "")]
+    layers = record.kernels.layers if record.kernels else []
+    kernels = [f"layer {each.layer}: {each.kernel} x{each.calls}" for each in layers]
     head = f"{found.name}: {_status(record)}"
     if record.end is not None and record.end.reason:
         head += f" ({record.end.reason})"
     facts = [
         ("record", str(found.folder / "runs" / found.part / RECORD)),
         ("config", start.config_hash),
-        ("parameters", _parameters(start.parameters)),
+        ("parameters", ", ".join(f"{count:,} {name}" for name, count in start.parameters.items())),
         *((f"group {name}", _named(names)) for name, names in start.groups.items()),
-        ("text", _corpus(start.corpus)),
-        ("where", _environment(start.environment)),
+        ("text", ", ".join(f"{key} {value}" for key, value in start.corpus.items())),
+        ("where", ", ".join(where)),
         ("started", ", ".join(f"step {each.from_step} at {each.time}" for each in record.starts)),
-        ("speed", f"{WITHHELD}. {held}" if held else speed),
+        ("speed", f"{WITHHELD}. {held}" if held else _speed(took)),
         ("memory", _memory(record)),
-        ("attention", _kernels(record)),
+        ("attention", ", ".join(kernels)),
         ("gradient norm", f"median {number(took['gradient_norm'], '.3g')}"),
         ("train loss", _curve([each.loss for each in record.steps])),
     ]
@@ -277,6 +281,9 @@ def _run(found: Found) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
+    config = Table.grid(padding=(0, 2))
+    for path, value in flat(start.config):
+        config.add_row(Text(path, style="dim"), Text(str(value)))
     sample = record.sample
     written = [] if sample is None else [Text.assemble((sample.prompt, "dim"), sample.text, "\n")]
     return Group(
@@ -284,7 +291,7 @@ def _run(found: Found) -> RenderableType:
         table,
         _evaluations(record, timed=not held),
         *written,
-        _config(start.config),
+        config,
     )
 
 
@@ -307,13 +314,6 @@ def _evaluations(record: RunRecord, timed: bool) -> Table:
     return table
 
 
-def _config(config: Mapping[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for path, value in flat(config):
-        table.add_row(Text(path, style="dim"), Text(str(value)))
-    return table
-
-
 def number(value: float | None, form: str) -> str:
     """Return a number in that form; empty for none."""
     return "" if value is None else format(value, form)
@@ -322,10 +322,6 @@ def number(value: float | None, form: str) -> str:
 def difference(value: float) -> str:
     """Return a difference with its sign; one of rounding shows its size."""
     return f"{value:+.4f}" if abs(value) >= 5e-5 or not value else f"{value:+.0e}"
-
-
-def _parameters(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _status(record: RunRecord) -> str:
@@ -337,14 +333,6 @@ def _status(record: RunRecord) -> str:
 def _named(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return f"{len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}"
-
-
-def _corpus(corpus: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in corpus.items())
-
-
-def _environment(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in flat(values) if value not in (None, ""))
 
 
 def _speed(took: Values) -> str:
@@ -363,11 +351,6 @@ def _memory(record: RunRecord) -> str:
         return "not measured yet"
     parts = {name.removesuffix("_bytes"): amount for name, amount in vars(found).items()}
     return ", ".join(f"{part} {size(amount)}" for part, amount in parts.items())
-
-
-def _kernels(record: RunRecord) -> str:
-    layers = record.kernels.layers if record.kernels else []
-    return ", ".join(f"layer {each.layer}: {each.kernel} x{each.calls}" for each in layers)
 
 
 def _curve(losses: Sequence[float | None]) -> str:

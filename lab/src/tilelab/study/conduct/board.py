@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tilelab.study.ask.run import RunSpec
+from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records.events import RunRecord
 
 Status = Literal["waiting", "running", "done", "diverged"]
@@ -40,41 +41,32 @@ class Lane:
         return statistics.fmean(self.tokens) / pace if pace and self.tokens else None
 
 
-class Board:
+class Board(Watcher):
     """Keeps the state of all runs; ``forecast_s`` has seconds that each was expected to take."""
 
-    def __init__(
-        self,
-        runs: Sequence[RunSpec],
-        records: Mapping[str, RunRecord],
-        forecast_s: Mapping[str, float],
-        jobs: int,
-    ) -> None:
-        self._runs, self._forecast_s, self._jobs = runs, forecast_s, jobs
-        known = [run for run in runs if run.name in forecast_s]
+    def __init__(self, agenda: Agenda, forecast_s: Mapping[str, float], jobs: int) -> None:
+        self._agenda, self._forecast_s, self._jobs = agenda, forecast_s, jobs
+        known = [run for run in agenda.runs if run.name in forecast_s]
         steps = sum(run.config.steps for run in known)
         self._step_s = sum(forecast_s[run.name] for run in known) / steps if steps else 0.0
         self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
         self._ratios: list[float] = []  # seconds that runs took over those that were expected
-        self.lanes = {run.name: Lane(run) for run in runs}
-        for name, record in records.items():
+        self.lanes: dict[str, Lane] = {}
+        self._expect()
+        for name, record in agenda.records.items():
             if name in self.lanes:
                 self._take_over(self.lanes[name], record)
-        for lane in self.lanes.values():
-            self._give_up_after(lane.run)
+        for run in agenda.runs:
+            self._give_up_after(run)
 
-    def expect(self, runs: Sequence[RunSpec]) -> None:
+    def _expect(self) -> None:
         """Replace the expected runs by those that are known now, those that are over too.
 
         One that is new is forecast like the others, by its steps.
         """
-        self._runs = runs
-        named = {run.name: run for run in runs}
-        lanes = {name: Lane(run) for name, run in named.items()}
-        kept = {name: each for name, each in self.lanes.items() if name in named or _begun(each)}
+        lanes = {run.name: Lane(run) for run in self._agenda.runs}
+        kept = {name: each for name, each in self.lanes.items() if name in lanes or _begun(each)}
         self.lanes = {**lanes, **kept}
-        for lane in list(self.lanes.values()):
-            self._give_up_after(lane.run)
 
     def started(self, run: RunSpec) -> None:
         """A process took up a run."""
@@ -104,8 +96,9 @@ class Board:
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)
+        self._expect()  # what follows from the run is known now
 
-    def lost(self, run: RunSpec) -> None:
+    def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away: the run waits again."""
         self._begun.pop(run.name, None)
         self.lanes[run.name].status = "waiting"
@@ -125,7 +118,7 @@ class Board:
         """Return seconds that the rest takes: as forecast, corrected by what runs took so far."""
         correction = statistics.median(self._ratios) if self._ratios else 1.0
         return makespan(
-            [(self._left_of(run.name, correction), run.alone) for run in self._runs],
+            [(self._left_of(run.name, correction), run.alone) for run in self._agenda.runs],
             self._jobs,
         )
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
-from tilelab.common.terminal import Text, crowded, in_words, interrupts_ignored
+from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
@@ -30,18 +30,18 @@ from tilelab.study.conduct.checks import (
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.pool import Pool, Watcher
+from tilelab.study.conduct.pool import Pool
 from tilelab.study.conduct.process import Cores, Local, lock_folder
 from tilelab.study.need import gpu_need, host_need
-from tilelab.study.plan import Agenda
+from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
-from tilelab.study.records.store import write_index
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.folders import cache_folder
 
 INTERRUPTED = 130
 _LONG_S = 30 * 60.0
@@ -87,11 +87,14 @@ class Conductor:
             except TilewiseError:
                 with interrupts_ignored():
                     if not store.forget_empty(folder):
-                        _report_if_possible(folder, console)
+                        try:
+                            _report(folder, console)
+                        except (DiskFullError, OSError) as error:
+                            say(console, f"The report could not be written: {error}")
                 raise
             with interrupts_ignored():
                 if code == INTERRUPTED:
-                    _say(console, "Stopped with Ctrl-C. The same command goes on from here.")
+                    say(console, "Stopped with Ctrl-C. The same command goes on from here.")
                 if not store.forget_empty(folder):
                     parted = _report(folder, console)
                     code = 1 if parted and code == 0 else code
@@ -114,20 +117,20 @@ class Conductor:
 
     def _work(self, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console) -> int:
         study = self.study
-        _say(console, progress.opening(study, folder))
+        say(console, progress.opening(study, folder))
         for record in agenda.records.values():
             for each in record.evaluations[:1]:
                 check_target(study, record.start.experiment, vars(each))
-        tracking = Tracking(folder, trackers(self.track, folder), partial(_say, console))
+        tracking = Tracking(folder, trackers(self.track, folder), partial(say, console))
         try:
             tracking.catch_up(agenda.records)
             code = 0
             if agenda.finished:
-                _say(console, f"All {agenda.total} runs are done already.")
+                say(console, f"All {agenda.total} runs are done already.")
             else:
                 filled = {
                     "folder": folder.absolute(),
-                    "cache": store.cache_folder().absolute(),
+                    "cache": cache_folder().absolute(),
                     "environment": where,
                     "variables": environment.variables(),
                     "working": Path.cwd(),
@@ -146,7 +149,7 @@ class Conductor:
         runs, records = agenda.runs, agenda.records
         todo = [run for run in runs if run.name not in records or not records[run.name].done]
         if self.on == "here" and (warning := crowded(execution.threads)):
-            _say(console, warning)
+            say(console, warning)
         for run in todo:
             _say_what_begins_again(run.executed(execution), records.get(run.name), console)
         for run in todo:
@@ -157,16 +160,14 @@ class Conductor:
             else:
                 jobs = self._jobs(todo, console)
             forecast = _forecast(execution, todo, console)
-            board = Board(runs, records, forecast, jobs)
+            board = Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
-            _say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
+            say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
             long = expected is not None and expected > _LONG_S
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                watched = (shown, tracking)
-                watchers = _Watchers(self.study, watched, lambda: board.expect(agenda.runs))
-                Pool(place, jobs).work(agenda, watchers)
+                Pool(place, jobs).work(agenda, (_Target(self.study), board, shown, tracking))
         return 0
 
     @contextmanager
@@ -174,7 +175,7 @@ class Conductor:
         if self.on == "here":
             with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
                 if cores.trouble:
-                    _say(console, cores.trouble)
+                    say(console, cores.trouble)
                 yield Local(execution, cores)
             return
         with connected() as ray:
@@ -197,9 +198,7 @@ class Conductor:
         on_host = partial(host_need, device=device)
         room = room_for(todo, room, available_bytes("cpu"), on_host, processes)
         if room < wished:
-            _say(
-                console, f"Memory is enough for {room} of {wished} runs at once: so many will run."
-            )
+            say(console, f"Memory is enough for {room} of {wished} runs at once: so many will run.")
         return room
 
 
@@ -223,7 +222,7 @@ def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Cons
     if step is not None and step > record.whole_steps:
         lost = f"{record.whole_steps} of {step} steps are in the record"
     if lost:
-        _say(console, f"{run.name}: {lost}. The run is trained again from the first step.")
+        say(console, f"{run.name}: {lost}. The run is trained again from the first step.")
 
 
 def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -> dict[str, float]:
@@ -234,8 +233,8 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     """
     corpora = {}
     for key, config in {data_key(run.config): run.config for run in todo}.items():
-        corpora[key] = config.learning.prepare(config, store.cache_folder())
-        _say(console, str(corpora[key]))
+        corpora[key] = config.learning.prepare(config, cache_folder())
+        say(console, str(corpora[key]))
     check_checkpoints(todo, corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}
@@ -253,36 +252,15 @@ def report_again(folder: Path, console: Console) -> None:
     store.read_records(folder)
 
 
-class _Watchers:
-    """All watchers, after the checks that need the first numbers."""
+class _Target(Watcher):
+    """Ends a study whose target untrained weights reach, as soon as a run says so."""
 
-    def __init__(
-        self, study: Study, watchers: Sequence[Watcher], plan_again: Callable[[], None]
-    ) -> None:
-        self._study, self._watchers, self._plan_again = study, watchers, plan_again
-
-    def started(self, run: RunSpec) -> None:
-        for each in self._watchers:
-            each.started(run)
+    def __init__(self, study: Study) -> None:
+        self._study = study
 
     def event(self, run: RunSpec, values: dict[str, Any]) -> None:
         if values["event"] == "evaluation":
             check_target(self._study, run.experiment, values)
-        for each in self._watchers:
-            each.event(run, values)
-
-    def ended(self, run: RunSpec, record: RunRecord) -> None:
-        self._plan_again()  # what follows from the run is known now
-        for each in self._watchers:
-            each.ended(run, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        for each in self._watchers:
-            each.lost(run, why)
-
-    def tick(self) -> None:
-        for each in self._watchers:
-            each.tick()
 
 
 def _report(folder: Path, console: Console) -> bool:
@@ -292,24 +270,13 @@ def _report(folder: Path, console: Console) -> bool:
     """
     evidence = report.gather(folder)
     for name in evidence.damaged:
-        _say(console, f"{name}: its record is damaged. The report leaves it out.")
+        say(console, f"{name}: its record is damaged. The report leaves it out.")
     if not evidence.records:
-        _say(console, "Nothing to report yet.")
+        say(console, "Nothing to report yet.")
         return False
-    write_index(folder, evidence.records)
+    store.write_index(folder, evidence.records)
     page, text = report.write(evidence)
     console.print(progress.verdicts(evidence.verdict))
-    _say(console, f"Report: {page}\n        {text}")
+    say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)
-
-
-def _report_if_possible(folder: Path, console: Console) -> None:
-    try:
-        _report(folder, console)
-    except (DiskFullError, OSError) as error:
-        _say(console, f"The report could not be written: {error}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)

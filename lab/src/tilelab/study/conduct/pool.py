@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tilelab.common.terminal import interrupts_ignored
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.plan import Agenda
+from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import TilewiseError
 
@@ -32,25 +32,6 @@ class RunError(TilewiseError, RuntimeError):
 
 class Lost(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
     """A worker went away with its machine; its run did nothing wrong and can be taken up again."""
-
-
-class Watcher(Protocol):
-    """A watcher: it hears of events as they happen."""
-
-    def started(self, run: RunSpec) -> None:
-        """A process took up a run."""
-
-    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
-        """A line was added to the run's record. Raising an error ends the study."""
-
-    def ended(self, run: RunSpec, record: RunRecord) -> None:
-        """A run is over."""
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        """The worker of a run went away; the run will be taken up again."""
-
-    def tick(self) -> None:
-        """Some time went by."""
 
 
 class Worker(Protocol):
@@ -91,8 +72,8 @@ class Pool:
     place: Place
     jobs: int  # runs at once
 
-    def work(self, agenda: Agenda, watcher: Watcher) -> None:
-        """Run everything that is not done yet.
+    def work(self, agenda: Agenda, watchers: Sequence[Watcher]) -> None:
+        """Run everything that is not done yet, and tell each watcher in turn.
 
         However it ends, no worker is left.
 
@@ -105,7 +86,7 @@ class Pool:
         losses = Counter[str]()
         with _stopping() as workers:
             while not agenda.finished:
-                self._start(agenda, workers, watcher)
+                self._start(agenda, workers, watchers)
                 time.sleep(_POLL_S)
                 for worker in list(workers):
                     # First whether it is over, then its lines: so that none is missed.
@@ -113,12 +94,16 @@ class Pool:
                     for values in worker.new_events():
                         if values["event"] == "checkpoint":  # what comes after it counts anew
                             del losses[worker.run.name]
-                        watcher.event(worker.run, values)
+                        for watcher in watchers:
+                            watcher.event(worker.run, values)
                     if over:
-                        self._end(worker, workers, agenda, watcher, losses)
-                watcher.tick()
+                        self._end(worker, agenda, watchers, losses)
+                        workers.remove(worker)
+                        worker.close()
+                for watcher in watchers:
+                    watcher.tick()
 
-    def _start(self, agenda: Agenda, workers: list[Worker], watcher: Watcher) -> None:
+    def _start(self, agenda: Agenda, workers: list[Worker], watchers: Sequence[Watcher]) -> None:
         """Start what there is room for; a run that must be alone waits and lets none past it."""
         if len(workers) >= self.jobs or any(worker.run.alone for worker in workers):
             return
@@ -129,16 +114,16 @@ class Pool:
             if len(workers) >= self.jobs or (run.alone and workers):
                 return
             workers.append(self.place.start(run, workers))
-            watcher.started(run)
+            for watcher in watchers:
+                watcher.started(run)
             if run.alone:
                 return
 
     def _end(
         self,
         worker: Worker,
-        workers: list[Worker],
         agenda: Agenda,
-        watcher: Watcher,
+        watchers: Sequence[Watcher],
         losses: Counter[str],
     ) -> None:
         run = worker.run
@@ -151,12 +136,12 @@ class Pool:
                     f"{run.name}: its worker was lost {losses[run.name]} times in a row before it "
                     f"came to a checkpoint ({lost}); the same command goes on"
                 ) from None
-            watcher.lost(run, str(lost))
+            for watcher in watchers:
+                watcher.lost(run, str(lost))
         else:
             agenda.ended(run, record)
-            watcher.ended(run, record)
-        workers.remove(worker)
-        worker.close()
+            for watcher in watchers:
+                watcher.ended(run, record)
 
 
 @contextmanager

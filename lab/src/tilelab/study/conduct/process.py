@@ -184,22 +184,17 @@ class Local:
         return _LocalWorker(run.executed(self.execution, core=core))
 
 
-class _LocalWorker:
+class _LocalWorker(Process):
     """One process and the record that it writes; see ``pool.Worker``."""
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self.new_events = Follower(run.record).new
-        self._process = Process(run)
-        self.stop, self.close = self._process.stop, self._process.close
-
-    @property
-    def over(self) -> bool:
-        return self._process.over
+        super().__init__(run)
 
     def result(self) -> RunRecord:
         """The record; a process that was killed here is no loss but a failure: the machine is."""
-        outcome = self._process.outcome()
+        outcome = self.outcome()
         if outcome.code < 0:
             ended = f"the process of {self.run.name} was ended by signal {-outcome.code}"
             if outcome.code == -signal.SIGKILL:

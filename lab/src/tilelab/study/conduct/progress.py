@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -17,12 +16,11 @@ from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.board import Board, Lane
+from tilelab.study.plan import Watcher
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.result import (
     ArmMeasures,
-    ArmVerdict,
     ExperimentVerdict,
-    Ratio,
     StudyVerdict,
 )
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
@@ -36,40 +34,22 @@ _MARKS = {"waiting": "·", "running": "▸", "done": "✓", "diverged": "✗"}
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "diverged": "red"}
 
 
-class _Progress:
-    """Keeps a board up to date; see ``pool.Watcher``. Subclasses show it."""
+class LineProgress(Watcher):
+    """Writes a line when a run ends, and one now and then in between.
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def started(self, run: RunSpec) -> None:
-        self._board.started(run)
-
-    def event(self, run: RunSpec, values: dict[str, Any]) -> None:
-        self._board.event(run, values)
-
-    def ended(self, run: RunSpec, record: RunRecord) -> None:
-        self._board.ended(run, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        self._board.lost(run)
-        self._say(f"{run.name} was lost ({why}) and will be taken up again")
-
-    def _say(self, words: str) -> None:
-        raise NotImplementedError
-
-
-class LineProgress(_Progress):
-    """Writes a line when a run ends, and one now and then in between."""
+    The board is kept up to date by itself, before this hears of anything.
+    """
 
     def __init__(self, board: Board, console: Console) -> None:
-        super().__init__(board)
-        self._console, self._next = console, time.monotonic() + _LINE_S
+        self._board, self._console, self._next = board, console, time.monotonic() + _LINE_S
 
     def ended(self, run: RunSpec, record: RunRecord) -> None:
         """A run is over."""
-        super().ended(run, record)
         self._say(_ended_words(run, record))
+
+    def lost(self, run: RunSpec, why: str) -> None:
+        """The worker of a run went away."""
+        self._say(_lost_words(run, why))
 
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
@@ -84,12 +64,15 @@ class LineProgress(_Progress):
         self._console.out(visible(f"{_counts(self._board)}: {words}"), highlight=False)
 
 
-class LiveProgress(_Progress):
+class LiveProgress(Watcher):
     """Keeps a table of arms by seeds on the terminal."""
 
     def __init__(self, study: Study, board: Board, live: Live) -> None:
-        super().__init__(board)
-        self._study, self._live, self._next = study, live, 0.0
+        self._study, self._board, self._live, self._next = study, board, live, 0.0
+
+    def lost(self, run: RunSpec, why: str) -> None:
+        """The worker of a run went away."""
+        self._live.console.print(Text(_lost_words(run, why)), soft_wrap=True)
 
     def tick(self) -> None:
         """Draw, if that was long enough ago."""
@@ -100,9 +83,6 @@ class LiveProgress(_Progress):
     def draw(self) -> None:
         """Draw the table as things are now."""
         self._live.update(picture(self._study, self._board), refresh=True)
-
-    def _say(self, words: str) -> None:
-        self._live.console.print(Text(words), soft_wrap=True)
 
 
 @contextmanager
@@ -186,6 +166,10 @@ def _ended_words(run: RunSpec, record: RunRecord) -> str:
     return f"{run.name} done, held-out loss {last.loss:.4f}, {in_words(last.train_wall_s)}"
 
 
+def _lost_words(run: RunSpec, why: str) -> str:
+    return f"{run.name} was lost ({why}) and will be taken up again"
+
+
 def _counts(board: Board) -> str:
     left = board.left_s()
     time_left = f", {in_words(left)} left" if board.done < len(board.lanes) else ""
@@ -254,7 +238,8 @@ def verdicts(verdict: StudyVerdict) -> RenderableType:
 def _arm_rows(experiment: ExperimentVerdict) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for arm in experiment.arms:
-        reason = " ".join((arm.reason, *_ratios(arm.measures), *_arm_notes(arm)))
+        said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
+        reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
         label = Text(arm.label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:
@@ -273,17 +258,11 @@ def _ratios(measures: ArmMeasures) -> list[str]:
         "peak memory": measures.memory_ratio,
         "saved activations": measures.activations_ratio,
     }
-    parts = [f"{name} {_ratio(ratio)}" for name, ratio in found.items() if ratio is not None]
+    parts = []
+    for name, ratio in found.items():
+        if ratio is not None:
+            ends = ratio.interval
+            within = f" [x{ends.low:.2f}, x{ends.high:.2f}]" if ends is not None else ""
+            parts.append(f"{name} x{ratio.value:.2f}{within}")
     text = ", ".join(parts)
     return [f"{text[:1].upper()}{text[1:]}."] if parts else []
-
-
-def _ratio(ratio: Ratio) -> str:
-    interval = ratio.interval
-    ends = f" [x{interval.low:.2f}, x{interval.high:.2f}]" if interval is not None else ""
-    return f"x{ratio.value:.2f}{ends}"
-
-
-def _arm_notes(arm: ArmVerdict) -> list[str]:
-    flags = [flag.words for flag in arm.kernel_flags]
-    return [*flags, *([arm.speed_withheld] if arm.speed_withheld else []), *arm.notes]

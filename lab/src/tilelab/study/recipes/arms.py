@@ -1,12 +1,21 @@
-"""Arms from factors: each alone, or each alone and all of them together."""
+"""What recipes are made of: arms from factors, a small GPT-2, and kernels that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal
 
-from tilelab.study.ask.config import Arm
+from tilelab.study.ask.config import (
+    Arm,
+    Experiment,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Training,
+    change,
+)
 from tilelab.study.ask.values import overlap
 from tilewise.errors import InvalidArgument
 
@@ -52,3 +61,63 @@ def factorial(factors: Factors) -> tuple[Arm, ...]:
                 changes.update(factors[name])
             arms.append(Arm(name="+".join(together), changes=changes))
     return tuple(arms)
+
+
+# A byte-level GPT-2 of 0.85 million parameters, AdamW, straight to zero.
+SMALL_GPT2 = RunConfig(
+    model=Model(layers=4, heads=4, width=128, context=256),
+    optimizer=Optimizer(name="adamw", lr=0.001),
+    schedule=Schedule(name="linear", warmup=0.1),
+    training=Training(batch=8),
+)
+
+
+def small_gpt2(steps: int, evaluations: int, windows: int, **changes: Any) -> RunConfig:
+    """Return a run of ``SMALL_GPT2``.
+
+    Args:
+        steps: of the run.
+        evaluations: how many after the first.
+        windows: of each.
+        changes: what differs, by paths with ``__`` for dots.
+    """
+    dotted = {path.replace("__", "."): value for path, value in changes.items()}
+    evaluation = {"evaluation.every": max(1, steps // evaluations), "evaluation.windows": windows}
+    return change(SMALL_GPT2, {"budget.steps": steps, **evaluation, **dotted})
+
+
+def attention(implementation: str) -> dict[str, Any]:
+    """Return the change to an implementation of attention."""
+    return {"attention.implementation": implementation}
+
+
+# One unit in the last place of the initial weights: what rounding alone does to a run.
+ROUNDING: dict[str, dict[str, Any]] = {"rounding": {"model.nudge": True}}
+
+
+def compare_kernels(
+    name: str,
+    question: str,
+    config: RunConfig,
+    seeds: tuple[int, ...],
+    kernels: Sequence[str] = ("plain", "sdpa", "tilewise"),
+    *,
+    control: bool = False,
+    **fields: Any,
+) -> Experiment:
+    """Compare some implementations of attention with the first, as arms that change nothing else.
+
+    With ``control`` one more arm changes nothing but rounding. ``fields`` are further ones of the
+    experiment.
+    """
+    first, *others = kernels
+    arms = {each: attention(each) for each in others}
+    return Experiment(
+        name=name,
+        question=question,
+        baseline=change(config, attention(first)),
+        baseline_name=first,
+        arms=one_at_a_time({**arms, **(ROUNDING if control else {})}, kind="systems"),
+        seeds=seeds,
+        **{"smallest_effect": 0.01, **fields},
+    )

@@ -7,29 +7,22 @@ from typing import Any
 from tilelab.study.ask.config import (
     Attention,
     Budget,
-    Confirm,
     Data,
-    Design,
     Evaluation,
     Experiment,
-    Halving,
     Model,
     Optimizer,
     RunConfig,
     Schedule,
     Study,
-    Sweep,
     Task,
     Training,
     Variant,
     change,
 )
 from tilelab.study.need import gpu_need
-from tilelab.study.recipes import bert_glue, long_documents
-from tilelab.study.recipes import factorial as shipped_factorial
-from tilelab.study.recipes.arms import factorial, one_at_a_time
-from tilelab.study.recipes.bert_glue import PARTS, Part, glue_experiment
-from tilelab.study.recipes.kernels import ROUNDING
+from tilelab.study.recipes import bert, gpt2
+from tilelab.study.recipes.arms import attention, compare_kernels
 from tilelab.study.recipes.registry import recipe
 from tilewise.chips import CHIPS
 
@@ -46,12 +39,12 @@ EXAMPLES = {"cola": 8_551, "rte": 2_490, "sst2": 67_349}
 EPOCHS, BATCH = 3, 32
 # As in the recipe gpt2-factorial, with the rates of a model that is six times as wide.
 FACTORS = {
-    **shipped_factorial.FACTORS,
+    **gpt2.COMBINED,
     "muon": {"optimizer.name": "muon", "optimizer.lr": 0.0006},
 }
 # As in the recipe bert-glue, with the rates of BERT-large.
 FINE_TUNED = {
-    **bert_glue.ARMS,
+    **bert.FINE_TUNED,
     "lion": {"optimizer": {"name": "lion", "lr": 5e-6, "weight_decay": 0.04}},
 }
 BERT_LARGE = {"model.layers": 24, "model.heads": 16, "model.width": 1024}
@@ -108,9 +101,9 @@ def h200(
             *(_kernels(size, context, steps, numbers) for size in SIZES for context in CONTEXTS),
             _bert_kernels(steps, numbers),
             _factorial(tuple(range(seeds + 1))),
-            *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in PARTS),
-            *(_listops(each, numbers) for each in long_documents.EXPRESSIONS),
-            *(_passages(length, numbers) for length in long_documents.LENGTHS),
+            *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in bert.PARTS),
+            *(_listops(each, numbers) for each in bert.EXPRESSIONS),
+            *(_passages(length, numbers) for length in bert.LENGTHS),
         ),
         chip=CHIP,
     )
@@ -118,20 +111,10 @@ def h200(
 
 def _compared(name: str, question: str, config: RunConfig, seeds: tuple[int, ...]) -> Experiment:
     """Three kernels on one config; two of them where plain attention has no room."""
-    plain = change(config, {"attention.implementation": "plain"})
-    fits = gpu_need(plain).total <= _room()
-    names = ["plain", "sdpa", "tilewise"] if fits else ["sdpa", "tilewise"]
-    arms: dict[str, Any] = {each: {"attention.implementation": each} for each in names[1:]}
-    return Experiment(
-        name=name,
-        question=question,
-        baseline=change(config, {"attention.implementation": names[0]}),
-        baseline_name=names[0],
-        arms=one_at_a_time({**arms, **ROUNDING}, kind="systems"),
-        seeds=seeds,
-        smallest_effect=0.02,
-        metric="loss",
-    )
+    fits = gpu_need(change(config, attention("plain"))).total <= _room()
+    names = ("plain", "sdpa", "tilewise") if fits else ("sdpa", "tilewise")
+    fields = {"smallest_effect": 0.02, "metric": "loss"}
+    return compare_kernels(name, question, config, seeds, names, control=True, **fields)
 
 
 def _kernels(size: str, context: int, steps: int, seeds: tuple[int, ...]) -> Experiment:
@@ -177,26 +160,17 @@ def _factorial(seeds: tuple[int, ...]) -> Experiment:
         budget=Budget(tokens=2 * WIKITEXT_TOKENS),
         evaluation=Evaluation(every=180, windows=64),
     )
-    return Experiment(
-        name="factorial",
-        question="Do dropout, weight decay, the schedule and the optimizer depend on one another?",
-        baseline=change(config, SIZES["small"]),
-        baseline_name="adamw+linear",
-        arms=factorial(FACTORS),
-        seeds=seeds,
-        smallest_effect=0.01,
-        metric="bits_per_byte",
-        sweep=Sweep(multiples=(0.5, 1, 2, 4), halving=Halving(eta=2, rungs=2)),
-        design=Design(factors=tuple(FACTORS)),
-        confirm=Confirm(seeds=tuple(range(100, 106))),
-    )
+    baseline = change(config, SIZES["small"])
+    return gpt2.combinations(baseline, FACTORS, seeds, tuple(range(100, 106)), 0.01)
 
 
-def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...]) -> Experiment:
+def _fine_tuning(
+    part: bert.Part, checkpoint: str, source: str, seeds: tuple[int, ...]
+) -> Experiment:
     """BERT-large on all of a data set, in the protocol of ``bert-glue``."""
     steps = EPOCHS * EXAMPLES[part.dataset] // BATCH
     whole = part._replace(train_examples=0, steps=steps, context=128)
-    small = glue_experiment(whole, source, seeds, FINE_TUNED)
+    small = bert.glue_experiment(whole, source, seeds, FINE_TUNED)
     changes = {
         **BERT_LARGE,
         "model.checkpoint": checkpoint,
@@ -208,23 +182,23 @@ def _fine_tuning(part: Part, checkpoint: str, source: str, seeds: tuple[int, ...
     return change(small, {"name": f"bert-{part.dataset}", **own})
 
 
-def _listops(length: long_documents.Expressions, seeds: tuple[int, ...]) -> Experiment:
+def _listops(length: bert.Expressions, seeds: tuple[int, ...]) -> Experiment:
     """Return the Arena's model and steps on expressions of a length, as ``listops`` runs them."""
     whole = length._replace(batch=LRA_BATCH, steps=LRA_STEPS)
-    config = change(long_documents.listops_config(whole), LRA)
-    return long_documents.listops_experiment(whole, config, _beside(config), seeds)
+    config = change(bert.listops_config(whole), LRA)
+    return bert.listops_experiment(whole, config, _beside(config), seeds)
 
 
 def _passages(length: int, seeds: tuple[int, ...]) -> Experiment:
     """Return a model of BERT-base's size on passages, in the protocol of ``long-documents``."""
-    small = long_documents.passages_config(length, PASSAGES_STEPS, tokens=PASSAGES_TOKENS)
+    small = bert.passages_config(length, PASSAGES_STEPS, tokens=PASSAGES_TOKENS)
     config = change(small, BERT_BASE)
-    return long_documents.passages_experiment(config, _beside(config), seeds)
+    return bert.passages_experiment(config, _beside(config), seeds)
 
 
 def _beside(config: RunConfig) -> float:
     """10^9 bytes, whole ones, that the chip has left for the matrices of plain attention."""
-    rest = gpu_need(change(config, {"attention.implementation": "tilewise"})).total
+    rest = gpu_need(change(config, attention("tilewise"))).total
     return (_room() - rest) // 10**9
 
 

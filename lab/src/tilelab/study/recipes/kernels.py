@@ -8,27 +8,13 @@ from typing import Any
 
 import torch
 
-from tilelab.study.ask.config import (
-    Budget,
-    Data,
-    Evaluation,
-    Experiment,
-    Model,
-    Optimizer,
-    RunConfig,
-    Schedule,
-    Study,
-    Training,
-    change,
-)
-from tilelab.study.recipes.arms import one_at_a_time
+from tilelab.study.ask.config import Experiment, RunConfig, Study, change
+from tilelab.study.recipes.arms import attention, compare_kernels, one_at_a_time, small_gpt2
 from tilelab.study.recipes.registry import recipe
 from tilewise.plan.traffic.memory import plain_held
 from tilewise.problem import Problem
 
 SAMPLE_TOKENS = 160
-# One unit in the last place of the initial weights: what rounding alone does to a run.
-ROUNDING = {"rounding": {"model.nudge": True}}
 
 
 @recipe
@@ -50,11 +36,21 @@ def kernels(
         long_context: of a few steps that plain attention has no memory for; 0 for none.
     """
     numbers = tuple(range(seeds))
-    experiments = [
-        kernels_experiment(context=context, steps=steps, seeds=numbers, text=text, control=True)
-    ]
+    experiments = [kernels_experiment(context, steps, numbers, text, control=True)]
     if long_context:
-        experiments.append(_long(long_context, numbers, text))
+        # The report tells what plain attention would need.
+        few = {
+            "training.batch": 1,
+            "evaluation.every": 3,
+            "evaluation.windows": 1,
+            "evaluation.sample_tokens": 0,
+        }
+        question = (
+            f"At context {long_context}, what does a step take that plain attention cannot make?"
+        )
+        config = change(_training(long_context, 3, text), few)
+        fused = ("sdpa", "tilewise")
+        experiments.append(compare_kernels("long", question, config, numbers, fused))
     return Study(
         name="kernels",
         question="What does attention that never writes the N x N matrix change in training?",
@@ -63,70 +59,32 @@ def kernels(
 
 
 def kernels_experiment(
-    *,
-    context: int,
-    steps: int,
-    seeds: tuple[int, ...],
-    text: str = "stdlib",
-    control: bool = False,
+    context: int, steps: int, seeds: tuple[int, ...], text: str = "stdlib", control: bool = False
 ) -> Experiment:
-    """Plain attention against the two fused ones, as arms that must not change what is learnt.
-
-    With ``control`` one more arm changes nothing but rounding.
-    """
-    arms = {"sdpa": _attention("sdpa"), "tilewise": _attention("tilewise")}
-    return Experiment(
-        name="kernels",
-        question=f"At context {context}, do fused kernels learn the same, faster and in less?",
-        baseline=change(_training(context, steps, text), _attention("plain")),
-        baseline_name="plain",
-        arms=one_at_a_time({**arms, **(ROUNDING if control else {})}, kind="systems"),
-        seeds=seeds,
-        smallest_effect=0.01,
-        metric="bits_per_byte",
+    """Plain attention against the two fused ones, and with ``control`` against rounding alone."""
+    question = f"At context {context}, do fused kernels learn the same, faster and in less?"
+    return compare_kernels(
+        "kernels", question, _training(context, steps, text), seeds, control=control
     )
-
-
-def _long(context: int, seeds: tuple[int, ...], text: str) -> Experiment:
-    """The fused ones where the plain one cannot follow; the report tells what it would need."""
-    few = {
-        "training.batch": 1,
-        "evaluation.every": 3,
-        "evaluation.windows": 1,
-        "evaluation.sample_tokens": 0,
-    }
-    return Experiment(
-        name="long",
-        question=f"At context {context}, what does a step take that plain attention cannot make?",
-        baseline=change(_training(context, 3, text), {**few, **_attention("sdpa")}),
-        baseline_name="sdpa",
-        arms=one_at_a_time({"tilewise": _attention("tilewise")}, kind="systems"),
-        seeds=seeds,
-        smallest_effect=0.01,
-        metric="bits_per_byte",
-    )
-
-
-def _attention(implementation: str) -> dict[str, str]:
-    return {"attention.implementation": implementation}
 
 
 def _training(context: int, steps: int, text: str) -> RunConfig:
     """Return the run config of a byte-level GPT-2 of 0.9 million parameters, with any attention."""
-    return RunConfig(
-        model=Model(layers=4, heads=4, width=128, context=context),
-        data=Data(source=text, size_cap_bytes=4 * 1024 * 1024),
+    return small_gpt2(
+        steps,
+        evaluations=2,
+        windows=4,
+        model__context=context,
+        data={"source": text, "size_cap_bytes": 4 * 1024 * 1024},
         # Gentle: at 0.003 the loss of single steps jumps by several nats in the first twenty, and
         # what differs by rounding only is thrown far apart.
-        optimizer=Optimizer(name="adamw", lr=0.0003),
-        schedule=Schedule(name="constant", warmup=0.25),
-        training=Training(batch=2),
-        budget=Budget(steps=steps),
-        evaluation=Evaluation(every=max(1, steps // 2), windows=4, sample_tokens=SAMPLE_TOKENS),
+        optimizer__lr=0.0003,
+        schedule={"name": "constant", "warmup": 0.25},
+        training__batch=2,
+        evaluation__sample_tokens=SAMPLE_TOKENS,
     )
 
 
-TILEWISE = {"attention.implementation": "tilewise"}
 _NARROW_BYTES = 2  # of a number in half precision
 
 
@@ -184,15 +142,15 @@ def at_length(
         holds = f"would hold {wanted:.2g} GB and may hold {plain_gb:g}"
         question = f"{task}, where plain attention {holds}: what do sparse patterns save and lose?"
     sparse = {
-        arm: {**(TILEWISE if fits else {}), "attention.variant": dict(variant)}
+        arm: {**(attention("tilewise") if fits else {}), "attention.variant": dict(variant)}
         for arm, variant in patterns.items()
     }
-    kernel = one_at_a_time({"tilewise": TILEWISE} if fits else {}, kind="systems")
+    kernel = one_at_a_time({"tilewise": attention("tilewise")} if fits else {}, kind="systems")
     name_of_baseline = "plain" if fits else "tilewise"
     return Experiment(
         name=name,
         question=question,
-        baseline=change(config, {"attention.implementation": name_of_baseline}),
+        baseline=change(config, attention(name_of_baseline)),
         baseline_name=name_of_baseline,
         arms=(*kernel, *one_at_a_time(sparse)),
         seeds=seeds,

@@ -9,20 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tilelab.study.ask.config import (
-    Arm,
-    Budget,
-    Evaluation,
-    Experiment,
-    Model,
-    Optimizer,
-    RunConfig,
-    Schedule,
-    Study,
-    Sweep,
-    Training,
-)
-from tilelab.study.recipes.arms import factorial, one_at_a_time
+from tilelab.study.ask.config import Arm, Experiment, Study, Sweep
+from tilelab.study.recipes.arms import factorial, one_at_a_time, small_gpt2
 from tilelab.study.recipes.kernels import SAMPLE_TOKENS, kernels_experiment
 from tilelab.study.recipes.registry import recipe
 
@@ -32,18 +20,6 @@ EFFECT_BITS_PER_BYTE = 0.02  # some 1 % of what a model of this size learns in t
 ADAMW_RATES = (0.0005, 0.001, 0.002, 0.004)
 LION_RATES = (0.00015, 0.0003, 0.0006, 0.0012)
 MUON_RATES = (0.003, 0.006, 0.012, 0.024)
-
-
-def _baseline(steps: int) -> RunConfig:
-    """Return a byte-level GPT-2 of 0.85 million parameters, AdamW, straight to zero."""
-    return RunConfig(
-        model=Model(layers=4, heads=4, width=128, context=256),
-        optimizer=Optimizer(name="adamw", lr=0.001),
-        schedule=Schedule(name="linear", warmup=0.1),
-        training=Training(batch=8),
-        budget=Budget(steps=steps),
-        evaluation=Evaluation(every=max(1, steps // 6), windows=32, sample_tokens=SAMPLE_TOKENS),
-    )
 
 
 # Stored rates: of 0.0005 to 0.012 (AdamW) and 0.0003 to 0.002 (Lion), with both schedules and on
@@ -80,7 +56,7 @@ def laptop(*, steps: int = 150, seeds: int = 3) -> Study:
         baseline_name="adamw+linear",
         target=3.75,
     )
-    kernels = kernels_experiment(context=1024, steps=20, seeds=numbers)
+    kernels = kernels_experiment(1024, 20, numbers)
     return Study(name="laptop", question=QUESTION, experiments=(kernels, choices))
 
 
@@ -134,7 +110,7 @@ def laptop_full(*, steps: int = 150, seeds: int = 5) -> Study:
         tuple(seed + 100 for seed in numbers),
         baseline_name="adamw+linear",
     )
-    kernels = kernels_experiment(context=1024, steps=20, seeds=numbers)
+    kernels = kernels_experiment(1024, 20, numbers)
     experiments = (kernels, optimizers, swept, regularisation, together)
     return Study(name="laptop-full", question=QUESTION, experiments=experiments)
 
@@ -144,7 +120,7 @@ def _choices(
 ) -> Experiment:
     """Return some arms against the baseline, with further fields of the experiment."""
     fields = {"smallest_effect": EFFECT_BITS_PER_BYTE, "target": 3.6, **more}
-    baseline = _baseline(steps)
+    baseline = small_gpt2(steps, 6, 32, evaluation__sample_tokens=SAMPLE_TOKENS)
     return Experiment(
         name=name, question=question, baseline=baseline, arms=arms, seeds=seeds, **fields
     )

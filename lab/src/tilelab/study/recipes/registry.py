@@ -29,15 +29,7 @@ from tilewise.errors import InvalidArgument
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = (
-    "kernels",
-    "laptop",
-    "wikitext",
-    "factorial",
-    "bert_glue",
-    "long_documents",
-    "h200",
-)
+_MODULES = ("kernels", "laptop", "gpt2", "bert", "h200")
 
 
 class Recipe(NamedTuple):
@@ -96,7 +88,7 @@ def find(name: str) -> Recipe:
     """
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
-        return _from_file(Path(file), function)
+        return _described(name, function_of("recipe", Path(file), function))
     known = names()
     if name not in _RECIPES:
         required = f"one of {', '.join(known)}, or file.py:function"
@@ -112,21 +104,29 @@ def _check_type(key: str, value: object, default: object) -> None:
         raise InvalidArgument(key, repr(value), f"a value of type {kind.__name__}")
 
 
-def _from_file(file: Path, function: str) -> Recipe:
+def function_of(
+    argument: str, file: Path, name: str, fits: Callable[[object], bool] = inspect.isfunction
+) -> Callable[..., Any]:
+    """Return a function, or what fits else, of a user's own file, which is run.
+
+    Raises:
+        InvalidArgument: of that argument: no such file, or none in it.
+    """
     if not file.is_file():
-        raise InvalidArgument("recipe", f"{file}, which is no file", "a Python file and a function")
-    module = load_file(file)
-    found = getattr(module, function, None)
-    if not inspect.isfunction(found):
-        own = [each for each in vars(module).values() if inspect.isfunction(each)]
-        known = [each.__name__ for each in own if each.__module__ == module.__name__]
+        required = "a Python file and a function in it"
+        raise InvalidArgument(argument, f"{file}, which is no file", required)
+    module = _loaded(file)
+    found: dict[str, Callable[..., Any]]
+    found = {key: each for key, each in vars(module).items() if fits(each)}
+    if name not in found:
+        known = [key for key, each in found.items() if each.__module__ == module.__name__]
         required = f"a function of that file: {', '.join(known) or 'it has none'}"
-        raise InvalidArgument("recipe", f"{file}:{function}", required, nearest(function, known))
-    return _described(f"{file}:{function}", found)
+        came = f"{file}:{name}, which is no function"
+        raise InvalidArgument(argument, came, required, nearest(name, known))
+    return found[name]
 
 
-def load_file(file: Path) -> ModuleType:
-    """Return the module of a user's own file, which is run."""
+def _loaded(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_tilewise_recipe_{file.stem}", file)
     assert spec is not None  # a name that ends in .py always has a loader
     assert spec.loader is not None

@@ -33,27 +33,6 @@ from tilelab.study.ask.run import RECORD
 from tilelab.study.ask.values import hash_of
 from tilelab.study.records.events import CorruptRecordError, RunRecord
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.folders import cache_folder
-
-__all__ = [
-    "INDEX",
-    "STUDY",
-    "Records",
-    "StoredStudy",
-    "begin",
-    "cache_folder",
-    "flat",
-    "folder_of",
-    "forget_empty",
-    "locked",
-    "read_records",
-    "read_study",
-    "readable_records",
-    "studies_folder",
-    "study_folders",
-    "worked_on",
-    "write_index",
-]
 
 FORMAT = 1
 STUDY, LOCK = "study.json", ".lock"

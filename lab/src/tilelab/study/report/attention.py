@@ -6,11 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from markupsafe import Markup
-
 from tilelab.common.svg import arm_colour, finish
-from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.report.lines import LineEnd, Series, frame, label_ends, line_style
+from tilelab.study.records.events import Evaluation, RunRecord
+from tilelab.study.report.lines import LineEnd, common, frame, label_ends, line_style
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.tables import number_cell
 from tilelab.study.verdict import text as words
@@ -36,102 +34,74 @@ def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLaye
     The evaluations are those that every seed has reached, with numbers that are finite in all of
     them.
     """
-    runs = [_finite(record) for record in records.values()]
-    runs = [each for each in runs if each]
-    steps = sorted(set.intersection(*(set(each) for each in runs))) if runs else []
+    runs = [found for record in records.values() if (found := _finite(record))]
+    steps = common(runs)
     if not steps:
         return None
-    layers = range(len(runs[0][steps[0]][1]))
 
-    def lines(value: Callable[[LayerSoftmax], float | None]) -> tuple[tuple[float, ...], ...]:
+    def lines(name: str) -> tuple[tuple[float, ...], ...]:
+        layers = [[run[step].softmaxes or () for run in runs] for step in steps]
         return tuple(
-            tuple(
-                statistics.fmean(value(run[step][1][layer]) or 0.0 for run in runs)
-                for step in steps
-            )
-            for layer in layers
+            tuple(statistics.fmean(getattr(run[layer], name) for run in at) for at in layers)
+            for layer in range(len(layers[0][0]))
         )
 
     return ArmLayers(
         arm,
         place,
-        tuple(statistics.fmean(run[step][0] for run in runs) for step in steps),
-        lines(lambda each: each.entropy),
-        lines(lambda each: each.lowest_head),
-        lines(lambda each: each.max_logit),
+        tuple(statistics.fmean(run[step].tokens for run in runs) for step in steps),
+        lines("entropy"),
+        lines("lowest_head"),
+        lines("max_logit"),
         any(record.diverged for record in records.values()),
     )
 
 
-def _finite(record: RunRecord) -> dict[int, tuple[int, list[LayerSoftmax]]]:
-    """Step -> tokens and layers of an evaluation whose numbers are all there."""
+def _finite(record: RunRecord) -> dict[int, Evaluation]:
+    """Step -> an evaluation whose statistics are all there."""
     return {
-        each.step: (each.tokens, each.softmaxes)
+        each.step: each
         for each in record.evaluations
-        if each.softmaxes
-        and not any(
-            None in (layer.entropy, layer.lowest_head, layer.max_logit) for layer in each.softmaxes
-        )
+        if each.softmaxes and all(None not in vars(layer).values() for layer in each.softmaxes)
     }
+
+
+# Title, field of ``ArmLayers``, unit, what the thick line is of the layers, and caption.
+_FIGURES: tuple[tuple[str, str, str, Callable[[Sequence[float]], float], str], ...] = (
+    (
+        *("Largest attention logit", "logits", "largest logit", max),
+        "Thin lines: the largest score of each layer over a few held-out windows, before the "
+        "softmax. Thick: the largest of all layers. One that grows without bound ends badly.",
+    ),
+    (
+        *("Entropy of attention", "entropy", "nats", statistics.fmean),
+        "Thin lines: the entropy of each layer's attention, mean over heads and queries of a few "
+        "held-out windows. Thick: the mean of the layers. At 0 every query looks at one key.",
+    ),
+)
 
 
 def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
     """Draw the largest logit and the entropy by tokens, thin for layers and thick for arms."""
     drawn = [each for each in arms if len(each.x) > 1]
-    if not drawn:
-        return
-    over = [_outline(each, each.logits, max) for each in drawn]
-    caption = (
-        "Thin lines: the largest score of each layer over a few held-out windows, before the "
-        "softmax. Thick: the largest of all layers. One that grows without bound ends badly."
-    )
-    lines = [each.logits for each in drawn]
-    title, name = "Largest attention logit", f"{slug}-logits"
-    yield Chart(title, _drawn(over, lines, "largest logit", title, name), caption)
-    means = [_outline(each, each.entropy, statistics.fmean) for each in drawn]
-    caption = (
-        "Thin lines: the entropy of each layer's attention, mean over heads and queries of a few "
-        "held-out windows. Thick: the mean of the layers. At 0 every query looks at one key."
-    )
-    lines = [each.entropy for each in drawn]
-    title, name = "Entropy of attention", f"{slug}-entropy"
-    yield Chart(title, _drawn(means, lines, "nats", title, name), caption)
-
-
-def _outline(
-    each: ArmLayers,
-    layers: Sequence[Sequence[float]],
-    together: Callable[[Sequence[float]], float],
-) -> Series:
-    columns = list(zip(*layers, strict=True))
-    thick = tuple(together(column) for column in columns)
-    low, high = tuple(map(min, columns)), tuple(map(max, columns))
-    return Series(each.arm, each.place, each.x, thick, low, high, 1, each.broken)
-
-
-def _drawn(
-    outlines: Sequence[Series],
-    layers: Sequence[Sequence[Sequence[float]]],
-    unit: str,
-    title: str,
-    name: str,
-) -> Markup:
-    summary = f"{title} by training tokens: " + "; ".join(
-        f"{each.arm} from {each.mean[0]:.3g} to {each.mean[-1]:.3g}" for each in outlines
-    )
-    figure, axes = frame(outlines, unit, "training tokens")
-    low = min(min(each.low) for each in outlines)
-    high = max(max(each.high) for each in outlines)
-    margin = 0.06 * (high - low) or 1.0
-    axes.set_ylim(low - margin, high + margin)
-    for each, lines in zip(outlines, layers, strict=True):
-        colour = arm_colour(each.place)
-        for line in lines:
-            axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
-        axes.plot(each.x, each.mean, **line_style(each.place))
-    ends = [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1]) for each in outlines]
-    label_ends(axes, ends)
-    return finish(figure, name, summary)
+    for title, field, unit, together, caption in _FIGURES if drawn else ():
+        letters = [len(each.arm) + 2 * each.broken for each in drawn]
+        figure, axes = frame(letters, max(each.x[-1] for each in drawn), unit, "training tokens")
+        ends, said = [], []
+        for each in drawn:
+            layers, colour = getattr(each, field), arm_colour(each.place)
+            for line in layers:
+                axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
+            thick = [together(column) for column in zip(*layers, strict=True)]
+            axes.plot(each.x, thick, **line_style(each.place))
+            ends.append(LineEnd(each.arm, each.place, each.x[-1], thick[-1]))
+            said.append(f"{each.arm} from {thick[0]:.3g} to {thick[-1]:.3g}")
+        low, high = axes.dataLim.intervaly
+        margin = 0.06 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+        label_ends(axes, ends)
+        summary = f"{title} by training tokens: {'; '.join(said)}"
+        yield Chart(title, finish(figure, f"{slug}-{field}", summary), caption)
 
 
 def attention_table(

@@ -6,22 +6,22 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
-from tilelab.study.records.store import StoredStudy, read_study, readable_records
-from tilelab.study.report.attention import ArmLayers, attention_charts, attention_table, layers_of
+from tilelab.study.records.store import StoredStudy, flat, read_study, readable_records
+from tilelab.study.report.attention import attention_charts, attention_table, layers_of
 from tilelab.study.report.costs import (
     memory_chart,
     pareto_chart,
     target_charts,
 )
-from tilelab.study.report.lines import Series, curve, difference, difference_chart, loss_chart
-from tilelab.study.report.page import DEFINITIONS, Chart, Fact, Writing
+from tilelab.study.report.lines import curve, difference, difference_chart, loss_chart
+from tilelab.study.report.page import Chart, Table
 from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
@@ -56,58 +56,44 @@ def gather(folder: Path) -> Evidence:
     return Evidence(stored, records, verdict, folder, experiments, damaged)
 
 
-class Lines(NamedTuple):
-    """The contents of the line figures."""
-
-    tokens: tuple[Series, ...]  # held-out metric by tokens, the baseline first
-    time: tuple[Series, ...]  # the same by time; arms whose speed is withheld are not in it
-    gaps: tuple[Series, ...]  # every arm less the baseline, by tokens
-    withheld: tuple[str, ...]  # those arms
-    layers: tuple[ArmLayers, ...]  # the attention layers of the arms that have statistics of them
-
-
-def lines_of(planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence) -> Lines:
-    """Return the lines of an experiment."""
-    metric = verdict.metric
-    runs = [(arm, evidence.finals(planned, arm)) for arm in planned.arm_names]
-    withheld = tuple(arm.arm for arm in verdict.arms if arm.speed_withheld)
-    (_, base), *others = runs
-    return Lines(
-        tuple(curve(arm, at, each, metric, "tokens") for at, (arm, each) in enumerate(runs)),
-        tuple(
-            curve(arm, at, each, metric, "time")
-            for at, (arm, each) in enumerate(runs)
-            if arm not in withheld
-        ),
-        tuple(difference(arm, at, each, base, metric) for at, (arm, each) in enumerate(others, 1)),
-        withheld,
-        tuple(
-            each
-            for at, (arm, records) in enumerate(runs)
-            if (each := layers_of(arm, at, records)) is not None
-        ),
-    )
-
-
-def charts_of(verdict: ExperimentVerdict, lines: Lines, slug: str) -> Iterator[Chart]:
-    """Return the figures for which there is something to show."""
+def _figures(
+    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+) -> tuple[list[Chart], list[Table]]:
+    """Return the charts and the tables of an experiment for which there is something to show."""
     metric, base = verdict.metric, verdict.baseline.name
-    time = loss_chart(lines.time, "time", metric, f"{slug}-time")
-    if time is not None and lines.withheld:
-        held = f" Withheld: {words.listing(list(lines.withheld))}."
-        time = time._replace(caption=time.caption + held)
-    found = (
-        loss_chart(lines.tokens, "tokens", metric, f"{slug}-tokens"),
-        difference_chart(lines.gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
+    places = {arm: at for at, arm in enumerate(planned.arm_names)}
+    runs = {arm: evidence.finals(planned, arm) for arm in places}
+    first, *others = places
+    withheld = [arm.arm for arm in verdict.arms if arm.speed_withheld]
+    by_tokens = [curve(arm, places[arm], runs[arm], metric, "tokens") for arm in places]
+    timed = [arm for arm in places if arm not in withheld]
+    by_time = [curve(arm, places[arm], runs[arm], metric, "time") for arm in timed]
+    gaps = [difference(arm, places[arm], runs[arm], runs[first], metric) for arm in others]
+    layers = [found for arm in places if (found := layers_of(arm, places[arm], runs[arm]))]
+    time = loss_chart(by_time, "time", metric, f"{slug}-time")
+    if time is not None and withheld:
+        time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
+    charts = (
+        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens"),
+        difference_chart(gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
         memory_chart(verdict, f"{slug}-memory"),
         *target_charts(verdict, slug),
         pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
-        *attention_charts(lines.layers, slug),
+        *attention_charts(layers, slug),
     )
-    return (chart for chart in found if chart is not None)
+    with_layers = {each.arm for each in layers}
+    measures = {each.name: each.measures for each in verdict.all_arms}
+    without = [arm for arm in places if arm not in with_layers]
+    tables = (
+        plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
+        *evidence_tables(verdict),
+        curve_table(by_tokens, by_time, verdict),
+        attention_table(layers, measures, without),
+    )
+    return [each for each in charts if each], [each for each in tables if each]
 
 
 _MOST_NAMED = 12  # runs that are missing, by name
@@ -133,10 +119,9 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
         "experiments": experiments,
-        "environment": (Fact("began", stored.began), *_flat_facts(stored.environment)),
+        "environment": (("began", stored.began), *_flat_facts(stored.environment)),
         "corpus": _corpus(evidence),
         "command": stored.command,
-        "definitions": DEFINITIONS,
         "metrics": _metrics_page(evidence.folder),
         "hash": config.config_hash(stored.study),
     }
@@ -178,7 +163,7 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
+def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     steps = [step for record in evidence.records.values() for step in record.steps]
     tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
     runs = (
@@ -186,33 +171,24 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[Fact, ...]:
     )
     seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
-        Fact("runs", runs),
-        Fact("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
-        Fact("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
-        Fact("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
+        ("runs", runs),
+        ("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
+        ("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
+        ("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
     ]
     chip = evidence.stored.environment.get("chip")
-    return (*found, Fact("chip", str(chip))) if chip else tuple(found)
+    return (*found, ("chip", str(chip))) if chip else tuple(found)
 
 
 def _experiment(
     planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
 ) -> dict[str, Any]:
     rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
-    lines = lines_of(planned, verdict, evidence)
+    charts, tables = _figures(planned, verdict, evidence, slug)
     share = f"{verdict.confidence * 100:g} %"
     unit = UNITS[verdict.metric]
     steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
-    with_layers = {each.arm for each in lines.layers}
-    measures = {each.name: each.measures for each in verdict.all_arms}
-    without = [arm for arm in planned.arm_names if arm not in with_layers]
-    tables = (
-        plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
-        *evidence_tables(verdict),
-        curve_table(lines.tokens, lines.time, verdict),
-        attention_table(lines.layers, measures, without),
-    )
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
         f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
@@ -235,8 +211,8 @@ def _experiment(
         "forest": forest_of(verdict),
         "follows": words.typeset(verdict.follows),
         "notes": verdict.notes,
-        "charts": tuple(charts_of(verdict, lines, slug)),
-        "tables": tuple(table for table in tables if table is not None),
+        "charts": charts,
+        "tables": tables,
         "writings": wrote,
         "writings_note": wrote_note,
         "config": config_table(
@@ -264,7 +240,9 @@ def _looks(planned: config.Experiment, rule: config.Sequential) -> str:
     )
 
 
-def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Writing, ...], str]:
+def _writings(
+    planned: config.Experiment, evidence: Evidence
+) -> tuple[list[tuple[str, Sample]], str]:
     """Return the arms' texts with the seed that most arms have, equal texts together."""
     found: dict[int, dict[str, Sample]] = {}
     for arm in planned.arm_names:
@@ -272,7 +250,7 @@ def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Wri
             if record.sample is not None:
                 found.setdefault(seed, {})[arm] = record.sample
     if not found:
-        return (), ""
+        return [], ""
     seed = max(found, key=lambda each: (len(found[each]), -each))
     arms: dict[Sample, list[str]] = {}
     for arm, sample in found[seed].items():
@@ -282,10 +260,7 @@ def _writings(planned: config.Experiment, evidence: Evidence) -> tuple[tuple[Wri
         f"After the last step, seed {seed}: {words.count(count, 'token')} drawn with the same "
         "random numbers in every arm, after the beginning of the held-out text."
     )
-    wrote = tuple(
-        Writing(words.listing(names), each.prompt, each.text) for each, names in arms.items()
-    )
-    return wrote, note
+    return [(words.listing(names), sample) for sample, names in arms.items()], note
 
 
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
@@ -295,7 +270,7 @@ def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Ma
     return planned.config_of(arm).model_dump(mode="json")
 
 
-def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
+def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     """Return facts on the training data: one list per different text."""
     seen: dict[str, Mapping[str, Any]] = {}
     for record in evidence.records.values():
@@ -303,14 +278,12 @@ def _corpus(evidence: Evidence) -> tuple[Fact, ...]:
     return tuple(fact for values in seen.values() for fact in _flat_facts(values))
 
 
-def _flat_facts(values: Mapping[str, Any], before: str = "") -> Iterator[Fact]:
-    for key, value in values.items():
-        name = f"{before}{key}".replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from _flat_facts(value, f"{name} ")
-        elif value not in (None, ""):
+def _flat_facts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for path, value in flat(values):
+        if value not in (None, ""):
             whole = isinstance(value, int) and not isinstance(value, bool)
-            yield Fact(name, words.integer(value) if whole else str(value))
+            name = path.replace("_", " ").replace(".", " ")
+            yield name, words.integer(value) if whole else str(value)
 
 
 def _metrics_page(folder: Path) -> str:

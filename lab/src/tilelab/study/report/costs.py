@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -18,6 +18,7 @@ from tilelab.common.svg import (
     RULE,
     SOFT,
     arm_colour,
+    beside,
     canvas,
     finish,
     place,
@@ -65,7 +66,8 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     )
     figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], 58)
     most = max(max(split.peak_bytes, sum(_parts(split))) for _, _, split in arms)
-    factor, unit = _unit(most)
+    units = ((2e9, 1e9, "GB"), (2e6, 1e6, "MB"), (0.0, 1e3, "kB"))
+    factor, unit = next((factor, unit) for least, factor, unit in units if most >= least)
     axes.set_xlim(0, most / factor)
     for row, (_, _, split) in enumerate(arms):
         left = 0.0
@@ -74,8 +76,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
             left += part / factor
         peak = split.peak_bytes / factor
         axes.plot([peak, peak], [row - 0.42, row + 0.42], color=INK, linewidth=2, clip_on=False)
-        at = (max(peak, left), row)
-        _beside(axes, at, words.size(split.peak_bytes), INK)
+        beside(axes, (max(peak, left), row), words.size(split.peak_bytes), 9)
     axes.set_xlabel(unit, color=SOFT, labelpad=7)
     caption = (
         "Storages counted once; activations are what autograd keeps of one micro-batch. "
@@ -95,39 +96,44 @@ def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
     if not known:
         return []
     said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
-    tokens = [_Taken(arm, at, each.tokens) for arm, at, each in known if each.tokens]
-    time = [_Taken(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
+    time = [(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    name = f"{slug}-target"
     return [
-        _taken_chart(tokens, "training tokens", f"Tokens to {said}", said, f"{slug}-target-tokens"),
-        _taken_chart(time, "seconds of training", f"Time to {said}", said, f"{slug}-target-time"),
+        _taken_chart("Tokens", tokens, said, "training tokens", _short, f"{name}-tokens"),
+        _taken_chart("Time", time, said, "seconds of training", words.duration, f"{name}-time"),
         survival_chart(verdict, said, f"{slug}-survival"),
     ]
 
 
-class _Taken(NamedTuple):
-    """The cost of an arm to reach the target, one number per seed; None for a miss."""
-
-    arm: str
-    place: int
-    taken: tuple[float | None, ...]
+def _short(amount: float) -> str:
+    return words.shorten(float(f"{amount:.3g}"))
 
 
 def _taken_chart(
-    arms: Sequence[_Taken], what: str, heading: str, target: str, name: str
+    kind: str,
+    arms: Sequence[tuple[str, int, Sequence[float | None]]],
+    target: str,
+    what: str,
+    show: Callable[[float], str],
+    name: str,
 ) -> Chart | None:
-    """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot."""
-    numbers = [number for each in arms for number in each.taken if number is not None]
+    """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot.
+
+    An arm has its name, its place, and what each seed took; None for a miss.
+    """
+    numbers = [number for _, _, taken in arms for number in taken if number is not None]
     if not numbers:
         return None
-    right = 118 if any(None in each.taken for each in arms) else 84  # room for "3 of 5"
-    figure, axes = _rows([each.arm for each in arms], [each.place for each in arms], right)
+    right = 118 if any(None in taken for _, _, taken in arms) else 84  # room for "3 of 5"
+    figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], right)
     axes.set_xlim(0, max(numbers) * 1.04)
     labels = []
-    for row, each in enumerate(arms):
-        colour = arm_colour(each.place)
-        reached = sorted(number for number in each.taken if number is not None)
-        missed = len(each.taken) - len(reached)
-        half = missed * 2 >= len(each.taken)
+    for row, (arm, at, taken) in enumerate(arms):
+        colour = arm_colour(at)
+        reached = sorted(number for number in taken if number is not None)
+        missed = len(taken) - len(reached)
+        half = missed * 2 >= len(taken)
         ranked = [*reached, *[math.inf] * missed]
         middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
         if not half:
@@ -136,17 +142,18 @@ def _taken_chart(
                 [middle] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2.6, clip_on=False
             )
         rows = [row] * len(reached)
-        marks(axes, reached, rows, each.place, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
-        label = "not reached" if half else _amount(middle, what)
+        marks(axes, reached, rows, at, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
+        label = "not reached" if half else show(middle)
         if missed and not half:
-            label += f", {len(reached)} of {len(each.taken)}"
-        _beside(axes, (axes.get_xlim()[1], row), label, SOFT if half else INK)
-        labels.append(f"{each.arm}: {label}")
+            label += f", {len(reached)} of {len(taken)}"
+        beside(axes, (axes.get_xlim()[1], row), label, 9, SOFT if half else INK)
+        labels.append(f"{arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (
         f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
+    heading = f"{kind} to {target}"
     summary = f"{heading}: {'; '.join(labels)}"
     return Chart(heading, finish(figure, name, summary), caption)
 
@@ -168,32 +175,11 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     return figure, axes
 
 
-def _beside(axes: Axes, at: tuple[float, float], text: str, colour: str) -> None:
-    axes.annotate(
-        text,
-        xy=at,
-        xytext=(9, 0),
-        textcoords="offset points",
-        va="center",
-        color=colour,
-        annotation_clip=False,
-    )
-
-
 def _parts(split: MemorySplit) -> list[float]:
     return [getattr(split, f"{part}_bytes") for part in PARTS]
 
 
-def _unit(most: float) -> tuple[float, str]:
-    return (1e9, "GB") if most >= 2e9 else (1e6, "MB") if most >= 2e6 else (1e3, "kB")
-
-
-def _amount(number: float, what: str) -> str:
-    return words.duration(number) if "second" in what else words.shorten(float(f"{number:.3g}"))
-
-
-@dataclass(frozen=True)
-class Survival:
+class Survival(NamedTuple):
     """A curve that begins at 1 and goes down where runs reach the target."""
 
     at: tuple[float, ...]  # where it goes down, in ascending order
@@ -205,6 +191,15 @@ class Survival:
     def median(self) -> float | None:
         """The first place at which half of the runs or fewer are left; None where more are."""
         return next((x for x, s in zip(self.at, self.share, strict=True) if s <= 0.5), None)
+
+    @property
+    def end(self) -> float:
+        """How far its runs went."""
+        return max((*self.at, *self.censored, 0.0))
+
+    def share_at(self, where: float) -> float:
+        """Return the share that has not reached the target there."""
+        return (1.0, *self.share)[bisect_right(self.at, where)]
 
 
 def kaplan_meier(
@@ -233,34 +228,21 @@ def kaplan_meier(
     )
 
 
-class _Survivors(NamedTuple):
-    """The curve of an arm; ``place`` decides its colour, ``end`` is how far its runs went."""
-
-    arm: str
-    place: int
-    curve: Survival
-    end: float
-
-
-def _survivals(experiment: ExperimentVerdict) -> list[_Survivors]:
+def _survivals(experiment: ExperimentVerdict) -> list[tuple[str, int, Survival]]:
+    """Return arm, place and curve of every arm; nothing where no run reached the target."""
     found = []
     for at, arm in enumerate(experiment.all_arms):
-        target = arm.target
-        if target is None or not target.tokens:
-            continue
-        reached = [each for each in target.tokens if each is not None]
-        curve = kaplan_meier(reached, target.censored, experiment.confidence)
-        found.append(_Survivors(arm.name, at, curve, max(*reached, *target.censored, 0.0)))
-    return found
+        if arm.target is not None and arm.target.tokens:
+            reached = [each for each in arm.target.tokens if each is not None]
+            curve = kaplan_meier(reached, arm.target.censored, experiment.confidence)
+            found.append((arm.name, at, curve))
+    return found if any(curve.at for _, _, curve in found) else []
 
 
-def survival_table(experiment: ExperimentVerdict) -> Table | None:
-    """Return the curves as numbers; None where no run reached the target or there is none."""
-    lines = _survivals(experiment)
-    if not any(line.curve.at for line in lines):
-        return None
+def survival_table(experiment: ExperimentVerdict) -> Table:
+    """Return the curves as numbers; no rows where no run reached the target or there is none."""
     rows = []
-    for arm, _, curve, _ in lines:
+    for arm, _, curve in _survivals(experiment):
         median = NONE if curve.median is None else Cell(words.integer(curve.median))
         left = Cell("100 %")
         if curve.share:
@@ -270,7 +252,7 @@ def survival_table(experiment: ExperimentVerdict) -> Table | None:
                 said = f"{100 * interval.low:.0f} to {100 * interval.high:.0f} %"
             left = Cell(f"{100 * curve.share[-1]:.0f} %", said)
         steps = ", ".join(
-            f"{words.shorten(float(f'{at:.3g}'))}: {100 * share:.0f} %"
+            f"{_short(at)}: {100 * share:.0f} %"
             for at, share in zip(curve.at, curve.share, strict=True)
         )
         rows.append((Cell(arm), median, left, Cell(steps) if steps else NONE))
@@ -284,21 +266,24 @@ def survival_table(experiment: ExperimentVerdict) -> Table | None:
 
 def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Chart | None:
     """Draw a falling line for every arm, with a stroke where runs were censored."""
-    lines = _survivals(experiment)
-    if not any(line.curve.at for line in lines):
+    curves = _survivals(experiment)
+    if not curves:
         return None
     above = "runs not at the target yet"
-    figure, axes = beside_labels([len(line.arm) for line in lines], above)
-    last = max(line.end for line in lines)
-    axes.set_xlim(0, last)
+    figure, axes = beside_labels([len(arm) for arm, _, _ in curves], above)
+    axes.set_xlim(0, max(curve.end for _, _, curve in curves))
     axes.set_ylim(0, 1.04)
     amounts_below(axes, 5)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
-    for line in lines:
-        _draw_survival(axes, line)
-    ends = [
-        LineEnd(line.arm, line.place, line.end, _share_at(line.curve, line.end)) for line in lines
-    ]
+    ends = []
+    for arm, at, curve in curves:
+        end = LineEnd(arm, at, curve.end, curve.share_at(curve.end))
+        x, y = [0.0, *curve.at, end.x], [1.0, *curve.share, end.y]
+        axes.step(x, y, where="post", clip_on=False, **line_style(at))
+        ended = sorted(set(curve.censored))
+        shares = [curve.share_at(each) for each in ended]
+        marks(axes, ended, shares, at, "|", 12, markeredgewidth=2, zorder=20)
+        ends.append(end)
     label_ends(axes, ends)
     axes.set_xlabel("training tokens", color=SOFT, labelpad=7)
     caption = (
@@ -307,23 +292,6 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
     )
     left = "; ".join(f"{end.arm} {100 * end.y:.0f} % left" for end in ends)
     return Chart(f"Runs not at {target} yet", finish(figure, name, f"{above}: {left}"), caption)
-
-
-def _draw_survival(axes: Axes, line: _Survivors) -> None:
-    curve = line.curve
-    x = [0.0, *curve.at, line.end]
-    y = [1.0, *curve.share, _share_at(curve, line.end)]
-    axes.step(x, y, where="post", clip_on=False, **line_style(line.place))
-    ended = sorted(set(curve.censored))
-    shares = [_share_at(curve, each) for each in ended]
-    marks(axes, ended, shares, line.place, "|", 12, markeredgewidth=2, zorder=20)
-
-
-def _share_at(curve: Survival, where: float) -> float:
-    shares: Sequence[float] = [
-        share for at, share in zip(curve.at, curve.share, strict=True) if at <= where
-    ]
-    return shares[-1] if shares else 1.0
 
 
 _LONGEST_POINT = 22

@@ -52,7 +52,8 @@ def _furthest(records: Records, metric: str) -> list[int]:
     return [seed for seed, step in last.items() if step == furthest or records[seed].diverged]
 
 
-def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
+def common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
+    """Return the steps that all of these runs have come to."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
 
@@ -69,7 +70,7 @@ def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) 
     """
     found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
     x, rows = [], []
-    for step in _common(found):
+    for step in common(found):
         here = [each[step] for each in found]
         x.append(
             float(here[0].tokens)
@@ -160,17 +161,8 @@ def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str
     summary = f"{held_out} by {_AXES[along]}: " + "; ".join(
         f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
     )
-    figure, axes = frame(drawn, f"{unit}, held-out data", _AXES[along])
-    if rises:
-        mirrored, cut = _top([_mirrored(each) for each in drawn])
-        low, high = -mirrored, max(max(each.high) for each in drawn)
-        axes.set_ylim(low, high + (0.06 * (high - low) or 1.0))
-    else:
-        low = min(min(each.low) for each in drawn)
-        high, cut = _top(drawn)
-        # Losses that are all one number, as of runs that have only begun, still need a frame.
-        axes.set_ylim(low - (0.06 * (high - low) or 1.0), high)
-    _lines(axes, drawn)
+    low, high, cut = _limits(drawn, rises)
+    figure, _ = _curves(drawn, f"{unit}, held-out data", _AXES[along], (low, high))
     caption = _band_words(drawn)
     if cut:
         caption += " The frame leaves out the steep beginning."
@@ -188,9 +180,6 @@ def difference_chart(
     summary = f"Paired difference to {baseline} in {unit} by tokens: " + "; ".join(
         f"{each.arm} ends at {each.mean[-1]:+.4f}" for each in drawn
     )
-    figure, axes = frame(drawn, f"{unit}, arm less {baseline}"[:46], _AXES["tokens"])
-    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
-    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
     # The last half decides the frame: what happens in the first steps is large and passes.
     late = [
         number
@@ -200,8 +189,10 @@ def difference_chart(
     ]
     low, high = min(*late, -1.5 * smallest), max(*late, 1.5 * smallest)
     margin = 0.12 * (high - low)
-    axes.set_ylim(low - margin, high + margin)
-    _lines(axes, drawn)
+    above, limits = f"{unit}, arm less {baseline}"[:46], (low - margin, high + margin)
+    figure, axes = _curves(drawn, above, _AXES["tokens"], limits)
+    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
+    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
     side = "above" if rises else "below"
     caption = (
         f"Each seed against the baseline's same seed; {side} the line an arm is ahead. "
@@ -210,14 +201,13 @@ def difference_chart(
     return Chart("Paired difference along the run", finish(figure, name, summary), caption)
 
 
-def frame(drawn: Sequence[Series], above: str, below: str) -> tuple[Figure, Axes]:
-    """Return an empty figure for lines, with room for their names on the right."""
-    letters = [len(each.arm) + 2 * each.broken for each in drawn]
+def frame(letters: Sequence[int], end: float, above: str, below: str) -> tuple[Figure, Axes]:
+    """Return an empty figure for lines up to an end, with room for their names on the right."""
     figure, axes = beside_labels(letters, above, 18)
     axes.set_xlabel(below, color=SOFT, labelpad=7)
     amounts_below(axes, 5)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlim(0, max(each.x[-1] for each in drawn))
+    axes.set_xlim(0, end)
     return figure, axes
 
 
@@ -237,22 +227,29 @@ def amounts_below(axes: Axes, ticks: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
 
 
-def _top(drawn: Sequence[Series]) -> tuple[float, bool]:
-    """Return the upper end of the frame: where the slowest arm is after a tenth of the run."""
-    whole = max(max(each.high) for each in drawn)
-    ends = min(min(each.low) for each in drawn)
-    early = max(each.high[max(1, round(len(each.high) * 0.12))] for each in drawn)
-    high = early + 0.12 * (early - ends)
-    return (high, True) if high < whole else (whole, False)
+def _limits(drawn: Sequence[Series], rises: bool) -> tuple[float, float, bool]:
+    """Return both ends of the frame, and whether it leaves out the steep beginning.
+
+    It does where the slowest arm comes much closer to the best in a tenth of the run.
+    """
+    # Upside down, what is said of falling lines holds for rising ones.
+    sign = -1.0 if rises else 1.0
+    behind = [[sign * at for at in (each.low if rises else each.high)] for each in drawn]
+    best = min(sign * at for each in drawn for at in (each.high if rises else each.low))
+    early = max(line[max(1, round(len(line) * 0.12))] for line in behind)
+    whole, edge = max(map(max, behind)), early + 0.12 * (early - best)
+    end = min(whole, edge)
+    # Losses that are all one number, as of runs that have only begun, still need a frame.
+    low, high = sorted((sign * (best - (0.06 * (end - best) or 1.0)), sign * end))
+    return low, high, edge < whole
 
 
-def _mirrored(series: Series) -> Series:
-    """Upside down, so that what is said of falling lines holds for rising ones."""
-    low, high = (tuple(-each for each in line) for line in (series.high, series.low))
-    return series._replace(low=low, high=high, mean=tuple(-each for each in series.mean))
-
-
-def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
+def _curves(
+    drawn: Sequence[Series], above: str, below: str, limits: tuple[float, float]
+) -> tuple[Figure, Axes]:
+    letters = [len(each.arm) + 2 * each.broken for each in drawn]
+    figure, axes = frame(letters, max(each.x[-1] for each in drawn), above, below)
+    axes.set_ylim(limits)
     for each in drawn:  # bands first: no line is covered by a band
         if each.seeds > 1:
             colour = arm_colour(each.place)
@@ -268,6 +265,7 @@ def _lines(axes: Axes, drawn: Sequence[Series]) -> None:
         axes,
         [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn],
     )
+    return figure, axes
 
 
 def line_style(place: int) -> dict[str, Any]:

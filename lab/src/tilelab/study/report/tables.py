@@ -232,7 +232,11 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     digits = _digits(experiment)
     # Of a sequential experiment arms have as many seeds as they needed.
     longest = max((arm.per_seed for arm in experiment.arms), key=len)
-    written = [_differences(arm, digits) for arm in experiment.arms]
+    written = []
+    for arm in experiment.arms:
+        known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
+        texts = differences(list(known.values()), digits)
+        written.append(dict(zip(known, texts, strict=True)))
     rows = []
     for at, seed in enumerate(longest):
         base = Cell("" if seed.baseline is None else words.plain(seed.baseline, digits))
@@ -257,11 +261,6 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     unit = UNITS[experiment.metric]
     note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
     return Table("Seed by seed", head, tuple(rows), (note,), "effect")
-
-
-def _differences(arm: ArmVerdict, digits: int) -> dict[int, str]:
-    known = {each.seed: each.difference for each in arm.per_seed if each.difference is not None}
-    return dict(zip(known, differences(list(known.values()), digits), strict=True))
 
 
 def curve_table(

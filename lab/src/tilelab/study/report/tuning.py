@@ -43,10 +43,8 @@ _ROW = 56.0
 _DEEPEST = 0.62  # how much colour the largest effect has: its number stays readable
 
 
-def effects_table(experiment: ExperimentVerdict) -> Table | None:
-    """Return every effect in words and numbers; None without a design."""
-    if not experiment.effects:
-        return None
+def effects_table(experiment: ExperimentVerdict) -> Table:
+    """Return every effect in words and numbers; no rows without a design."""
     digits = digits_of(experiment)
     aliased = any(each.aliases for each in experiment.effects)
 
@@ -69,10 +67,8 @@ def effects_table(experiment: ExperimentVerdict) -> Table | None:
     )
 
 
-def interactions_table(experiment: ExperimentVerdict) -> Table | None:
-    """Return what arms named ``a+b`` do beyond their parts; None where there is none."""
-    if not experiment.interactions:
-        return None
+def interactions_table(experiment: ExperimentVerdict) -> Table:
+    """Return what arms named ``a+b`` do beyond their parts."""
     digits = digits_of(experiment)
     return Table(
         "Do they add up?",

@@ -205,16 +205,10 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         change="what the others are compared with",
         mark=_BASELINE,
         effect="" if metric is None else words.plain(metric, digits),
-        interval="",
-        band=None,
-        p=NONE,
         seeds=words.count(base.n, "seed"),
         speed=NONE if speed is None else Cell(words.rate(speed.mean), "tokens/s"),
         memory=NONE if memory is None else Cell(words.size(memory.peak_bytes), "peak"),
         cost=_cost(base.cost),
-        reason="",
-        flags=(),
-        alarm=False,
         notes=tuple(notes),
     )
 

@@ -35,11 +35,13 @@ class Mlflow(AbstractTracker):
 
     def begin(self, run: TrackedRun) -> Mapping[str, int]:
         """See ``AbstractTracker``; the run is found by its tag."""
-        experiment = self._experiment(run.study)
+        client, study = self._client, run.study
+        known = client.get_experiment_by_name(study)
+        experiment = str(known.experiment_id if known else client.create_experiment(study))
         query = f"tags.`{_TAG}` = '{run.name}'"
-        found = self._client.search_runs([experiment], filter_string=query)
+        found = client.search_runs([experiment], filter_string=query)
         if found:
-            kept, history = found[0], self._client.get_metric_history
+            kept, history = found[0], client.get_metric_history
             self._runs[run.name] = kept.info.run_id
             if kept.info.status == "RUNNING":  # whoever filled it was killed
                 self._open.add(run.name)
@@ -47,17 +49,13 @@ class Mlflow(AbstractTracker):
                 name: max(each.step for each in history(kept.info.run_id, name))
                 for name in kept.data.metrics
             }
-        made = self._client.create_run(experiment, tags={_TAG: run.name}, run_name=run.name)
+        made = client.create_run(experiment, tags={_TAG: run.name}, run_name=run.name)
         self._runs[run.name] = made.info.run_id
         self._open.add(run.name)
         parameters = iter([Param(key, str(value)) for key, value in run.parameters.items()])
         while part := list(islice(parameters, _MOST_PARAMETERS)):
-            self._client.log_batch(made.info.run_id, params=part)
+            client.log_batch(made.info.run_id, params=part)
         return {}
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def add(self, run: TrackedRun, points: Sequence[Point]) -> None:
         """See ``AbstractTracker``; a run that was stopped before runs again."""

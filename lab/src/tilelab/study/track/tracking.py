@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 
 from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, RunSpec
-from tilelab.study.recipes.registry import load_file
+from tilelab.study.plan import Watcher
+from tilelab.study.recipes.registry import function_of
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
@@ -39,7 +39,7 @@ def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
 def _made(name: str, folder: Path) -> AbstractTracker:
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
-        found = _from_file(Path(file), function)(folder / function)
+        found = function_of("--track", Path(file), function, callable)(folder / function)
         if not isinstance(found, AbstractTracker):
             came = f"a {type(found).__name__} from {name}"
             raise InvalidArgument("--track", came, "a tilelab.study.track tracker")
@@ -57,17 +57,6 @@ def _made(name: str, folder: Path) -> AbstractTracker:
     return found
 
 
-def _from_file(file: Path, function: str) -> Callable[[Path], object]:
-    required = "a Python file and a function in it"
-    if not file.is_file():
-        raise InvalidArgument("--track", f"{file}, which is no file", required)
-    found = getattr(load_file(file), function, None)
-    if not (inspect.isfunction(found) or inspect.isclass(found)):
-        raise InvalidArgument("--track", f"{file}:{function}, which is no function", required)
-    made: Callable[[Path], object] = found
-    return made
-
-
 _FLUSH_S = 2.0  # the least between two messages to a tracker
 _STEP = ("loss", "lr", "gradient_norm")
 _NO_METRIC = ("event", "step", "tokens", "metrics", "softmaxes")
@@ -75,8 +64,8 @@ _OF_A_LAYER = ("entropy", "lowest_head", "max_logit")
 _BY_TOKENS = "by_tokens/"
 
 
-class Tracking:
-    """The trackers of a study; a ``pool.Watcher``. ``say`` is told what goes wrong."""
+class Tracking(Watcher):
+    """The trackers of a study. ``say`` is told what goes wrong."""
 
     def __init__(
         self, folder: Path, trackers: Mapping[str, AbstractTracker], say: Callable[[str], None]
@@ -108,9 +97,6 @@ class Tracking:
         if self._trackers:
             self._followed[run.name].replay(record)
             self._end(run.name, record)
-
-    def lost(self, run: RunSpec, why: str) -> None:
-        """Nothing: it will be started again, and continue where the tracker is."""
 
     def tick(self) -> None:
         """Send what there is, now and then."""

@@ -124,55 +124,42 @@ def _scored(config: RunConfig) -> tuple[int | str, ...]:
     return config.evaluation.windows, config.model.context, config.data.tokenizer
 
 
-def drift_note(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[str, ...]:
-    """Return a note on how far a systems arm's training loss is from the baseline's, by step.
+def rounding(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[bool | None, str]:
+    """Return whether a systems arm in float32 differs from the baseline by rounding only; a note.
 
-    Where another arm changes only the last bit of its initial weights, the note has its difference
-    too: it shows how far rounding alone drives a run. There is a note in float32 only: narrower
-    types round so much that it would say nothing.
+    Its training losses of the first steps have to be within ``MOST_DRIFT`` of the baseline's. Where
+    there is a control, an arm that changes only the last bit of its initial weights, the final loss
+    has to be as close to the baseline's as the control's, or within one spacing of float32.
+
+    The note says how far the training losses are apart, by step, and those of the control: so far
+    does rounding alone drive a run. None and no note before all runs are over, of other arms, and
+    in narrower types, which round so much that it would say nothing.
     """
-    if arm.kind != "systems" or experiment.baseline.training.precision != "float32":
-        return ()
     baseline = finals[experiment.baseline_name]
     drift = _drift(finals[arm.name], baseline)
-    if drift is None:
-        return ()
-    parted = agreement(experiment, arm, finals) is False
+    precision = experiment.baseline.training.precision
+    if arm.kind != "systems" or precision != "float32" or drift is None:
+        return None, ""
+    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    agrees = None
+    end = ": this is what rounding alone does"
+    if arm.name not in controls:
+        gap = _gap(finals[arm.name], baseline)
+        known = [_gap(finals[name], baseline) for name in controls]
+        allowed = max((each for each in known if each is not None), default=None)
+        if gap is not None:
+            close = allowed is None or gap <= max(allowed, _SPACING)
+            agrees = drift <= MOST_DRIFT and close
+        drifts = [_drift(finals[name], baseline) for name in controls]
+        others = [f"{value:.1e}" for value in drifts if value is not None]
+        end = f" (rounding alone: {', '.join(others)})" if others else ""
     first = f"The training loss of the first {min(FIRST_STEPS, experiment.baseline.steps)} steps"
     apart = f"differs from the baseline's by at most {drift:.1e} of its value"
     if drift == 0:
         apart = "is the baseline's, to the last bit"
-    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
-    if arm.name in controls:
-        end = ": this is what rounding alone does"
-    else:
-        known = {name: _drift(finals[name], baseline) for name in controls}
-        others = [f"{value:.1e}" for value in known.values() if value is not None]
-        end = f" (rounding alone: {', '.join(others)})" if others else ""
     limits = f"{MOST_DRIFT:g} in these steps, and at the end what rounding alone does"
-    more = f" More than rounding explains: the limits are {limits}." if parted else ""
-    return (f"{first} {apart}{end}.{more}",)
-
-
-def agreement(experiment: Experiment, arm: Arm, finals: Finals) -> bool | None:
-    """Return whether a systems arm in float32 differs from the baseline by rounding only.
-
-    Its training losses of the first steps have to be within ``MOST_DRIFT`` of the baseline's. Where
-    there is a control, which only rounds otherwise, the final loss has to be as close to the
-    baseline's as the control's, or within one spacing of float32. None where it does not apply: to
-    other arms, other precisions, and before all runs are over.
-    """
-    applies = arm.kind == "systems" and experiment.baseline.training.precision == "float32"
-    if not applies or _only_nudged(experiment, arm):
-        return None
-    baseline = finals[experiment.baseline_name]
-    drift, gap = _drift(finals[arm.name], baseline), _gap(finals[arm.name], baseline)
-    if drift is None or gap is None:
-        return None
-    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
-    known = [_gap(finals[name], baseline) for name in controls]
-    allowed = max((each for each in known if each is not None), default=None)
-    return drift <= MOST_DRIFT and (allowed is None or gap <= max(allowed, _SPACING))
+    parted = f" More than rounding explains: the limits are {limits}." if agrees is False else ""
+    return agrees, f"{first} {apart}{end}.{parted}"
 
 
 def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
@@ -311,48 +298,34 @@ def kernel_flags(
     if not ran or not baseline:
         return ()
     mine, theirs = _by_layer(ran), _by_layer(baseline)
-    every = frozenset(map(_kernel, baseline))
+    every = frozenset[str]().union(*theirs.values())
     differing: dict[tuple[Names, Names], list[int]] = {}
     for layer, names in sorted(mine.items()):
         other = theirs.get(layer, every)  # an arm with more layers has no counterpart for some
         if names != other:
             differing.setdefault((names, other), []).append(layer)
-    expected = _is_expected(experiment, arm)
-    return tuple(
-        _flag(names, other, tuple(layers), len(mine), expected)
-        for (names, other), layers in differing.items()
-    )
-
-
-def _is_expected(experiment: Experiment, arm: str) -> bool:
-    """Return whether the arm says by itself that another attention runs."""
     kind = next(each.kind for each in experiment.arms if each.name == arm)
     wanted = experiment.config_of(arm).attention.implementation
-    return kind == "systems" or wanted != experiment.baseline.attention.implementation
-
-
-def _flag(
-    names: Names, other: Names, layers: tuple[int, ...], count: int, expected: bool
-) -> KernelFlag:
-    mine, theirs = " and ".join(sorted(names)), " and ".join(sorted(other))
-    where = layers_text(layers, count)
-    if expected:
-        words = f"{where} ran {mine}, where the baseline ran {theirs}, as the arm asks."
-    else:
-        words = (
-            f"{where} ran {mine}, where the baseline ran {theirs}. The arm did not ask for that: "
-            "its speed and memory are those of both changes together."
+    # The arm says by itself that another attention runs.
+    expected = kind == "systems" or wanted != experiment.baseline.attention.implementation
+    flags = []
+    for (names, other), layers in differing.items():
+        own, base = " and ".join(sorted(names)), " and ".join(sorted(other))
+        words = f"{layers_text(layers, len(mine))} ran {own}, where the baseline ran {base}"
+        words += (
+            ", as the arm asks."
+            if expected
+            else ". The arm did not ask for that: its speed and memory are those of both changes "
+            "together."
         )
-    return KernelFlag(mine, theirs, layers, expected, words)
+        flags.append(KernelFlag(own, base, tuple(layers), expected, words))
+    return tuple(flags)
 
 
 def _by_layer(uses: Sequence[KernelUse]) -> dict[int, Names]:
+    """Layer -> its kernels, however they became known: compiling is no other attention."""
     layers = {layer for use in uses for layer in use.layers}
     return {
-        layer: frozenset(_kernel(use) for use in uses if layer in use.layers) for layer in layers
+        layer: frozenset(use.kernel.removesuffix(PROBED) for use in uses if layer in use.layers)
+        for layer in layers
     }
-
-
-def _kernel(use: KernelUse) -> str:
-    """Return the kernel, however it became known: compiling a model is no other attention."""
-    return use.kernel.removesuffix(PROBED)

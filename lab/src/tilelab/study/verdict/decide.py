@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Sequential
 from tilelab.study.ask.metrics import ahead
@@ -107,6 +107,13 @@ class Examined:
     p_equivalence: float | None
     p_equivalence_holm: float | None
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The fields of ``result.Effect`` that it decides."""
+        seen = self.paired
+        values = {"n": seen.n, "effect": seen.mean, "interval": seen.interval}
+        return {**values, "p_value": seen.p_value, "p_holm": self.p_holm}
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -117,19 +124,38 @@ class Decision:
     more_seeds: int | None = None
 
 
-def examine(
+class Judged(NamedTuple):
+    """A comparison, its tests, what was decided, and of a sequential one at which look."""
+
+    compared: Comparison
+    test: Examined
+    decision: Decision
+    look: Look | None = None
+
+
+def decided(
     comparisons: Sequence[Comparison], rules: Rules, others: tuple[int, int] = (0, 0)
-) -> list[Examined]:
-    """Make all tests of one family.
+) -> list[Judged]:
+    """Make all tests of one family, and decide by them.
 
     Where a seed diverged, the effect of the others says nothing about the arm: it has none. An
     incomplete comparison is not tested, but counts in the family. ``others`` counts comparisons
     that are not among these and are in the family too: for the tests of a difference, and for those
     of equivalence.
     """
-    effects = [_paired(each, rules) for each in comparisons]
+    values = [
+        [] if each.diverged or each.baseline_diverged else each.differences for each in comparisons
+    ]
+    effects = [
+        replace(paired(mine, rules.confidence), n=len(each.differences))
+        for mine, each in zip(values, comparisons, strict=True)
+    ]
     wholes = [each.differences if each.whole else None for each in comparisons]
-    return family_tests(effects, wholes, rules, others)
+    tests = family_tests(effects, wholes, rules, others)
+    return [
+        Judged(each, test, _decide(each, test, rules))
+        for each, test in zip(comparisons, tests, strict=True)
+    ]
 
 
 def family_tests(
@@ -149,7 +175,7 @@ def family_tests(
     return [Examined(*row) for row in zip(effects, p_holm, same, p_same, strict=True)]
 
 
-def decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
+def _decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
     """Return the label of a comparison by the order above, with its sentence."""
     if comparison.lost:
         return Decision("diverged", "Every value of its sweep diverged, so no run could count.")
@@ -214,12 +240,6 @@ def _undecided(comparison: Comparison, size: str, rules: Rules) -> Decision:
     return Decision("undecided", reason, more)
 
 
-def _paired(comparison: Comparison, rules: Rules) -> Paired:
-    if comparison.diverged or comparison.baseline_diverged:
-        return Paired(len(comparison.differences), None, None, None, None)
-    return paired(comparison.differences, rules.confidence)
-
-
 def size_text(effect: float, interval: Interval | None, rules: Rules) -> str:
     """Return an effect with its unit and interval."""
     text = f"{effect_text(effect, rules.smallest)} {rules.unit}"
@@ -243,15 +263,6 @@ def _incomplete_text(comparison: Comparison, rules: Rules, so_far: Paired) -> st
     return f"{text}; so far {size_text(so_far.mean, so_far.interval, rules)}."
 
 
-class Judged(NamedTuple):
-    """A comparison, its tests, what was decided, and of a sequential one at which look."""
-
-    compared: Comparison
-    test: Examined
-    decision: Decision
-    look: Look | None = None
-
-
 def look_by_look(
     experiment: Experiment, rule: Sequential, compared: Sequence[Comparison]
 ) -> list[Judged]:
@@ -266,18 +277,14 @@ def look_by_look(
     for number, (count, level) in enumerate(zip(rule.looks, levels, strict=True), 1):
         left = [at for at in range(len(compared)) if at not in found]
         cut = [_first(compared[at], count) for at in left]
-        at_look = replace(rules, confidence=1 - level)
-        tests = examine(cut, at_look, _others(found))
         look = Look(number, len(rule.looks), level)
-        judged = {
-            at: Judged(each, test, decide(each, test, at_look), look)
-            for at, each, test in zip(left, cut, tests, strict=True)
-        }
-        if any(each.decision.label == "incomplete" for each in judged.values()):
-            return _in_order({**found, **{at: _waiting(each) for at, each in judged.items()}})
+        tested = decided(cut, replace(rules, confidence=1 - level), _others(found))
+        judged = dict(zip(left, tested, strict=True))
+        if any(each.decision.label == "incomplete" for each in tested):
+            return _in_order({**found, **{at: _waiting(each, look) for at, each in judged.items()}})
         last = number == len(rule.looks)
         found |= {
-            at: _with_look(each)
+            at: _with_look(each, look)
             for at, each in judged.items()
             if last or each.decision.label != "undecided" or each.compared.baseline_diverged
         }
@@ -301,25 +308,24 @@ def _others(found: dict[int, Judged]) -> tuple[int, int]:
     return len(labels) - different, len(labels) - same
 
 
-def _waiting(each: Judged) -> Judged:
+def _waiting(each: Judged, look: Look) -> Judged:
     """Nothing is decided before the look is taken, but for what diverged."""
-    label, look = each.decision.label, each.look
-    if label == "diverged" or look is None:
-        return each
+    label = each.decision.label
+    if label == "diverged":
+        return each._replace(look=look)
     if label == "incomplete":
         reason = f"Look {look.number} of {look.of}: {each.decision.reason}"
     else:
         reason = f"Look {look.number} of {look.of} waits for the other arms."
     unknown = replace(each.test, p_holm=None, p_equivalence=None, p_equivalence_holm=None)
-    return each._replace(test=unknown, decision=Decision("incomplete", reason))
+    return each._replace(test=unknown, decision=Decision("incomplete", reason), look=look)
 
 
-def _with_look(each: Judged) -> Judged:
-    assert each.look is not None
-    look, decision = each.look, each.decision
-    seeds = len(each.compared.seeds)
+def _with_look(each: Judged, look: Look) -> Judged:
+    decision, seeds = each.decision, len(each.compared.seeds)
     said = f"Look {look.number} of {look.of}, {seeds} seeds, level {look.level:.2g}."
-    return each._replace(decision=replace(decision, reason=f"{decision.reason} {said}"))
+    decision = replace(decision, reason=f"{decision.reason} {said}")
+    return each._replace(decision=decision, look=look)
 
 
 def _in_order(found: dict[int, Judged]) -> list[Judged]:

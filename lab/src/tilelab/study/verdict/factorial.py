@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
-from typing import NamedTuple
+from typing import Any
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.designs import Design, Estimate, combinations_of, estimates
@@ -39,19 +39,9 @@ from tilelab.study.verdict.text import p_text
 Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
 
-class _Contrast(NamedTuple):
-    factors: int  # 1: of one factor; more: an interaction
-    values: Sequence[float]  # of every seed that all its arms and the baseline have finished
-    broken: bool  # a run that it needs diverged
-
-
-class _Tested(NamedTuple):
-    """A contrast and its tests; ``whole`` where it has every seed."""
-
-    test: Examined
-    whole: bool
-    label: InteractionLabel
-    reason: str
+# Of a contrast: how many factors it is of, more than 1 for an interaction, and its value of every
+# seed that all its arms and the baseline have finished; None where a run that it needs diverged.
+_Contrast = tuple[int, Sequence[float] | None]
 
 
 def interactions(
@@ -59,28 +49,18 @@ def interactions(
 ) -> tuple[Interaction, ...]:
     """Return every interaction that the experiment's arms can tell, with Holm over them."""
     joined = list(_joined([arm.name for arm in experiment.arms]))
-    contrasts = []
-    for together, signs in joined:
+    contrasts: list[_Contrast] = []
+    for parts, signs in joined:
         arms = {arm: per_seed[arm] for arm in signs}
         values = [
             sum(sign * row[arm] for arm, sign in signs.items()) for row in _rows(experiment, arms)
         ]
         broken = baseline_diverged or _diverged(arms)
-        contrasts.append(_Contrast(len(together.split("+")), values, broken))
-    tested = _test(experiment, contrasts)
+        contrasts.append((len(parts), None if broken else values))
+    tested = _tested(experiment, contrasts)
     return tuple(
-        Interaction(
-            arms=tuple(together.split("+")),
-            together=together,
-            label=each.label,
-            n=each.test.paired.n,
-            effect=each.test.paired.mean,
-            interval=each.test.paired.interval,
-            p_value=each.test.paired.p_value,
-            p_holm=each.test.p_holm,
-            reason=each.reason,
-        )
-        for (together, _), each in zip(joined, tested, strict=True)
+        Interaction(arms=parts, together="+".join(parts), **found)
+        for (parts, _), (found, _) in zip(joined, tested, strict=True)
     )
 
 
@@ -92,34 +72,23 @@ def factor_effects(
     if design is None:
         return ()
     broken = baseline_diverged or _diverged(per_seed)
-    rows = _rows(experiment, per_seed)
-    found = estimates(design)
-    families = [
-        [each for each in found if (len(each.factors) > 1) == joint] for joint in (False, True)
-    ]
+    rows = [] if broken else _rows(experiment, per_seed)
     effects = []
-    for family in families:
-        contrasts = [
-            _Contrast(len(each.factors), [_effect(design, each, row) for row in rows], broken)
+    for joint in (False, True):
+        family = [each for each in estimates(design) if (len(each.factors) > 1) == joint]
+        contrasts: list[_Contrast] = [
+            (len(each.factors), None if broken else [_effect(design, each, row) for row in rows])
             for each in family
         ]
-        for estimate, each in zip(family, _test(experiment, contrasts), strict=True):
-            effect = FactorEffect(
-                factors=estimate.factors,
-                aliases=tuple(
-                    f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
-                    for sign, factors in estimate.aliases
-                ),
-                label=each.label,
-                n=each.test.paired.n,
-                effect=each.test.paired.mean,
-                interval=each.test.paired.interval,
-                p_value=each.test.paired.p_value if each.whole else None,
-                p_holm=each.test.p_holm,
-                p_equivalence_holm=each.test.p_equivalence_holm,
-                reason=each.reason,
+        tested = _tested(experiment, contrasts)
+        for estimate, (found, p_equivalence_holm) in zip(family, tested, strict=True):
+            aliases = tuple(
+                f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
+                for sign, factors in estimate.aliases
             )
-            effects.append(effect)
+            found["p_value"] = None if found["p_holm"] is None else found["p_value"]
+            fields = {"factors": estimate.factors, "aliases": aliases, **found}
+            effects.append(FactorEffect(**fields, p_equivalence_holm=p_equivalence_holm))
     return tuple(effects)
 
 
@@ -136,8 +105,8 @@ def predicted(design: Design, effects: Sequence[FactorEffect], on: Sequence[str]
     return at(on) - at(())
 
 
-def _joined(names: list[str]) -> Iterable[tuple[str, dict[str, int]]]:
-    """Arms that join others which are there too, with the sign of every arm in the contrast."""
+def _joined(names: list[str]) -> Iterable[tuple[tuple[str, ...], dict[str, int]]]:
+    """What arms join that are there too, with the sign of every arm in the contrast."""
     by_parts = {frozenset(name.split("+")): name for name in names}
     for name in names:
         parts = tuple(name.split("+"))
@@ -147,7 +116,7 @@ def _joined(names: list[str]) -> Iterable[tuple[str, dict[str, int]]]:
         arms = [by_parts.get(frozenset(subset)) for subset in subsets]
         if len(parts) > 1 and None not in arms and len(set(parts)) == len(parts):
             yield (
-                name,
+                parts,
                 {
                     arm: (-1) ** (len(parts) - len(subset))
                     for subset, arm in zip(subsets, arms, strict=True)
@@ -182,29 +151,37 @@ def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> flo
     return 2.0 ** len(estimate.factors) * total / len(runs)
 
 
-def _test(experiment: Experiment, family: Sequence[_Contrast]) -> list[_Tested]:
-    """Decide the contrasts of one family; one that is not whole is not tested, but counts in it."""
+def _tested(
+    experiment: Experiment, family: Sequence[_Contrast]
+) -> list[tuple[dict[str, Any], float | None]]:
+    """Decide the contrasts of one family; one that is not whole is not tested, but counts in it.
+
+    Returns:
+        of each the fields of an ``Effect`` with its label, and the p-value of equivalence (Holm).
+    """
     rules = Rules.of(experiment, max(len(family), 1))
-    values = [[] if each.broken else each.values for each in family]
+    values = [each or [] for _, each in family]
     wholes = [each if len(each) == len(experiment.seeds) else None for each in values]
     tests = family_tests([paired(each, rules.confidence) for each in values], wholes, rules)
-    return [
-        _Tested(test, whole is not None, *_decide(each, test, rules, whole is not None))
-        for each, test, whole in zip(family, tests, wholes, strict=True)
-    ]
+    found = []
+    for contrast, test, whole in zip(family, tests, wholes, strict=True):
+        label, reason = _decide(contrast, test, rules, whole is not None)
+        found.append(({"label": label, "reason": reason, **test.shown}, test.p_equivalence_holm))
+    return found
 
 
 def _decide(
     contrast: _Contrast, test: Examined, rules: Rules, whole: bool
 ) -> tuple[InteractionLabel, str]:
     seen, p_holm, p_same = test.paired, test.p_holm, test.p_equivalence_holm
-    if contrast.broken:
+    factors, values = contrast
+    if values is None:
         return "diverged", "A run of these arms diverged."
     if not whole:
         return "incomplete", "Not every run of these arms and of the baseline is there."
     assert seen.mean is not None
     size = size_text(seen.mean, seen.interval, rules)
-    alone = contrast.factors == 1
+    alone = factors == 1
     if p_same is not None and p_same <= rules.alpha:
         if alone:
             return "no difference", f"{size}: shown to be smaller than {rules.smallest:g}."

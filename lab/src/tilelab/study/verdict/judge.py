@@ -11,21 +11,19 @@ from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.caveats import (
-    agreement,
-    drift_note,
     experiment_notes,
     held_out_note,
     kernel_flags,
     kernel_uses,
     pairing_note,
+    rounding,
 )
 from tilelab.study.verdict.decide import (
     Comparison,
     Decision,
     Judged,
     Rules,
-    decide,
-    examine,
+    decided,
     look_by_look,
 )
 from tilelab.study.verdict.factorial import factor_effects, interactions
@@ -120,12 +118,17 @@ def wanted_seeds(
     All of the experiment's, but for a sequential one.
     """
     _, judged = _compared_all(experiment, records, sweep_results(experiment, records))
-    wanted = {
+    return _seeds_of(experiment, judged)
+
+
+def _seeds_of(experiment: Experiment, judged: Sequence[Judged]) -> dict[str, tuple[int, ...]]:
+    """Arm -> the seeds that are compared; of the baseline those of any arm."""
+    seeds = {
         arm.name: tuple(each.seed for each in found.compared.seeds)
         for arm, found in zip(experiment.arms, judged, strict=True)
     }
-    longest = max(wanted.values(), key=len, default=experiment.seeds)
-    return {experiment.baseline_name: longest, **wanted}
+    longest = max(seeds.values(), key=len, default=experiment.seeds)
+    return {experiment.baseline_name: longest, **seeds}
 
 
 def _compared_all(
@@ -140,15 +143,18 @@ def _compared_all(
     if experiment.sequential is not None:
         return runs, look_by_look(experiment, experiment.sequential, compared)
     rules = Rules.of(experiment, max(len(compared), 1))
-    tests = zip(compared, examine(compared, rules), strict=True)
-    return runs, [Judged(each, test, decide(each, test, rules)) for each, test in tests]
+    return runs, decided(compared, rules)
 
 
 def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
     sweeps = sweep_results(experiment, records)
     runs, judged = _compared_all(experiment, records, sweeps)
-    if experiment.sequential is not None:
-        runs = _needed(experiment, runs, judged)
+    if experiment.sequential is not None:  # without seeds that no look needs
+        needed = {
+            name: {seed: runs[name].finals[seed] for seed in seeds}
+            for name, seeds in _seeds_of(experiment, judged).items()
+        }
+        runs = {name: replace(each, finals=needed[name]) for name, each in runs.items()}
     baseline = runs[experiment.baseline_name]
     finals = {name: each.finals for name, each in runs.items()}
     arms = tuple(
@@ -196,21 +202,6 @@ def _runs(
     return _Runs(finals, tried, lost)
 
 
-def _needed(
-    experiment: Experiment, runs: Mapping[str, _Runs], judged: Sequence[Judged]
-) -> dict[str, _Runs]:
-    """Return the runs without seeds that no look needs."""
-    seeds = {
-        arm.name: [each.seed for each in found.compared.seeds]
-        for arm, found in zip(experiment.arms, judged, strict=True)
-    }
-    seeds[experiment.baseline_name] = max(seeds.values(), key=len, default=list(experiment.seeds))
-    return {
-        name: replace(each, finals={seed: each.finals[seed] for seed in seeds[name]})
-        for name, each in runs.items()
-    }
-
-
 def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
     return "diverged" if runs.lost else status(runs.finals[seed], experiment.metric)
 
@@ -253,7 +244,8 @@ def _arm(
         target = replace(target, **_NO_TARGET_TIMES)
     notes = pairing_note(runs.finals, baseline.finals)
     notes += held_out_note(experiment, arm)
-    notes += drift_note(experiment, arm, finals)
+    agrees, drift = rounding(experiment, arm, finals)
+    notes += (drift,) if drift else ()
     effect, spread = test.paired.mean, test.paired.spread
     if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
         notes += ("The difference is the same with every seed: do the seeds change anything?",)
@@ -262,11 +254,7 @@ def _arm(
         kind=arm.kind,
         label=decision.label,
         reason=decision.reason,
-        n=test.paired.n,
-        effect=effect,
-        interval=test.paired.interval,
-        p_value=test.paired.p_value,
-        p_holm=test.p_holm,
+        **test.shown,
         p_equivalence=test.p_equivalence,
         p_equivalence_holm=test.p_equivalence_holm,
         more_seeds=decision.more_seeds,
@@ -281,7 +269,7 @@ def _arm(
         cost=replace(runs.cost, **_NO_TIMES) if withheld else runs.cost,
         target=target,
         notes=notes,
-        agrees=agreement(experiment, arm, finals),
+        agrees=agrees,
         look=look,
     )
 

@@ -159,19 +159,25 @@ class Look:
     level: float  # of its tests, over all arms; the interval is at 1 less this
 
 
-@dataclass(frozen=True)
-class ArmVerdict:
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """A difference that the seeds show, of an arm or of several together."""
+
+    reason: str  # the decision as one sentence with its numbers
+    n: int  # seeds that finished in all of these arms and in the baseline
+    effect: float | None  # mean paired difference; None without a pair
+    interval: Interval | None  # not adjusted for other arms; None for fewer than two pairs
+    p_value: float | None  # of the two-sided paired t test
+    p_holm: float | None  # the same, adjusted over the arms, the interactions or the main effects
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmVerdict(Effect):
     """The verdict on an arm's runs against the baseline's."""
 
     arm: str
     kind: Literal["training", "systems"]
     label: Label
-    reason: str  # the decision as one sentence with its numbers
-    n: int  # paired seeds that finished in both
-    effect: float | None  # mean paired difference; None without a pair
-    interval: Interval | None  # not adjusted for other arms; None for fewer than two pairs
-    p_value: float | None  # of the two-sided paired t test
-    p_holm: float | None  # the same, adjusted over the arms
     p_equivalence: float | None  # of the two one-sided tests against the smallest effect
     p_equivalence_holm: float | None
     more_seeds: int | None  # further seeds that an undecided arm needs; None for other labels
@@ -213,8 +219,8 @@ class Baseline:
     target: TargetResult | None
 
 
-@dataclass(frozen=True)
-class Interaction:
+@dataclass(frozen=True, kw_only=True)
+class Interaction(Effect):
     """An interaction: the effect of all choices together minus what smaller sets explain.
 
     For two: (both - baseline) - (first - baseline) - (second - baseline).
@@ -223,28 +229,16 @@ class Interaction:
     arms: tuple[str, ...]  # e.g. ``("lion", "wsd")``
     together: str  # e.g. ``"lion+wsd"``
     label: InteractionLabel
-    n: int  # this and what follows like an arm's
-    effect: float | None
-    interval: Interval | None
-    p_value: float | None
-    p_holm: float | None  # over the interactions
-    reason: str
 
 
-@dataclass(frozen=True)
-class FactorEffect:
+@dataclass(frozen=True, kw_only=True)
+class FactorEffect(Effect):
     """An effect of a factorial design, averaged over the levels of all other factors."""
 
     factors: tuple[str, ...]  # of one its main effect, of more their interaction
     aliases: tuple[str, ...]  # of a fraction, with their sign, e.g. ``"+c x d"``
     label: InteractionLabel
-    n: int  # this and what follows like an arm's
-    effect: float | None
-    interval: Interval | None
-    p_value: float | None
-    p_holm: float | None  # over the main effects, or over the interactions
     p_equivalence_holm: float | None
-    reason: str
 
 
 @dataclass(frozen=True)

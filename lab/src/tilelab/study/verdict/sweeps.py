@@ -7,9 +7,8 @@ sweep's seeds; on a tie the smaller value wins. One that diverged with any seed 
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilelab.study.ask.config import Experiment
@@ -39,15 +38,20 @@ class Rung:
         runs = (run for each in self.runs.values() for run in each)
         return all((record := records.get(run.name)) is not None and record.done for run in runs)
 
-    def ranked(self, experiment: Experiment, records: Records) -> list[tuple[float, float]]:
-        """(mean final metric, candidate) of those that did not diverge, the best first."""
-        found = []
-        for candidate, runs in self.runs.items():
-            values = [final_metric(records[run.name], experiment.metric) for run in runs]
-            known = [each for each in values if each is not None]
-            if len(known) == len(values):
-                found.append((math.fsum(known) / len(known), candidate))
-        return sorted(found, key=lambda each: (rank(experiment.metric, each[0]), each[1]))
+    def candidates(self, metric: str, records: Records) -> tuple[Candidate, ...]:
+        """Return what became of every candidate so far, in ascending order."""
+        return tuple(
+            _candidate(value, [records.get(run.name, RunRecord()) for run in runs], metric)
+            for value, runs in sorted(self.runs.items())
+        )
+
+
+def _ranked(candidates: Iterable[Candidate], metric: str) -> list[float]:
+    """Return the values of those that did not diverge, the best first."""
+    done = [
+        (rank(metric, each.metric), each.value) for each in candidates if each.metric is not None
+    ]
+    return [value for _, value in sorted(done)]
 
 
 def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
@@ -61,19 +65,24 @@ def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
     values = experiment.candidates(arm)
     count, found = len(values), []
     for number in range(sweep.rungs):
-        runs = {
-            value: tuple(trial(experiment, arm, value, number, seed) for seed in sweep.seeds)
-            for value in values
-        }
-        rung = Rung(number, runs)
+        rung = _rung(experiment, arm, values, number)
         found.append(rung)
         if not rung.over(records):
             break
-        best = rung.ranked(experiment, records)[: sweep.candidates_of(count, number + 1)]
-        values = tuple(value for _, value in best)
+        ranked = _ranked(rung.candidates(experiment.metric, records), experiment.metric)
+        values = tuple(ranked[: sweep.candidates_of(count, number + 1)])
         if not values:
             break
     return found
+
+
+def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int) -> Rung:
+    seeds = experiment.sweep.seeds if experiment.sweep else ()
+    runs = {
+        value: tuple(trial(experiment, arm, value, number, seed) for seed in seeds)
+        for value in values
+    }
+    return Rung(number, runs)
 
 
 def known_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
@@ -95,11 +104,7 @@ def expected_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
             continue  # nothing follows: it was the last, or all have diverged
         for number in range(len(known), sweep.rungs):
             tried = values[: sweep.candidates_of(len(values), number)]
-            runs = {
-                value: tuple(trial(experiment, name, value, number, seed) for seed in sweep.seeds)
-                for value in tried
-            }
-            found.append(Rung(number, runs))
+            found.append(_rung(experiment, name, tried, number))
     return _in_order(found)
 
 
@@ -146,12 +151,13 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     sweep = experiment.sweep
     assert sweep is not None
     known = rungs_of(experiment, arm, records)
-    rungs = tuple(_rung(each, records, experiment.metric) for each in known)
+    metric = experiment.metric
+    rungs = tuple(RungResult(each.steps, each.candidates(metric, records)) for each in known)
     # Of a value that several rungs tried, the longest trial counts.
     last = {each.value: each for rung in rungs for each in rung.candidates}
     candidates = tuple(last[value] for value in sorted(last))
     over = known[-1].over(records)
-    chosen = _chosen(rungs, experiment.metric) if over else None
+    chosen = _chosen(rungs, metric) if over else None
     alive = [each.value for each in candidates if each.status == "done"]
     ends = (candidates[0].value, candidates[-1].value)
     at_edge = chosen in ends and len(candidates) > 1
@@ -172,34 +178,18 @@ def _chosen(rungs: Sequence[RungResult], metric: str) -> float | None:
     """Return the best of the longest rung that has any candidate which diverged in no rung."""
     lost = {each.value for rung in rungs for each in rung.candidates if each.status == "diverged"}
     for rung in reversed(rungs):
-        ranked = sorted(
-            (rank(metric, each.metric), each.value)
-            for each in rung.candidates
-            if each.metric is not None and each.value not in lost
-        )
+        ranked = _ranked((each for each in rung.candidates if each.value not in lost), metric)
         if ranked:
-            return ranked[0][1]
+            return ranked[0]
     return None
-
-
-def _rung(rung: Rung, records: Records, metric: str) -> RungResult:
-    found = {
-        value: [records.get(run.name, RunRecord()) for run in runs]
-        for value, runs in rung.runs.items()
-    }
-    candidates = tuple(_candidate(value, found[value], metric) for value in sorted(found))
-    return RungResult(rung.steps, candidates)
 
 
 def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidate:
     states = {status(each, metric) for each in runs}
-    if "diverged" in states:
-        return Candidate(value, "diverged", None)
+    if states != {"done"}:
+        return Candidate(value, "diverged" if "diverged" in states else "incomplete", None)
     values = [final_metric(each, metric) for each in runs]
-    finished = [each for each in values if each is not None]
-    if "incomplete" in states:
-        return Candidate(value, "incomplete", None)
-    return Candidate(value, "done", statistics.fmean(finished))
+    return Candidate(value, "done", statistics.fmean(each for each in values if each is not None))
 
 
 def _words(

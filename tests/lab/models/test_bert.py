@@ -175,7 +175,7 @@ def test_names_are_those_of_hugging_face(tmp_path: Path) -> None:
 def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
     masked = BERT(TINY, head=Head("masked"), seed=7)
     masked.save(tmp_path)
-    model = load(tmp_path, head=Head("classes", 2), seed=3, residual_dropout=0.5)
+    model = load(tmp_path, head=Head("classes", 2), seed=3, dropouts={"residual_dropout": 0.5})
     assert model.shape.residual_dropout == 0.5
     assert set(model.drawn) == {
         f"{a}.{b}" for a in ("pooler", "classifier") for b in ("weight", "bias")

@@ -176,7 +176,7 @@ class Data(Frozen):
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
-    each): ``data/packing.py``. A budget counts rows of a whole context whatever is in them.
+    each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
     """
 
     source: str = "stdlib"

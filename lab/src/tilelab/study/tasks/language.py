@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig, Training
-from tilelab.study.data import order, packing
+from tilelab.study.data import order
 from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
@@ -33,10 +33,10 @@ _WATCHED_ROWS = 8
 
 
 class _Batches:
-    """Rows of the training text: ``data/packing.py``."""
+    """Rows of the training text: ``data/order.py``."""
 
     def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
-        self._rows = packing.RunRows(config, data, seed)
+        self._rows = order.RunRows(config, data, seed)
 
     def at(self, step: int) -> list[Batch]:
         return [
@@ -132,7 +132,7 @@ class LanguageModelling(AbstractTask):
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
         """Return tokens of the row, or of the document's piece in it, that a token is in."""
-        return packing.attended(config, data)
+        return order.attended(config, data)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
         """Windows, those of the final stride after the last step."""
@@ -215,7 +215,7 @@ def evaluate(
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), targets, reduction="none"
             )
-            counted = part.counted.flatten()
+            counted = part.targets.flatten() != order.IGNORED
             nats += losses[counted.to(device)].double().sum().item()
             count += int(counted.sum())
             size += int(byte_count[part.targets.flatten()[counted]].sum())

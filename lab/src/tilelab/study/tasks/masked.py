@@ -84,15 +84,15 @@ class _Batches:
     ) -> None:
         training = config.training
         window = config.model.context - _SPECIAL
-        self._windows = order.Batches(data, window, training.batch, training.accumulation, seed)
+        self._windows = order.Stream(data, window, training.batch, training.accumulation, seed)
         self._seed, self._probability, self._pieces = seed, probability, pieces
         self._accumulation = training.accumulation
 
     def at(self, step: int) -> list[Batch]:
         found = []
-        for part, (tokens, _) in enumerate(self._windows.at(step)):
+        for part, rows in enumerate(self._windows.at(step)):
             index = step * self._accumulation + part
-            masked = mask(tokens.numpy(), self._pieces, self._probability, self._seed, index)
+            masked = mask(rows.tokens.numpy(), self._pieces, self._probability, self._seed, index)
             packed, wanted, targets = _packed(masked, self._pieces)
             found.append(Batch((packed, wanted), targets, len(targets), len(packed.tokens)))
         return found
@@ -111,14 +111,14 @@ class _Examination(Examination):
         self._watched: Tensor | None = None
         if count:
             watched = order.evaluation_windows(data.held_out, window, count)
-            self._watched = next(watched.parts(count)).inputs
+            self._watched = next(watched.parts(count)).tokens
         self._probability, self._pieces = probability, pieces
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         nats, right, count = 0.0, 0, 0
         with evaluating(model, autocast) as device:
             for index, part in enumerate(self._windows.parts(_ROWS)):
-                packed, wanted, targets = self._masked(part.inputs, index)
+                packed, wanted, targets = self._masked(part.tokens, index)
                 logits = model(packed.to(device), wanted.to(device)).float()
                 targets = targets.to(device)
                 found = functional.cross_entropy(logits, targets, reduction="none")

@@ -124,7 +124,7 @@ class AbstractTask(ABC):
     writes: ClassVar[bool] = False  # whether its models can go on with a text
     unit: ClassVar[str] = "example"  # what a batch is counted in, in words
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
-    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
+    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/order.py)
     sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/costs.py``)
 

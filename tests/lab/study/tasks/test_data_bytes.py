@@ -51,7 +51,7 @@ def test_the_split_of_a_file_keeps_the_order_of_its_images(tmp_path: Path) -> No
     np.savez(tmp_path / "all.npz", images=pixels, labels=np.arange(count))
     data = read(Data(source=str(tmp_path / "all.npz"), held_out=0.1), 0)
     order = shuffled(count, 0, 0)
-    for part, wanted in ((data.held_out, order[:250]), (data.train, order[250:])):
+    for part, wanted in ((data.held_out["held_out"], order[:250]), (data.train, order[250:])):
         assert part.labels.tolist() == sorted(wanted.tolist())
         assert np.array_equal(part.pixels[:, 0], pixels[np.sort(wanted)])
 

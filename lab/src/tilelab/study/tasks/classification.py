@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.common.files import first_of
-from tilelab.models.bert import BERT, Head
+from tilelab.models.bert import Head
 from tilelab.models.packed import pack
 from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
@@ -53,7 +53,7 @@ from tilelab.study.tasks.examples import (
     unpacked_bytes,
 )
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held, losses
+from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument
 
 # Tokenizer -> bytes in memory for each byte of the files: of what is kept (int32 tokens, borders,
@@ -87,12 +87,6 @@ class _Batches:
             self._task.batch(self._config, self._data, self._data.train, [at for _, at in part])
             for part in self._samples.at(step)
         ]
-
-
-def looked_up(model: nn.Module) -> int:
-    """Count the numbers of a BERT's embeddings."""
-    assert isinstance(model, BERT)
-    return sum(each.weight.numel() for each in (model.positions, model.kinds, model.tokens))
 
 
 class _Examination(Examination):
@@ -266,9 +260,7 @@ class Classification(AbstractTask):
         if self.classes == 1:
             error = functional.mse_loss(output[:, 0].float(), targets)
             return error, error.detach()
-        smoothing, z_loss = training.label_smoothing, training.z_loss
-        rows = output[:, None]  # a sequence is a row of one place
-        return losses(rows, targets[:, None], label_smoothing=smoothing, z_loss=z_loss)
+        return super().losses(output, targets, training)
 
     def loss_of(self, output: Output) -> float:
         """Return the plain loss of a held-out part."""
@@ -291,10 +283,6 @@ class Classification(AbstractTask):
     def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the examination on all held-out examples."""
         return _Examination(self, config, data)
-
-    def looked_up(self, model: nn.Module) -> int:
-        """Count the numbers of all embeddings."""
-        return looked_up(model)
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the mean over the training tokens of the length of their sequence."""

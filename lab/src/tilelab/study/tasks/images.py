@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tilelab.models.vit import Pooling, Shape, ViT
+from tilelab.models.vit import Pooling, Shape
 from tilelab.study.ask.config import Data, RunConfig
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.data.corpus import data_folder
@@ -392,9 +392,8 @@ class ImageClassification(Classification):
 
     def looked_up(self, model: nn.Module) -> int:
         """Positions and the class token."""
-        assert isinstance(model, ViT)
-        token = 0 if model.class_token is None else model.class_token.numel()
-        return model.positions.weight.numel() + token
+        token = getattr(model, "class_token", None)
+        return super().looked_up(model) + (0 if token is None else token.numel())
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the number of an image's tokens."""

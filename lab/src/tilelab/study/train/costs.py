@@ -140,32 +140,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-def weights_bytes(model: nn.Module) -> int:
-    """Return bytes of a model's parameters; tied ones count once."""
-    return storage_bytes(model.parameters())
-
-
-def gradients_bytes(model: nn.Module) -> int:
-    """Return bytes of the gradients that a model's parameters hold now."""
-    return storage_bytes(each.grad for each in model.parameters() if each.grad is not None)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return bytes of an optimizer's state: moments, averages, step counters."""
-    return storage_bytes(_tensors(dict(optimizer.state)))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[Tensor, int]:
     """Return ``run``'s result, and the bytes that autograd keeps of it for the backward pass.
 

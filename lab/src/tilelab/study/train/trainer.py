@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
-from tilelab.study.records.events import Memory
+from tilelab.study.records.events import Memory, Step
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilelab.study.train.costs import (
     Guard,
     dtype_of,
-    gradients_bytes,
-    optimizer_bytes,
     saved_bytes,
+    storage_bytes,
     synchronise,
-    weights_bytes,
 )
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
@@ -37,18 +35,6 @@ _WEIGHT = "model."
 
 class Diverged(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
     """A number that training needs is not finite any more."""
-
-
-class Taken(NamedTuple):
-    """An optimizer step that was taken."""
-
-    step: int  # 1 for the first
-    loss: float  # of its batch before it, without smoothing and z-loss
-    lr: float
-    gradient_norm: float  # before clipping; not finite: fp16 overflowed, step skipped
-    wall_s: float
-    cpu_s: float
-    tokens: int  # learnt from
 
 
 def weights_of(state: State) -> dict[str, Tensor]:
@@ -112,7 +98,7 @@ class Trainer:
         narrow = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
 
-    def step(self) -> Taken:
+    def step(self) -> Step:
         """Take one optimizer step, or raise ``Diverged`` and leave the weights as they were."""
         synchronise(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -126,7 +112,8 @@ class Trainer:
         wall = time.perf_counter() - wall
         cpu = self.team.total(time.process_time() - cpu, self.device)
         rate = float(self.config.optimizer.options["lr"]) * factor
-        return Taken(self.done, loss, rate, norm, wall, cpu, sum(each.tokens for each in batches))
+        tokens = sum(each.tokens for each in batches)
+        return Step(self.done, loss, rate, norm, wall, cpu, warmup=False, tokens=tokens)
 
     def _gradients(self, batches: Sequence[Batch]) -> float:
         """Add up the gradients of the step's micro-batches; the mean loss over their targets."""
@@ -185,15 +172,19 @@ class Trainer:
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """
-        held = weights_bytes(self.model), gradients_bytes(self.model)
-        state = optimizer_bytes(self.optimizer)
+        weights = list(self.model.parameters())
+        kept = (value for state in self.optimizer.state.values() for value in state.values())
+        held = (
+            storage_bytes(weights),
+            storage_bytes(each.grad for each in weights if each.grad is not None),
+            storage_bytes(each for each in kept if isinstance(each, Tensor)),
+        )
         self.optimizer.zero_grad(set_to_none=True)
         batch = self._batches.at(self.config.steps - 1)[0]  # rows may grow
         devices = [self.device] if self.device.type == "cuda" else []
-        weights = list(self.model.parameters())
         with torch.random.fork_rng(devices):
             _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)
-        return Memory(*held, state, activations, peak_bytes=0)
+        return Memory(*held, activations, peak_bytes=0)
 
     def state(self, totals: dict[str, Any]) -> State:
         """Return all that decides the rest of the run, and what was counted so far.

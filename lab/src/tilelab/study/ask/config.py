@@ -23,13 +23,14 @@ from pydantic import Field, field_validator, model_validator
 from tilelab.study.ask import designs
 from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.ask.registry import find, nearest
 from tilelab.study.ask.values import (
     Choice,
     Frozen,
     added,
     change,
     config_hash,
+    find,
+    nearest,
     parse,
     unhashed,
     value_at,

@@ -18,9 +18,9 @@ from pydantic import Field
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from tilelab.study.ask.registry import NotNegative, Positive, Share, find, register
+from tilelab.study.ask.values import NotNegative, Positive, Share, find, register
 
-if TYPE_CHECKING:  # config imports this module, through the registry
+if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Optimizer
 
 # Those that work on parts of weights (``--strategy fsdp``). Adafactor keeps a matrix's rows and

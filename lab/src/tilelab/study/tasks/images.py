@@ -352,15 +352,13 @@ class ImageClassification(Classification):
         if named.held_out and data.held_out != standard.held_out:
             required = f"{standard.held_out}: {data.source} has a held-out part of its own"
             raise InvalidArgument("data.held_out", str(data.held_out), required)
-        shape = self._shape(config, named.side, 1, 1)
-        if config.model.context != shape.tokens:
-            raise wrong_context(config, shape)
+        self._shape(config, named.side, 1, 1)
 
     def _shape(self, config: RunConfig, side: int, channels: int, classes: int) -> Shape:
         if side % self.patch:
             required = f"a divisor of {side}, the pixels of a side of {config.data.source}"
             raise InvalidArgument("task.patch", str(self.patch), required)
-        return Shape(
+        shape = Shape(
             **encoder_numbers(config.model),
             image=side,
             patch=self.patch,
@@ -368,6 +366,13 @@ class ImageClassification(Classification):
             classes=classes,
             pooling=self.pooling,
         )
+        if config.model.context != shape.tokens:
+            token = " and a class token" if shape.pooling == "first" else ""
+            cut = f"{side} x {side} pixels in patches of {self.patch} x {self.patch}"
+            required = f"{shape.tokens}: {cut} are {shape.patches} tokens{token}"
+            fix = f"Set model.context={shape.tokens}."
+            raise InvalidArgument("model.context", str(config.model.context), required, fix)
+        return shape
 
     def prepare(self, config: RunConfig, cache: Path) -> Any:
         """Return the images, ``Images``."""
@@ -386,8 +391,6 @@ class ImageClassification(Classification):
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> Any:
         """Return a ViT, from scratch or from a checkpoint."""
         shape = self._shape(config, data.side, data.channels, data.classes)
-        if config.model.context != shape.tokens:
-            raise wrong_context(config, shape)
         return vit_of(config, shape, seed, device)
 
     def looked_up(self, model: nn.Module) -> int:
@@ -398,12 +401,3 @@ class ImageClassification(Classification):
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the number of an image's tokens."""
         return float(config.model.context)
-
-
-def wrong_context(config: RunConfig, shape: Shape) -> InvalidArgument:
-    """Return the error of a context that is not what an image of the data has."""
-    token = " and a class token" if shape.pooling == "first" else ""
-    side = f"{shape.image} x {shape.image} pixels in patches of {shape.patch} x {shape.patch}"
-    required = f"{shape.tokens}: {side} are {shape.patches} tokens{token}"
-    fix = f"Set model.context={shape.tokens}."
-    return InvalidArgument("model.context", str(config.model.context), required, fix)

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.ask.values import nearest
 from tilelab.study.recipes.registry import load_file
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat

@@ -253,10 +253,10 @@ class Guard:
         self._counts: Counter[tuple[int, str]] = Counter()
         self._watching = False
         self._probed: list[tuple[int, str]] | None = None
-        self._layers = [each for each in model.modules() if hasattr(each, "implementation")]
-        if hooks:
-            for place, layer in enumerate(self._layers):
-                layer.register_forward_hook(self._hook(place))
+        layers = [each for each in model.modules() if hooks and hasattr(each, "implementation")]
+        self._handles = [
+            layer.register_forward_hook(self._hook(place)) for place, layer in enumerate(layers)
+        ]
 
     @property
     def probed(self) -> bool:
@@ -280,20 +280,12 @@ class Guard:
 
     def probe(self, model: nn.Module, *inputs: Any) -> None:
         """Name the kernels of a compiled model by a training forward pass of its original."""
-        found: list[tuple[int, str]] = []
-        handles = [
-            layer.register_forward_hook(
-                lambda layer, args, output, place=place: found.append(
-                    (place, kernel_of(output, args[0], layer.implementation) + PROBED)
-                )
-            )
-            for place, layer in enumerate(self._layers)
-        ]
-        with torch.random.fork_rng():
+        eager = Guard(model)
+        with torch.random.fork_rng(), eager.watching():
             model(*inputs)
-        for handle in handles:
+        for handle in eager._handles:
             handle.remove()
-        self._probed = found
+        self._probed = [(place, kernel + PROBED) for place, kernel in eager._counts.elements()]
 
     def kernels(self) -> Kernels:
         """Return the kernels that ran so far, for the record."""

@@ -17,11 +17,11 @@ from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig,
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.ask.values import names
 from tilelab.study.data.tokens import Documents, Tokens
-from tilelab.study.records.events import RunRecord, Step
+from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
-from tilelab.study.train.trainer import Trainer
+from tilelab.study.train.trainer import Taken, Trainer
 
 CPU = torch.device("cpu")
 OPTIMIZERS = names("optimizer")
@@ -142,7 +142,7 @@ def killed_after(step: int) -> Iterator[None]:
     """Training in this process raises ``Killed`` when it has done so many steps of a run."""
     take = Trainer.step
 
-    def killed(self: Trainer) -> Step:
+    def killed(self: Trainer) -> Taken:
         if self.done == step:
             raise Killed
         return take(self)

@@ -216,7 +216,9 @@ class RunRows:
 
 def shortened(rows: Rows, length: int) -> Rows:
     """Return [B, S] rows as [B S / length, length]: each is cut into equal pieces."""
-    return Rows(*(None if each is None else each.reshape(-1, length) for each in rows))
+    tokens, targets = (each.reshape(-1, length) for each in (rows.tokens, rows.targets))
+    documents = None if rows.documents is None else rows.documents.reshape(-1, length)
+    return Rows(tokens, targets, documents)
 
 
 def attended(config: RunConfig, tokens: Tokens) -> float:

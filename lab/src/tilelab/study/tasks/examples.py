@@ -273,12 +273,7 @@ def joined(
     if second is None:
         tokens = [*head, *first[:room], *ends]
         return tokens, [0] * len(tokens)
-    n, m = len(first), len(second)
-    if n + m > room:
-        small = min(n, m)
-        if 2 * small < room:  # the longer one alone has to give
-            n, m = (room - m, m) if n > m else (n, room - n)
-        else:
-            n, m = room - room // 2, room // 2
+    n = min(len(first), max(room - len(second), room - room // 2))
+    m = min(len(second), room - n)
     one, two = [*head, *first[:n], *ends], [*second[:m], *ends]
     return one + two, [0] * len(one) + [1] * len(two)

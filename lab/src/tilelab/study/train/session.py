@@ -30,6 +30,7 @@ from tilelab.study.records.events import (
     RunRecord,
     Sample,
     Start,
+    Step,
     Writer,
 )
 from tilelab.study.tasks.task import Held, Prepared
@@ -176,7 +177,7 @@ class Session:
         self.totals.train_wall_s += taken.wall_s
         self.totals.train_cpu_s += taken.cpu_s
         self.totals.tokens += taken.tokens
-        self._write(replace(taken, warmup=self._taken <= WARMUP_STEPS))
+        self._write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
 
     def _evaluate(self) -> None:
         """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
-from tilelab.study.records.events import Memory, Step
+from tilelab.study.records.events import Memory
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilelab.study.train.costs import (
     Guard,
@@ -35,6 +35,18 @@ _WEIGHT = "model."
 
 class Diverged(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
     """A number that training needs is not finite any more."""
+
+
+class Taken(NamedTuple):
+    """An optimizer step that was taken."""
+
+    step: int  # 1 for the first
+    loss: float  # of its batch before it, without smoothing and z-loss
+    lr: float
+    gradient_norm: float  # before clipping; not finite: fp16 overflowed, step skipped
+    wall_s: float
+    cpu_s: float
+    tokens: int  # learnt from
 
 
 def weights_of(state: State) -> dict[str, Tensor]:
@@ -98,7 +110,7 @@ class Trainer:
         narrow = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
 
-    def step(self) -> Step:
+    def step(self) -> Taken:
         """Take one optimizer step, or raise ``Diverged`` and leave the weights as they were."""
         synchronise(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -112,8 +124,7 @@ class Trainer:
         wall = time.perf_counter() - wall
         cpu = self.team.total(time.process_time() - cpu, self.device)
         rate = float(self.config.optimizer.options["lr"]) * factor
-        tokens = sum(each.tokens for each in batches)
-        return Step(self.done, loss, rate, norm, wall, cpu, warmup=False, tokens=tokens)
+        return Taken(self.done, loss, rate, norm, wall, cpu, sum(each.tokens for each in batches))
 
     def _gradients(self, batches: Sequence[Batch]) -> float:
         """Add up the gradients of the step's micro-batches; the mean loss over their targets."""

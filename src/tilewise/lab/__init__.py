@@ -20,7 +20,7 @@ _MOVED = {
     "study.records": "study.records.events",
     "study.run": "study.ask.run",
     "study.store": "study.records.store",
-    "study.choices.registry": "study.ask.registry",
+    "study.choices.registry": "study.ask.values",
 }
 
 

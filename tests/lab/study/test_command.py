@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.lab.study.records_of import stored_in, study_of
 from tilelab.study import command, recipes
-from tilelab.study.ask import registry
+from tilelab.study.ask import values as registry
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.records import store
 from tilewise import cli

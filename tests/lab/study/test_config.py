@@ -29,8 +29,7 @@ from tilelab.study.ask.config import (
     config_hash,
     parse,
 )
-from tilelab.study.ask.registry import names
-from tilelab.study.ask.values import Frozen, added, as_invalid_argument
+from tilelab.study.ask.values import Frozen, added, as_invalid_argument, names
 from tilelab.study.records.store import read_study
 from tilelab.study.tasks.language import LanguageModelling
 from tilewise.errors import InvalidArgument

@@ -14,7 +14,7 @@ from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.need import need, parameters
 from tilelab.study.tasks.families import gpt2_of
-from tilelab.study.train.costs import saved_bytes, weights_bytes
+from tilelab.study.train.costs import saved_bytes, storage_bytes
 
 CASES: list[dict[str, Any]] = [
     {"attention.implementation": "plain"},
@@ -94,7 +94,7 @@ def test_the_estimate_follows_the_factors(
 def test_parameters_are_counted(changes: dict[str, Any]) -> None:
     config = large(**{"model.heads": 4, **changes})
     model = gpt2_of(config, 256, 0, torch.device("cpu"))
-    assert 4 * parameters(config) == weights_bytes(model)
+    assert 4 * parameters(config) == storage_bytes(model.parameters())
     assert len(tokenizer("bytes").token_bytes) == needs.VOCABULARY["bytes"]
 
 

@@ -13,8 +13,9 @@ import pytest
 from tests.lab.study.in_process import quickly, run, verdicts
 from tests.lab.study.train.toys import text
 from tilelab.study import command, recipes
-from tilelab.study.ask import designs, registry
+from tilelab.study.ask import designs
 from tilelab.study.ask.config import Arm, Experiment, Frozen, RunConfig
+from tilelab.study.ask.values import Kind, find, names
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.plan import planned
@@ -92,16 +93,16 @@ def test_every_key_is_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["task", "variant"])
-def test_every_choice_is_there_with_its_options(kind: registry.Kind) -> None:
-    for name in registry.names(kind):
+def test_every_choice_is_there_with_its_options(kind: Kind) -> None:
+    for name in names(kind):
         assert f"`{name}`" in PAGE
-        for option, standard in registry.find(kind, name).defaults.items():
+        for option, standard in find(kind, name).defaults.items():
             assert f"`{option}={standard}`" in PAGE, name
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "schedule"])
-def test_every_name_is_there(kind: registry.Kind) -> None:
-    missing = [name for name in registry.names(kind) if f"`{name}`" not in PAGE]
+def test_every_name_is_there(kind: Kind) -> None:
+    missing = [name for name in names(kind) if f"`{name}`" not in PAGE]
     assert not missing, f"docs/studies.md does not name the {kind} {missing}"
 
 

@@ -5,7 +5,7 @@ post-norm layers and a perceptron with the exact form of GELU. Its head is for m
 to the token embedding) or for classes. Sequences of different lengths lie one after the other
 (``Packed``), so no layer computes padding. Every token attends to its own sequence, or to the part
 of it that a mask leaves. Attention is ``tilewise.attention_varlen`` or one of the padded
-implementations beside it. ``save`` and ``load`` use the Hugging Face layout: ``bert_files.py``.
+implementations beside it. ``save`` and ``load`` use the Hugging Face layout: ``folders.py``.
 
 Dimensions: B sequences, T tokens of all of them, V vocabulary.
 
@@ -15,7 +15,7 @@ Understanding (2019); the small sizes: Turc et al., Well-Read Students Learn Bet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tilelab.models import bert_files as files
-from tilelab.models.packed import Packed, attend_padded
-from tilelab.models.packed import seen as who_sees
-from tilewise import SoftmaxStats, attention_varlen, masks
+from tilelab.models import folders
+from tilelab.models.layers import check_shape, initialise
+from tilelab.models.packed import Packed, SelfAttention, who_sees
+from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
 
+HeadKind = Literal["none", "masked", "classes"]
 Pattern = Callable[[int], masks.Mask]
 EPS = 1e-12
-STD = 0.02  # of every weight matrix and embedding at the start
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,7 @@ class Shape:
     residual_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.feed_forward is None:
-            object.__setattr__(self, "feed_forward", 4 * self.width)
-        for name in ("layers", "heads", "width", "feed_forward", "context", "vocabulary", "kinds"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, str(getattr(self, name)), "1 or more")
-        if self.width % self.heads:
-            raise InvalidArgument("width", str(self.width), f"a multiple of heads={self.heads}")
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InvalidArgument(name, str(getattr(self, name)), "a number in [0, 1)")
+        check_shape(self, "feed_forward", "context", "vocabulary", "kinds")
 
 
 PRESETS = {
@@ -88,79 +79,70 @@ PRESETS = {
 }
 
 
-class SelfAttention(nn.Module):
-    """Attention of every token to its own sequence, [T, width] to the same.
-
-    Args:
-        shape: of the model.
-        implementation: ``"tilewise"`` (no padding), or ``"sdpa"`` and ``"plain"``, which pad to the
-            longest sequence and mask the padding; the attribute may be changed at any time.
-
-    Attributes:
-        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
-            of ``"tilewise"``; the others keep none.
-    """
-
-    def __init__(self, shape: Shape, implementation: Implementation) -> None:
-        super().__init__()
-        self.heads, self.dropout_p = shape.heads, shape.attention_dropout
-        self.implementation: Implementation = implementation
-        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
-        self.query = nn.Linear(shape.width, shape.width)
-        self.key = nn.Linear(shape.width, shape.width)
-        self.value = nn.Linear(shape.width, shape.width)
-        self.output = nn.Linear(shape.width, shape.width)
-
-    def forward(
-        self,
-        x: Tensor,
-        packed: Packed,
-        mask: masks.Mask | None = None,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
-
-        Args:
-            x: [T, width].
-            packed: the sequences.
-            mask: who of a sequence sees whom; None for everybody.
-            seen: what ``packed.seen`` says of both, for the padded implementations; None to ask it.
-        """
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1))
-            for project in (self.query, self.key, self.value)
-        )
-        dropout_p = self.dropout_p if self.training else 0.0
-        if self.implementation == "tilewise":
-            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
-        elif self.implementation in ("plain", "sdpa"):
-            seen = who_sees(packed, mask, self.heads) if seen is None else seen
-            out = attend_padded(q, k, v, packed, seen, dropout_p, self.implementation)
-        else:
-            required = "'plain' or 'sdpa' or 'tilewise'"
-            raise InvalidArgument("implementation", repr(self.implementation), required)
-        merged: Tensor = self.output(out.flatten(1))
-        return merged
-
-    def _unpadded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        borders: Tensor,
-        mask: masks.Mask | None,
-        dropout_p: float,
-    ) -> Tensor:
-        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
-        out: Tensor
-        if self.on_statistics is None:
-            out = attention_varlen(q, k, v, borders, borders, **rest)
-            return out
-        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
-        assert found.stats is not None
-        self.on_statistics(found.stats)
-        out = found.out
-        return out
+_ARCHITECTURES: Mapping[HeadKind, str] = {
+    "none": "BertModel",
+    "masked": "BertForMaskedLM",
+    "classes": "BertForSequenceClassification",
+}
+LAYOUT = folders.Layout(
+    family="a BERT",
+    # A head of classes over the mean of all tokens is the other type: no library shall draw a
+    # pooler for its classifier.
+    kinds=("bert", "tilewise-bert"),
+    prefix="bert.",
+    outside=("classifier.", "cls."),
+    layers="encoder.layer",
+    modules={
+        "attention.query": "attention.self.query",
+        "attention.key": "attention.self.key",
+        "attention.value": "attention.self.value",
+        "attention.output": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "expand": "intermediate.dense",
+        "contract": "output.dense",
+        "mlp_norm": "output.LayerNorm",
+    },
+    parameters={
+        "tokens.weight": "embeddings.word_embeddings.weight",
+        "positions.weight": "embeddings.position_embeddings.weight",
+        "kinds.weight": "embeddings.token_type_embeddings.weight",
+        "norm.weight": "embeddings.LayerNorm.weight",
+        "norm.bias": "embeddings.LayerNorm.bias",
+    },
+    heads={
+        "pooler.weight": "pooler.dense.weight",
+        "pooler.bias": "pooler.dense.bias",
+        "classifier.weight": "classifier.weight",
+        "classifier.bias": "classifier.bias",
+        "transform.weight": "cls.predictions.transform.dense.weight",
+        "transform.bias": "cls.predictions.transform.dense.bias",
+        "transform_norm.weight": "cls.predictions.transform.LayerNorm.weight",
+        "transform_norm.bias": "cls.predictions.transform.LayerNorm.bias",
+        "token_bias": "cls.predictions.bias",
+    },
+    tied={
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    left_out=("position_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias"),
+    numbers={
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "width": "hidden_size",
+        "feed_forward": "intermediate_size",
+        "context": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+        "kinds": "type_vocab_size",
+    },
+    dropouts=folders.ENCODER_DROPOUTS,
+    dropout=0.1,
+    said={"hidden_act": ("gelu",), "layer_norm_eps": (EPS,), "tie_word_embeddings": (True,)},
+    unsaid={
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+)
 
 
 class Layer(nn.Module):
@@ -169,7 +151,9 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape, implementation: Implementation) -> None:
         super().__init__()
         assert shape.feed_forward is not None
-        self.attention = SelfAttention(shape, implementation)
+        self.attention = SelfAttention(
+            shape.width, shape.heads, shape.attention_dropout, implementation
+        )
         self.attention_norm = nn.LayerNorm(shape.width, eps=EPS)
         self.expand = nn.Linear(shape.width, shape.feed_forward)
         self.contract = nn.Linear(shape.feed_forward, shape.width)
@@ -201,7 +185,7 @@ class Head(NamedTuple):
             ``"mean"`` of all tokens of the sequence.
     """
 
-    kind: Literal["none", "masked", "classes"] = "none"
+    kind: HeadKind = "none"
     classes: int = 2
     pooling: Literal["first", "mean"] = "first"
 
@@ -254,18 +238,7 @@ class BERT(nn.Module):
                     self.pooler = nn.Linear(width, width)
                 self.head_dropout = nn.Dropout(shape.residual_dropout)
                 self.classifier = nn.Linear(width, head.classes)
-        self.to_empty(device="cpu")
-        self._initialise(seed)
-
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
-        """Normal weights of ``STD``; gains are 1 and biases 0."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=STD, generator=generator)
-            else:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        initialise(self, seed)
 
     def forward(self, packed: Packed, wanted: Tensor | None = None) -> Tensor:
         """Return the output of the head.
@@ -320,19 +293,22 @@ class BERT(nn.Module):
         the type (``AutoModel``). ``BertModel.from_pretrained`` still reads the encoder.
         ``BertForSequenceClassification.from_pretrained``, called by its name, still draws a pooler.
         """
-        values = files.config(vars(self.shape), EPS, self.head)
-        files.write(folder, self.state_dict(), self.shape.layers, values)
+        kind, classes, pooling = self.head
+        ours_alone = kind == "classes" and pooling == "mean"
+        values = LAYOUT.config(vars(self.shape), None if ours_alone else _ARCHITECTURES[kind])
+        if kind == "classes":
+            values |= folders.labels(classes)
+            if classes == 1:
+                values["problem_type"] = "regression"
+        LAYOUT.write(folder, self.state_dict(), values, "" if kind == "none" else None)
 
 
 def load(
     folder: Path,
     *,
     head: Head | None = Head(),  # noqa: B008  never changed
-    implementation: Implementation = "tilewise",
-    pattern: Pattern | None = None,
-    seed: int = 0,
-    checkpointing: bool = False,
-    **dropout: float,
+    dropouts: Mapping[str, float] | None = None,
+    **keywords: Any,
 ) -> BERT:
     """Return a BERT from a folder in the Hugging Face layout.
 
@@ -344,28 +320,34 @@ def load(
             is drawn from the seed, and named in the model's ``drawn``; so is a classifier that the
             folder has for other classes, or over another pooling. What the folder has of other
             heads is left out.
-        implementation: as for ``BERT``.
-        pattern: as for ``BERT``.
-        seed: of what is drawn.
-        checkpointing: as for ``BERT``.
-        dropout: numbers of ``Shape`` in place of the folder's: ``residual_dropout=0.1``.
+        dropouts: numbers of ``Shape`` in place of the folder's, by name.
+        keywords: others of ``BERT``; the seed is of what is drawn.
 
     Raises:
         InvalidArgument: not such a folder, tensors that are missing, too many or misshapen, or a
             head that is not known where none was named.
         Unsupported: a BERT that computes something else, e.g. with another activation.
     """
-    shape = Shape(**{**files.numbers(folder, EPS), **dropout})
+    values = LAYOUT.read_config(folder)
     model = BERT(
-        shape,
-        head=Head(*files.head_of(folder)) if head is None else head,
-        implementation=implementation,
-        pattern=pattern,
-        seed=seed,
-        checkpointing=checkpointing,
+        Shape(**{**LAYOUT.shape(values), **(dropouts or {})}),
+        head=_head_of(folder, values) if head is None else head,
+        **keywords,
     )
-    state, model.drawn = files.read(folder, model.state_dict(), shape.layers)
-    if state["tokens.weight"].dtype == torch.float64:
-        model.double()
-    model.load_state_dict(state)
+    state, model.drawn = LAYOUT.read(folder, model.state_dict())
+    folders.fill(model, state)
     return model
+
+
+def _head_of(folder: Path, values: Mapping[str, Any]) -> Head:
+    """Return the head that a config says."""
+    classes = folders.classes_of(values)
+    if values["model_type"] == LAYOUT.kinds[1]:
+        return Head("classes", classes, "mean")
+    said = values.get("architectures") or [_ARCHITECTURES["none"]]
+    for kind, name in _ARCHITECTURES.items():
+        if said == [name]:
+            return Head(kind, classes)
+    required = f"one of {', '.join(_ARCHITECTURES.values())}"
+    fix = "Say which head it shall have."
+    raise InvalidArgument("head", f"None, and {folder} with {said}", required, fix)

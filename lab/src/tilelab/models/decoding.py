@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn import functional
 
-from tilelab.models.gpt2 import GPT2, Layer
+from tilelab.models.gpt2 import GPT2
+from tilelab.models.layers import Layer
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Attention, Rotary, rotary
 from tilewise.serving import Attend, PagedKVCache, Step

@@ -4,7 +4,7 @@ The architecture is that of the published weights: learned positions and pre-nor
 perceptron has four times the width and the tanh form of GELU. The head is the token embedding
 itself. The ``Shape`` also has single changes of later models: rotary positions, fewer key/value
 heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout (``config.json`` and
-``model.safetensors``): see ``gpt2_files.py``.
+``model.safetensors``): ``folders.py``.
 
 Dimensions: B batch, S positions, V vocabulary.
 
@@ -14,10 +14,11 @@ Source: Radford et al., Language Models are Unsupervised Multitask Learners (201
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,68 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models import gpt2_files as files
-from tilelab.models.gpt2_files import Shape
+from tilelab.models.layers import STD, Layer, check_shape
 from tilewise import masks
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Attention, Implementation, Rotary
 from tilewise.variants.values import Mask, Score
 
-__all__ = ["GPT2", "PRESETS", "Shape", "first_places", "load"]
+EPS = 1e-5
+_POSITIONS, _NORMS = ("learned", "rotary", "none"), ("layer", "rms")
 
-STD = 0.02  # of every weight matrix at the start; those that end a residual branch get less
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a GPT-2.
+
+    Args:
+        layers, heads, width: of the transformer; ``heads`` divides ``width``.
+        context: the most positions.
+        vocabulary: token ids.
+        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
+        kv_heads: key/value heads, a divisor of ``heads``; None for as many.
+        positions: ``"learned"`` (a table that is added to the tokens), ``"rotary"`` (queries and
+            keys are turned, see ``tilewise.nn.rotary``) or ``"none"``.
+        norm: ``"layer"`` (LayerNorm) or ``"rms"`` (RMSNorm: neither mean nor bias).
+        qk_norm: normalise queries and keys, see ``tilewise.nn.Attention``.
+
+    Raises:
+        InvalidArgument: a number that is not positive, or numbers that do not fit together.
+
+    Sources: RoFormer (Su et al. 2021), GQA (Ainslie et al. 2023), RMSNorm (Zhang and Sennrich
+    2019), QK-norm (Henry et al. 2020).
+    """
+
+    layers: int
+    heads: int
+    width: int
+    context: int = 1024
+    vocabulary: int = 50257
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    kv_heads: int | None = None
+    positions: Literal["learned", "rotary", "none"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_shape(self, "context", "vocabulary")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            required = f"a divisor of heads={self.heads}"
+            raise InvalidArgument("kv_heads", str(self.kv_heads), required)
+        for name, known in (("positions", _POSITIONS), ("norm", _NORMS)):
+            if getattr(self, name) not in known:
+                required = f"one of {', '.join(known)}"
+                raise InvalidArgument(name, repr(getattr(self, name)), required)
+        if self.positions == "rotary" and (self.width // self.heads) % 2:
+            came = f"rotary with a head width of {self.width // self.heads}"
+            raise InvalidArgument("positions", came, "an even head width")
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys of a token, and of all values."""
+        return (self.kv_heads or self.heads) * (self.width // self.heads)
 
 
 # ``tiny`` is for laptops and reads bytes; the others are the published ones (124M to 1.6B).
@@ -47,48 +100,116 @@ PRESETS = {
 }
 
 
+LAYOUT = folders.Layout(
+    family="a GPT-2",
+    kinds=("gpt2", "tilewise-gpt2"),
+    prefix="transformer.",
+    layers="h",
+    modules={
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "attention.query_norm": "attn.q_norm",  # this and the next GPT-2 itself lacks
+        "attention.key_norm": "attn.k_norm",
+        "mlp_norm": "ln_2",
+        "expand": "mlp.c_fc",
+        "contract": "mlp.c_proj",
+    },
+    parameters={
+        "tokens.weight": "wte.weight",
+        "positions.weight": "wpe.weight",
+        "norm.weight": "ln_f.weight",
+        "norm.bias": "ln_f.bias",
+    },
+    tied={"lm_head.weight": "wte.weight"},
+    left_out=(".attn.bias", ".attn.masked_bias"),  # causal masks of old files
+    numbers={
+        "layers": "n_layer",
+        "heads": "n_head",
+        "width": "n_embd",
+        "context": "n_positions",
+        "vocabulary": "vocab_size",
+    },
+    dropouts={
+        "embedding_dropout": ("embd_pdrop",),
+        "attention_dropout": ("attn_pdrop",),
+        "residual_dropout": ("resid_pdrop",),
+    },
+    dropout=0.1,
+    said={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": (EPS,),
+        "tie_word_embeddings": (True,),
+    },
+    unsaid={
+        "add_cross_attention": (False,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "scale_attn_weights": (True,),
+    },
+)
+# What GPT-2 itself has none of; said in the file of a model that has it.
+_FACTORS = {"kv_heads": None, "positions": "learned", "norm": "layer", "qk_norm": False}
+_FUSED = ("query", "key", "value")
+
+
+def _config_of(shape: Shape) -> dict[str, Any]:
+    factors = {name: getattr(shape, name) for name in _FACTORS}
+    standard = factors == _FACTORS
+    values = LAYOUT.config(vars(shape), "GPT2LMHeadModel" if standard else None)
+    return values if standard else values | factors
+
+
+def _as_stored(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as in a file: matrices of layers [in, out], query, key, value as one."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, each in state.items():
+        for fused in _FUSED:
+            name = name.replace(f"attention.{fused}.", "attention.qkv.")
+        turned = each.t() if name.startswith("layers.") else each  # a vector stays
+        parts.setdefault(name, []).append(turned)
+    return {name: torch.cat(those, dim=-1) for name, those in parts.items()}
+
+
+def _from_stored(tensors: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """Return the inverse of ``_as_stored``."""
+    found = {}
+    for name, each in tensors.items():
+        turned = each.t() if name.startswith("layers.") else each
+        if "attention.qkv." in name:
+            widths = [shape.width, shape.kv_width, shape.kv_width]
+            for fused, part in zip(_FUSED, turned.split_with_sizes(widths), strict=True):
+                found[name.replace("qkv", fused)] = part
+        else:
+            found[name] = turned
+    return found
+
+
 def _norm(shape: Shape) -> nn.Module:
     kind = nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm
-    return kind(shape.width, eps=files.EPS)
+    return kind(shape.width, eps=EPS)
 
 
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + perceptron(norm(x)); [B, S, width] to the same.
-
-    Args:
-        shape: of the model.
-        implementation, mask, score: of the attention.
-    """
-
-    def __init__(
-        self, shape: Shape, implementation: Implementation, mask: Mask, score: Score | None
-    ) -> None:
-        super().__init__()
-        self.attention_norm = _norm(shape)
-        self.attention = Attention(
-            shape.width,
-            shape.heads,
-            kv_heads=shape.kv_heads,
-            bias=True,
-            qk_norm=shape.qk_norm,
-            rotary=Rotary() if shape.positions == "rotary" else None,
-            mask=mask,
-            score=score,
-            dropout_p=shape.attention_dropout,
-            implementation=implementation,
-        )
-        self.mlp_norm = _norm(shape)
-        self.expand = nn.Linear(shape.width, 4 * shape.width)
-        self.contract = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = nn.Dropout(shape.residual_dropout)
-
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """[B, S, width] -> [B, S, width]; ``attend`` is there for the layer's own attention."""
-        attend = self.attention if attend is None else attend
-        x = x + self.dropout(attend(self.attention_norm(x)))
-        hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
-        out: Tensor = x + self.dropout(self.contract(hidden))
-        return out
+def _layer(shape: Shape, implementation: Implementation, mask: Mask, score: Score | None) -> Layer:
+    attention = Attention(
+        shape.width,
+        shape.heads,
+        kv_heads=shape.kv_heads,
+        bias=True,
+        qk_norm=shape.qk_norm,
+        rotary=Rotary() if shape.positions == "rotary" else None,
+        mask=mask,
+        score=score,
+        dropout_p=shape.attention_dropout,
+        implementation=implementation,
+    )
+    return Layer(
+        attention,
+        partial(_norm, shape),
+        width=shape.width,
+        inner=4 * shape.width,
+        gelu="tanh",
+        dropout=shape.residual_dropout,
+    )
 
 
 def _asked(layer: nn.Module, mask: Mask, places: Tensor) -> Callable[[Tensor], Tensor]:
@@ -143,7 +264,7 @@ class GPT2(nn.Module):
             self.positions = nn.Embedding(shape.context, shape.width) if learned else None
             self.dropout = nn.Dropout(shape.embedding_dropout)
             self.layers = nn.ModuleList(
-                Layer(shape, implementation, mask, score) for _ in range(shape.layers)
+                _layer(shape, implementation, mask, score) for _ in range(shape.layers)
             )
             self.norm = _norm(shape)
         self.to_empty(device="cpu")
@@ -219,40 +340,33 @@ class GPT2(nn.Module):
         Args:
             folder: made where it is missing; files of an earlier save are replaced.
         """
-        tensors = files.to_file(self.state_dict(), self.shape)
-        folders.write(folder, tensors, {**self.extra_config, **files.config_of(self.shape)})
+        values = {**self.extra_config, **_config_of(self.shape)}
+        LAYOUT.write(folder, _as_stored(self.state_dict()), values)
 
 
-def load(
-    folder: Path,
-    *,
-    implementation: Implementation = "tilewise",
-    mask: Mask | None = None,
-    score: Score | None = None,
-) -> GPT2:
+def load(folder: Path, **keywords: Any) -> GPT2:
     """Return a GPT-2 from a folder in the Hugging Face layout.
 
     Weights of half precision are widened to float32, those of float64 stay so.
 
     Args:
         folder: with ``config.json`` and ``model.safetensors``.
-        implementation: as for ``GPT2``.
-        mask: as for ``GPT2``.
-        score: as for ``GPT2``.
+        keywords: others of ``GPT2``.
 
     Raises:
         InvalidArgument: not such a folder, or tensors that are missing, too many or misshapen.
         Unsupported: a GPT-2 that computes something else, e.g. with another activation.
     """
-    values = files.read_config(folder)
-    shape = Shape(**files.numbers_of(values))
-    model = GPT2(shape, implementation=implementation, mask=mask, score=score)
-    own = files.config_of(shape)
+    values = LAYOUT.read_config(folder)
+    given = LAYOUT.shape(values)
+    if values.get("n_inner") not in (None, 4 * given["width"]):
+        raise Unsupported(f"a GPT-2 with n_inner {values['n_inner']}: only 4 * n_embd is known")
+    if values["model_type"] == LAYOUT.kinds[1]:
+        given |= {name: values.get(name, standard) for name, standard in _FACTORS.items()}
+    shape = Shape(**given)
+    model = GPT2(shape, **keywords)
+    own = _config_of(shape)
     model.extra_config = {key: value for key, value in values.items() if key not in own}
-    path = folder / folders.WEIGHTS
-    tensors = files.read_tensors(path)
-    files.check_tensors(path, tensors, files.to_file(model.state_dict(), shape))
-    if tensors["wte.weight"].dtype == torch.float64:
-        model.double()
-    model.load_state_dict(files.from_file(tensors, shape))
+    state, _ = LAYOUT.read(folder, _as_stored(model.state_dict()))
+    folders.fill(model, _from_stored(state, shape))
     return model

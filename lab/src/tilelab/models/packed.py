@@ -1,4 +1,4 @@
-"""Sequences of different lengths as one, and attention over them where padding is needed.
+"""Sequences of different lengths as one, and attention over them.
 
 Dimensions: B sequences, T tokens of all of them, S tokens of the longest, H heads of D channels.
 """
@@ -6,16 +6,17 @@ Dimensions: B sequences, T tokens of all of them, S tokens of the longest, H hea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from tilewise import masks
+from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.calls import Block, lowered, visible
+from tilewise.nn import Implementation
 
 
 class Packed(NamedTuple):
@@ -73,7 +74,7 @@ def pack(rows: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]] | None = 
     return Packed(tokens, types, places, borders, max(lengths))
 
 
-def seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
+def who_sees(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
     """Return who sees whom: bool [B, 1, 1, S] for padding alone, [B, H or 1, S, S] with a mask.
 
     Args:
@@ -94,38 +95,98 @@ def seen(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
     return real & (allowed | ~real.transpose(-2, -1))
 
 
-def attend_padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    allowed: Tensor,
-    dropout_p: float,
-    implementation: str,
-) -> Tensor:
-    """Attention of [T, H, D] through [B, H, S, D] with padding.
+class SelfAttention(nn.Module):
+    """Attention of every token to its own sequence, [T, width] to the same.
 
     Args:
-        q: [T, H, D].
-        k: likewise.
-        v: likewise.
-        packed: the sequences.
-        allowed: what ``seen`` says of them.
-        dropout_p: probability of dropout.
-        implementation: ``"sdpa"`` or ``"plain"``.
+        width, heads, dropout_p: of the layer.
+        implementation: ``"tilewise"`` (no padding), or ``"sdpa"`` and ``"plain"``, which pad to the
+            longest sequence and mask the padding; the attribute may be changed at any time.
+
+    Attributes:
+        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
+            of ``"tilewise"``; the others keep none.
     """
-    rows = packed.padded_rows()
-    batch, longest = len(packed.borders) - 1, packed.longest
 
-    def pad(x: Tensor) -> Tensor:
-        whole = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, rows, x)
-        return whole.view(batch, longest, *x.shape[1:]).transpose(1, 2)
+    def __init__(
+        self, width: int, heads: int, dropout_p: float, implementation: Implementation
+    ) -> None:
+        super().__init__()
+        self.heads, self.dropout_p = heads, dropout_p
+        self.implementation: Implementation = implementation
+        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
 
-    q, k, v = pad(q), pad(k), pad(v)
-    if implementation == "sdpa":
-        out = functional.scaled_dot_product_attention(q, k, v, allowed, dropout_p)
-    else:
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-        out = functional.dropout(scores.softmax(-1), dropout_p) @ v
-    return out.transpose(1, 2).flatten(0, 1)[rows]
+    def forward(
+        self,
+        x: Tensor,
+        packed: Packed,
+        mask: masks.Mask | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
+
+        Args:
+            x: [T, width].
+            packed: the sequences.
+            mask: who of a sequence sees whom; None for everybody.
+            seen: what ``who_sees`` says of both, for the padded implementations; None to ask it.
+        """
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1))
+            for project in (self.query, self.key, self.value)
+        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        if self.implementation == "tilewise":
+            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
+        elif self.implementation in ("plain", "sdpa"):
+            seen = who_sees(packed, mask, self.heads) if seen is None else seen
+            out = self._padded(q, k, v, packed, seen, dropout_p)
+        else:
+            required = "'plain' or 'sdpa' or 'tilewise'"
+            raise InvalidArgument("implementation", repr(self.implementation), required)
+        merged: Tensor = self.output(out.flatten(1))
+        return merged
+
+    def _unpadded(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        borders: Tensor,
+        mask: masks.Mask | None,
+        dropout_p: float,
+    ) -> Tensor:
+        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
+        out: Tensor
+        if self.on_statistics is None:
+            out = attention_varlen(q, k, v, borders, borders, **rest)
+            return out
+        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
+        assert found.stats is not None
+        self.on_statistics(found.stats)
+        out = found.out
+        return out
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, allowed: Tensor, dropout_p: float
+    ) -> Tensor:
+        """Return attention of [T, H, D] through [B, H, S, D] with padding."""
+        rows = packed.padded_rows()
+        batch, longest = len(packed.borders) - 1, packed.longest
+
+        def pad(x: Tensor) -> Tensor:
+            whole = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, rows, x)
+            return whole.view(batch, longest, *x.shape[1:]).transpose(1, 2)
+
+        q, k, v = pad(q), pad(k), pad(v)
+        if self.implementation == "sdpa":
+            out = functional.scaled_dot_product_attention(q, k, v, allowed, dropout_p)
+        else:
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+            out = functional.dropout(scores.softmax(-1), dropout_p) @ v
+        return out.transpose(1, 2).flatten(0, 1)[rows]

@@ -5,7 +5,7 @@ position. The architecture is that of the published weights: a class token, pre-
 perceptron with the exact form of GELU. A linear head reads the class token, or the mean of all
 patches where there is no class token. With patches of one pixel the tokens are the pixels, row by
 row, as in the image tasks of the Long Range Arena. ``save`` and ``load`` use the Hugging Face
-layout: ``vit_files.py``.
+layout: ``folders.py``.
 
 Dimensions: B images, P patches, C channels.
 
@@ -15,22 +15,22 @@ et al., Training Data-efficient Image Transformers (2021).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tilelab.models import vit_files as files
+from tilelab.models import folders
+from tilelab.models.layers import Layer, check_shape, initialise
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Attention, Implementation
 from tilewise.variants.values import Mask, Score, as_mask
 
 EPS = 1e-12
-STD = 0.02  # of every weight matrix, the positions and the class token at the start
 # What may differ from a folder's shape.
 _FREE = ("classes", "embedding_dropout", "attention_dropout", "residual_dropout")
 
@@ -69,21 +69,11 @@ class Shape:
     residual_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.feed_forward is None:
-            object.__setattr__(self, "feed_forward", 4 * self.width)
-        whole = ("layers", "heads", "width", "image", "patch", "channels", "classes")
-        for name in (*whole, "feed_forward"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, str(getattr(self, name)), "1 or more")
-        if self.width % self.heads:
-            raise InvalidArgument("width", str(self.width), f"a multiple of heads={self.heads}")
+        check_shape(self, "feed_forward", "image", "patch", "channels", "classes")
         if self.image % self.patch:
             raise InvalidArgument("patch", str(self.patch), f"a divisor of image={self.image}")
         if self.pooling not in ("first", "mean"):
             raise InvalidArgument("pooling", repr(self.pooling), "'first' or 'mean'")
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InvalidArgument(name, str(getattr(self, name)), "a number in [0, 1)")
 
     @property
     def patches(self) -> int:
@@ -104,35 +94,71 @@ PRESETS = {
 }
 
 
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + perceptron(norm(x)); [B, tokens, width] to the same."""
+LAYOUT = folders.Layout(
+    family="a ViT",
+    # A ViT without a class token is the other type: no library shall draw one for it.
+    kinds=("vit", "tilewise-vit"),
+    prefix="vit.",
+    outside=("classifier.",),
+    layers="encoder.layer",
+    modules={
+        "attention.query": "attention.attention.query",
+        "attention.key": "attention.attention.key",
+        "attention.value": "attention.attention.value",
+        "attention.output": "attention.output.dense",
+        "attention_norm": "layernorm_before",
+        "expand": "intermediate.dense",
+        "contract": "output.dense",
+        "mlp_norm": "layernorm_after",
+    },
+    parameters={
+        "class_token": "embeddings.cls_token",
+        "positions.weight": "embeddings.position_embeddings",
+        "embed.weight": "embeddings.patch_embeddings.projection.weight",
+        "embed.bias": "embeddings.patch_embeddings.projection.bias",
+        "norm.weight": "layernorm.weight",
+        "norm.bias": "layernorm.bias",
+    },
+    heads={"classifier.weight": "classifier.weight", "classifier.bias": "classifier.bias"},
+    # Of encoders trained otherwise: a head over the class token, a token for hidden patches.
+    left_out=("pooler.dense.weight", "pooler.dense.bias", "embeddings.mask_token"),
+    numbers={
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "width": "hidden_size",
+        "feed_forward": "intermediate_size",
+        "image": "image_size",
+        "patch": "patch_size",
+        "channels": "num_channels",
+    },
+    dropouts=folders.ENCODER_DROPOUTS,
+    dropout=0.0,
+    said={"hidden_act": ("gelu",), "layer_norm_eps": (EPS,), "qkv_bias": (True,)},
+    unsaid={},
+)
 
-    def __init__(
-        self, shape: Shape, implementation: Implementation, mask: Mask | None, score: Score | None
-    ) -> None:
-        super().__init__()
-        assert shape.feed_forward is not None
-        self.attention_norm = nn.LayerNorm(shape.width, eps=EPS)
-        self.attention = Attention(
-            shape.width,
-            shape.heads,
-            bias=True,
-            mask=mask,
-            score=score,
-            dropout_p=shape.attention_dropout,
-            implementation=implementation,
-        )
-        self.mlp_norm = nn.LayerNorm(shape.width, eps=EPS)
-        self.expand = nn.Linear(shape.width, shape.feed_forward)
-        self.contract = nn.Linear(shape.feed_forward, shape.width)
-        self.dropout = nn.Dropout(shape.residual_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, tokens, width] -> [B, tokens, width]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        hidden = functional.gelu(self.expand(self.mlp_norm(x)))
-        out: Tensor = x + self.dropout(self.contract(hidden))
-        return out
+def _layer(
+    shape: Shape, implementation: Implementation, mask: Mask | None, score: Score | None
+) -> Layer:
+    attention = Attention(
+        shape.width,
+        shape.heads,
+        bias=True,
+        mask=mask,
+        score=score,
+        dropout_p=shape.attention_dropout,
+        implementation=implementation,
+    )
+    assert shape.feed_forward is not None
+    return Layer(
+        attention,
+        lambda: nn.LayerNorm(shape.width, eps=EPS),
+        width=shape.width,
+        inner=shape.feed_forward,
+        gelu="none",
+        dropout=shape.residual_dropout,
+    )
 
 
 def _with_class_token(mask: Mask, patches: int) -> Mask:
@@ -186,22 +212,11 @@ class ViT(nn.Module):
             self.positions = nn.Embedding(shape.tokens, shape.width)  # the class token's first
             self.dropout = nn.Dropout(shape.embedding_dropout)
             self.layers = nn.ModuleList(
-                Layer(shape, implementation, mask, score) for _ in range(shape.layers)
+                _layer(shape, implementation, mask, score) for _ in range(shape.layers)
             )
             self.norm = nn.LayerNorm(shape.width, eps=EPS)
             self.classifier = nn.Linear(shape.width, shape.classes)
-        self.to_empty(device="cpu")
-        self._initialise(seed)
-
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
-        """Normal weights of ``STD``; gains are 1 and biases 0."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 or name == "class_token":
-                parameter.normal_(std=STD, generator=generator)
-            else:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        initialise(self, seed)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the classes.
@@ -246,19 +261,23 @@ class ViT(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
-        files.write(folder, self.state_dict(), vars(self.shape), EPS)
+        shape, first = self.shape, self.class_token is not None
+        values = LAYOUT.config(vars(shape), "ViTForImageClassification" if first else None)
+        state = _as_stored(self.state_dict(), shape)
+        LAYOUT.write(folder, state, values | folders.labels(shape.classes))
 
 
-def load(
-    folder: Path,
-    *,
-    shape: Shape | None = None,
-    implementation: Implementation = "tilewise",
-    mask: Mask | None = None,
-    score: Score | None = None,
-    seed: int = 0,
-    checkpointing: bool = False,
-) -> ViT:
+def _as_stored(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """Return the tensors in the shapes that they have in a file."""
+    shapes = {
+        "embed.weight": (-1, shape.channels, shape.patch, shape.patch),
+        "class_token": (1, -1, shape.width),
+        "positions.weight": (1, -1, shape.width),
+    }
+    return {name: each.reshape(shapes.get(name, each.shape)) for name, each in state.items()}
+
+
+def load(folder: Path, *, shape: Shape | None = None, **keywords: Any) -> ViT:
     """Return a ViT from a folder in the Hugging Face layout.
 
     Weights of half precision are widened to float32, those of float64 stay so.
@@ -268,33 +287,26 @@ def load(
         shape: None for the folder's. Another one may have other dropouts, and other classes: a head
             that the folder lacks, or has with other classes, is drawn from the seed, and named in
             the model's ``drawn``.
-        implementation: as for ``ViT``.
-        mask: as for ``ViT``.
-        score: as for ``ViT``.
-        seed: of what is drawn.
-        checkpointing: as for ``ViT``.
+        keywords: others of ``ViT``; the seed is of what is drawn.
 
     Raises:
         InvalidArgument: not such a folder, one of other numbers than were asked for, or tensors
             that are missing, too many or misshapen.
         Unsupported: a ViT that computes something else, e.g. with another activation.
     """
-    found = Shape(**files.numbers(folder, EPS))
+    values = LAYOUT.read_config(folder)
+    found = Shape(
+        **LAYOUT.shape(values),
+        classes=folders.classes_of(values),
+        pooling="first" if values["model_type"] == LAYOUT.kinds[0] else "mean",
+    )
     shape = found if shape is None else shape
     for name, value in vars(found).items():
         if name not in _FREE and getattr(shape, name) != value:
             came, required = f"{name} {getattr(shape, name)!r}", f"{value!r}, as in {folder}"
             raise InvalidArgument("shape", came, required)
-    model = ViT(
-        shape,
-        implementation=implementation,
-        mask=mask,
-        score=score,
-        seed=seed,
-        checkpointing=checkpointing,
-    )
-    state, model.drawn = files.read(folder, model.state_dict(), shape.patch)
-    if state["positions.weight"].dtype == torch.float64:
-        model.double()
-    model.load_state_dict(state)
+    model = ViT(shape, **keywords)
+    own = model.state_dict()
+    state, model.drawn = LAYOUT.read(folder, _as_stored(own, shape))
+    folders.fill(model, {name: each.reshape(own[name].shape) for name, each in state.items()})
     return model

@@ -9,7 +9,7 @@ The steps, in order:
 4. ``verdict/`` reads records and decides; ``report/`` shows what was decided, ``browse/`` any run.
 """
 
-from tilelab.study.ask.registry import provide
+from tilelab.study.ask.values import provide
 
 __all__: list[str] = []
 

@@ -24,9 +24,10 @@ from rich.console import Console
 
 from tilelab.common.terminal import positive, say
 from tilelab.study import recipes
-from tilelab.study.ask import overrides, registry
+from tilelab.study.ask import overrides
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import Execution, Strategy
+from tilelab.study.ask.values import Kind, find, names, nearest
 from tilelab.study.browse import compare, show
 from tilelab.study.conduct import conductor, predict
 from tilelab.study.records import store
@@ -135,7 +136,7 @@ def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
     for option in (f"--{key.replace('_', '-')}" for key in given):
         if option not in spelled:
             required = f"one of {', '.join(spelled)}"
-            fix = registry.nearest(option, spelled)
+            fix = nearest(option, spelled)
             raise InvalidArgument(option, "an option that is not known", required, fix)
 
 
@@ -176,11 +177,11 @@ def _recipes(argv: Sequence[str]) -> int:
 def _choices(argv: Sequence[str]) -> int:
     _no_arguments("choices", "the tasks, optimizers, schedules and variants there are", argv)
     console = _console()
-    kinds: tuple[registry.Kind, ...] = ("task", "optimizer", "schedule", "variant")
+    kinds: tuple[Kind, ...] = ("task", "optimizer", "schedule", "variant")
     for kind in kinds:
         say(console, f"{kind}.name", style="bold")
-        for name in registry.names(kind):
-            entry = registry.find(kind, name)
+        for name in names(kind):
+            entry = find(kind, name)
             say(console, f"  {name}: {entry.summary}")
             if entry.defaults:
                 options = ", ".join(f"{key}={value}" for key, value in entry.defaults.items())

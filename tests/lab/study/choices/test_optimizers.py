@@ -11,7 +11,7 @@ from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from tilelab.study.ask.config import Optimizer
-from tilelab.study.ask.registry import names
+from tilelab.study.ask.values import names
 from tilelab.study.choices import optimizers
 from tilelab.study.choices.optimizers import parameter_groups
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field
 
-from tilelab.study.ask import registry
-from tilelab.study.ask.registry import Kind, Share, find, names, nearest, register, resolve
+from tilelab.study.ask import values as registry
+from tilelab.study.ask.values import Kind, Share, find, names, nearest, register, resolve
 from tilewise.errors import InvalidArgument
 
 
@@ -160,7 +160,7 @@ def test_a_choice_without_docstring_or_standard_value_is_refused() -> None:
 def test_the_registry_fills_itself_in_a_fresh_process() -> None:
     """Nobody has to import the choices: neither a config nor a list of names needs it."""
     program = (
-        "from tilelab.study.ask.registry import names; print(names('variant'));"
+        "from tilelab.study.ask.values import names; print(names('variant'));"
         "from tilelab.study.ask.config import RunConfig; print(RunConfig().schedule.options)"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilelab.study.ask.config import RunConfig, Schedule, change
-from tilelab.study.ask.registry import names
+from tilelab.study.ask.values import names
 from tilelab.study.choices.schedules import factor
 from tilewise.errors import InvalidArgument
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.lab.study.records_of import known
 from tilelab.study.ask.config import RunConfig, Variant, change
-from tilelab.study.ask.registry import names
+from tilelab.study.ask.values import names
 from tilelab.study.choices import variants
 from tilewise import BlockMask, masks, nn, scores
 from tilewise.errors import InvalidArgument

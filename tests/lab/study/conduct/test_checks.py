@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from torch import nn
 
 from tests.lab.study.conduct.conducting import conductor_of
 from tests.lab.study.records_of import config_of as language_of
@@ -74,7 +75,7 @@ def test_each_is_loaded_once_and_as_its_runs_load_it(
     asked: list[str] = []
     real = Classification.model
 
-    def counted(self: Classification, config: RunConfig, *rest: Any) -> BERT:
+    def counted(self: Classification, config: RunConfig, *rest: Any) -> nn.Module:
         asked.append(Path(config.model.checkpoint).name)
         return real(self, config, *rest)
 

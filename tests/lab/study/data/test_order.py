@@ -17,16 +17,18 @@ from tests.lab.study.data import texts
 from tests.lab.study.records_of import known
 from tests.lab.study.train.toys import CONFIG, tokens_of
 from tilelab.study.ask.config import change
-from tilelab.study.data.order import Batches, _mixed, evaluation_windows, strided
-from tilelab.study.data.packing import (
+from tilelab.study.data.order import (
     IGNORED,
     Packed,
     Padded,
     Rows,
     RunRows,
     Stream,
+    _mixed,
     attended,
+    evaluation_windows,
     shortened,
+    strided,
 )
 from tilelab.study.data.tokens import Documents, Tokens
 from tilewise.errors import InvalidArgument
@@ -42,16 +44,16 @@ def _counting(length: int) -> NDArray[Any]:
 
 def _batches(
     length: int, context: int = 8, batch: int = 4, accumulation: int = 1, seed: int = 0
-) -> Batches:
-    return Batches(texts.tokens_of(_counting(length)), context, batch, accumulation, seed)
+) -> Stream:
+    return Stream(texts.tokens_of(_counting(length)), context, batch, accumulation, seed)
 
 
-def _starts(batches: Batches, steps: int) -> list[int]:
+def _starts(batches: Stream, steps: int) -> list[int]:
     return [
         int(start)
         for step in range(steps)
-        for inputs, _ in batches.at(step)
-        for start in inputs[:, 0]
+        for rows in batches.at(step)
+        for start in rows.tokens[:, 0]
     ]
 
 
@@ -67,7 +69,7 @@ def test_draws_are_those_of_splitmix64() -> None:
 
 
 def test_batch_and_accumulation_only_cut_the_same_sequence() -> None:
-    for inputs, targets in _batches(1000, accumulation=3).at(5):
+    for inputs, targets, _ in _batches(1000, accumulation=3).at(5):
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.shape == targets.shape == (4, 8)
         assert torch.equal(targets, inputs + 1)
@@ -109,7 +111,7 @@ def test_offsets_and_orders_differ_between_epochs_and_are_even() -> None:
     assert len(orders) > 395
 
 
-def _starts_of_epoch(batches: Batches, epoch: int) -> list[int]:
+def _starts_of_epoch(batches: Stream, epoch: int) -> list[int]:
     at = epoch * batches.windows
     return [int(batches.at(step)[0][0][0, 0]) for step in range(at, at + batches.windows)]
 
@@ -137,8 +139,7 @@ def test_evaluation_windows_are_spread_and_do_not_overlap(length: int, windows: 
     if len(found) > 1:
         assert starts[-1] == length - 9  # up to the very end
     for part in found.parts(3):
-        assert part.counted.all()
-        assert torch.equal(part.targets, part.inputs + 1)
+        assert torch.equal(part.targets, part.tokens + 1)
 
 
 @given(
@@ -154,11 +155,11 @@ def test_a_strided_pass_scores_every_token_once_with_its_context(
     scored = Counter[int]()
     found = strided(_counting(length), context, stride)
     for part in found.parts(rows):
-        assert part.inputs.shape == part.targets.shape == part.counted.shape
-        assert part.inputs.shape[1] == context
-        for row in range(len(part.inputs)):
-            start = int(part.inputs[row, 0])
-            for place in part.counted[row].nonzero()[:, 0].tolist():
+        assert part.tokens.shape == part.targets.shape
+        assert part.tokens.shape[1] == context
+        for row in range(len(part.tokens)):
+            start = int(part.tokens[row, 0])
+            for place in (part.targets[row] != IGNORED).nonzero()[:, 0].tolist():
                 target = int(part.targets[row, place])
                 assert target == start + place + 1
                 scored[target] += 1
@@ -271,16 +272,17 @@ def test_held_out_windows_apart_by_document() -> None:
         for plain, part in zip(one.parts(4), other.parts(4), strict=True):
             assert plain.documents is None
             assert len(plain.model_inputs) == 1
-            assert torch.equal(part.inputs, plain.inputs)
-            assert torch.equal(part.targets, plain.targets)
+            assert torch.equal(part.tokens, plain.tokens)
             inputs, documents = part.model_inputs
-            assert torch.equal(inputs, part.inputs)
-            targets = np.array(part.targets[part.counted].tolist())
+            assert torch.equal(inputs, part.tokens)
+            counted = part.targets != IGNORED
+            assert torch.equal(part.targets[counted], plain.targets[counted])
+            targets = np.array(part.targets[counted].tolist())
             of_targets = np.searchsorted(begins, targets, side="right") - 1
-            assert documents[part.counted].tolist() == of_targets.tolist()
-            hidden = plain.targets[plain.counted & ~part.counted]
+            assert documents[counted].tolist() == of_targets.tolist()
+            hidden = plain.targets[(plain.targets != IGNORED) & ~counted]
             assert set(hidden.tolist()) <= set(begins.tolist())
-            scored += part.targets[part.counted].tolist()
+            scored += targets.tolist()
         assert len(set(scored)) == len(scored)
     # Strided ones are all there are.
     assert set(scored) == set(range(1, 100)) - set(begins.tolist())

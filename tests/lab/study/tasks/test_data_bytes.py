@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 from tests.lab.study.tasks.small import config_of as of_glue
-from tests.lab.study.tasks.small import sentence, write_glue
+from tests.lab.study.tasks.small import needs_wordpiece, sentence, write_glue
 from tests.lab.study.tasks.test_images import config_of as of_images
 from tests.lab.study.tasks.test_long import config_of, prepared, write_objects
 from tilelab.study.ask.config import Data, change
-from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
 from tilelab.study.tasks import images
 from tilelab.study.tasks.images import read
-
-FOLDER = data_folder()
 
 
 @pytest.mark.parametrize("examples", [0, 100])
@@ -51,7 +48,7 @@ def test_the_split_of_a_file_keeps_the_order_of_its_images(tmp_path: Path) -> No
     np.savez(tmp_path / "all.npz", images=pixels, labels=np.arange(count))
     data = read(Data(source=str(tmp_path / "all.npz"), held_out=0.1), 0)
     order = shuffled(count, 0, 0)
-    for part, wanted in ((data.held_out, order[:250]), (data.train, order[250:])):
+    for part, wanted in ((data.held_out["held_out"], order[:250]), (data.train, order[250:])):
         assert part.labels.tolist() == sorted(wanted.tolist())
         assert np.array_equal(part.pixels[:, 0], pixels[np.sort(wanted)])
 
@@ -94,12 +91,8 @@ def test_what_examples_take_is_known_from_the_files(task: str, write: Any, tmp_p
     assert absent.learning.data_bytes(absent) == (0, 0)
 
 
-@pytest.mark.skipif(
-    FOLDER is None or not (FOLDER / "vocab" / "bert-base-uncased").exists(),
-    reason="no vocab/bert-base-uncased in TILEWISE_DATA",
-)
+@needs_wordpiece
 def test_what_tokens_take_is_known_from_the_files(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     source = write_glue(tmp_path / "glue", "sst2")
     for each in (source / "SST-2").iterdir():
         each.write_text(

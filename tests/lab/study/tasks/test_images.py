@@ -63,7 +63,7 @@ def test_images_are_read_learnt_and_measured(tmp_path: Path) -> None:
     config = config_of(folder_of(tmp_path))
     data = config.learning.prepare(config, tmp_path)
     assert isinstance(data, Images)
-    assert (len(data.train), len(data.held_out), data.classes) == (40, 12, 3)
+    assert (len(data.train), len(data.held_out["held_out"]), data.classes) == (40, 12, 3)
     assert (data.side, data.channels) == (SIDE, 1)
     assert data.as_json()["train_examples"] == 40
     _warm(config, data, CPU)
@@ -103,13 +103,14 @@ def test_a_file_is_split_the_same_way_always(tmp_path: Path) -> None:
     path = tmp_path / "all.npz"
     np.savez(path, **arrays(50))
     one, two = (read(Data(source=str(path), held_out=0.2), 0) for _ in range(2))
-    assert (len(one.train), len(one.held_out)) == (40, 10)
+    assert (len(one.train), len(one.held_out["held_out"])) == (40, 10)
     assert one.sha256 == two.sha256
-    both = [*one.train.pixels, *one.held_out.pixels]
+    both = [*one.train.pixels, *one.held_out["held_out"].pixels]
     assert len({each.tobytes() for each in both}) == 50, "an image on both sides"
     assert read(Data(source=str(path), held_out=0.1), 0).sha256 != one.sha256
     few = read(Data(source=str(path), held_out=0.2), 6)
-    assert (len(few.train), few.held_out.pixels.shape) == (6, one.held_out.pixels.shape)
+    shapes = [each.held_out["held_out"].pixels.shape for each in (few, one)]
+    assert (len(few.train), shapes[0]) == (6, shapes[1])
     folder = str(folder_of(tmp_path))
     with pytest.raises(InvalidArgument, match="says nothing here"):
         read(Data(source=folder, held_out=0.5), 0)
@@ -284,10 +285,10 @@ def test_by_a_name_of_the_hub(
     assert (found.classes, found.channels, found.side) == (3, 3, SIDE)
     if own_part:
         wanted = made["test"]["images"].transpose(0, 3, 1, 2)
-        assert np.array_equal(found.held_out.pixels, wanted)
+        assert np.array_equal(found.held_out["held_out"].pixels, wanted)
         assert np.array_equal(found.train.labels, made["train"]["labels"])
     else:
-        assert (len(found.train), len(found.held_out)) == (9, 3)
+        assert (len(found.train), len(found.held_out["held_out"])) == (9, 3)
 
 
 _FOLDER = data_folder()
@@ -309,7 +310,7 @@ needs_data = pytest.mark.skipif(
 )
 def test_the_named_data_sets(source: str, sizes: tuple[int, ...]) -> None:
     found = read(Data(source=source), 0)
-    assert (len(found.train), len(found.held_out), found.classes, found.side) == sizes
+    assert (len(found.train), len(found.held_out["held_out"]), found.classes, found.side) == sizes
 
 
 @pytest.mark.slow
@@ -342,7 +343,7 @@ def test_the_hash_copies_nothing(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     digest = hashlib.sha256()
-    for part in (data.train, data.held_out):
+    for part in (data.train, data.held_out["held_out"]):
         digest.update(f"{part.pixels.shape} 3\n".encode())
         digest.update(part.pixels.tobytes() + part.labels.tobytes())
     assert found == digest.hexdigest()

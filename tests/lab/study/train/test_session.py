@@ -31,7 +31,7 @@ from tests.lab.study.train.toys import (
 from tilelab.study.ask.run import RECORD
 from tilelab.study.records.events import Writer
 from tilelab.study.train import state as states
-from tilelab.study.train.session import Examiner, Session
+from tilelab.study.train.session import Session
 from tilelab.study.train.state import CheckpointError, weights_sha256
 from tilelab.study.train.trainer import Trainer
 
@@ -274,16 +274,17 @@ def _by_hand(trainer: Trainer) -> float:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_the_loss_by_hand_and_without_dropout(precision: str) -> None:
+def test_the_loss_by_hand_and_without_dropout(precision: str, tmp_path: Path) -> None:
     changes = {
         "training.precision": precision,
         "model.dropout.residual": 0.5,
         "evaluation.windows": (len(TOKENS.held_out) - 1) // 16,
     }
-    trainer = trainer_of(changes)
+    session = session_of(tmp_path, changes)
+    trainer = session.trainer
     trainer.step()
     before = trainer.state({}).sha256
-    found = Examiner(trainer, TOKENS).held_out(whole=False)
+    found = session.held_out(whole=False)
     assert found.loss == pytest.approx(_by_hand(trainer), rel=1e-2)
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
     assert found.word_perplexity is None
@@ -291,13 +292,14 @@ def test_the_loss_by_hand_and_without_dropout(precision: str) -> None:
     assert trainer.model.training
 
 
-def test_an_optimizer_that_averages_is_evaluated_at_its_average() -> None:
+def test_an_optimizer_that_averages_is_evaluated_at_its_average(tmp_path: Path) -> None:
     changes = {"optimizer.name": "schedule-free", "optimizer.lr": 0.05, "budget.steps": 20}
-    trainer = trainer_of(changes)
+    session = session_of(tmp_path, changes)
+    trainer = session.trainer
     for _ in range(10):
         trainer.step()
     before = trainer.state({}).sha256
-    found = Examiner(trainer, TOKENS).held_out(whole=False).loss
+    found = session.held_out(whole=False).loss
     assert trainer.state({}).sha256 == before
     # x from its definition, y = (1 - beta) z + beta x, of which y is in the weights and z kept.
     beta = float(trainer.config.optimizer.options["betas"][0])
@@ -307,8 +309,8 @@ def test_an_optimizer_that_averages_is_evaluated_at_its_average() -> None:
         for name, target in other.model.named_parameters():
             z = trainer.optimizer.state[weights[name]]["z"]
             target.copy_((weights[name] - (1 - beta) * z) / beta)
-    at_average = Examiner(trainer_of(), TOKENS)
-    at_average._trainer.model.load_state_dict(other.model.state_dict())
+    at_average = session_of(tmp_path)
+    at_average.trainer.model.load_state_dict(other.model.state_dict())
     assert found == pytest.approx(at_average.held_out(whole=False).loss, rel=1e-5)
-    at_average._trainer.model.load_state_dict(trainer.model.state_dict())
+    at_average.trainer.model.load_state_dict(trainer.model.state_dict())
     assert found != pytest.approx(at_average.held_out(whole=False).loss, rel=1e-4)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilelab.models import bert
 from tilelab.models.gpt2 import GPT2, Shape
-from tilelab.models.packed import pack
+from tilelab.models.packed import SelfAttention, pack
 from tilelab.study.records.events import LayerSoftmax
 from tilelab.study.tasks.scores import look, watched
 from tilewise import nn
@@ -112,7 +112,7 @@ def test_a_bert_says_it_of_its_own_sequences() -> None:
     model = bert.BERT(shape).eval()
     packed = pack([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]])
     for layer in model.modules():
-        if isinstance(layer, bert.SelfAttention):
+        if isinstance(layer, SelfAttention):
             torch.nn.init.zeros_(layer.query.weight)
     with torch.no_grad():
         before = model(packed)

@@ -113,12 +113,6 @@ def test_options_change_what_is_learnt_and_not_what_is_recorded_first() -> None:
         assert _bits(other) != _bits(baseline), changes
 
 
-def test_checkpointing_changes_no_bit() -> None:
-    changes: dict[str, Any] = {"model.dropout.residual": 0.2}
-    expected = _three_steps(trainer_of(changes))
-    assert _three_steps(trainer_of({**changes, "training.checkpointing": True})) == expected
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_narrow_products_and_wide_weights(precision: str) -> None:
     trainer, wide = trainer_of({"training.precision": precision}), trainer_of()

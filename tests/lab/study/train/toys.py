@@ -14,8 +14,8 @@ import torch
 from tests.lab.study.data import texts
 from tests.lab.study.records_of import known
 from tilelab.study.ask.config import Budget, Data, Evaluation, Model, RunConfig, Training, change
-from tilelab.study.ask.registry import names
 from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.ask.values import names
 from tilelab.study.data.tokens import Documents, Tokens
 from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.task import Prepared

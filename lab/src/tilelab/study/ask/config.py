@@ -23,13 +23,14 @@ from pydantic import Field, field_validator, model_validator
 from tilelab.study.ask import designs
 from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.ask.registry import find, nearest
 from tilelab.study.ask.values import (
     Choice,
     Frozen,
     added,
     change,
     config_hash,
+    find,
+    nearest,
     parse,
     unhashed,
     value_at,
@@ -176,7 +177,7 @@ class Data(Frozen):
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
-    each): ``data/packing.py``. A budget counts rows of a whole context whatever is in them.
+    each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
     """
 
     source: str = "stdlib"

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, RunConfig, Study, change
-from tilelab.study.ask.registry import nearest
-from tilelab.study.ask.values import value_at
+from tilelab.study.ask.values import nearest, value_at
 from tilewise.errors import InvalidArgument
 
 _OF_EXPERIMENT = tuple(

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from tilelab.common.terminal import Text, in_words, say
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD
+from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import CorruptRecordError, RunRecord
 from tilelab.study.records.store import (

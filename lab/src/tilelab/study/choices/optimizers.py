@@ -18,9 +18,9 @@ from pydantic import Field
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from tilelab.study.ask.registry import NotNegative, Positive, Share, find, register
+from tilelab.study.ask.values import NotNegative, Positive, Share, find, register
 
-if TYPE_CHECKING:  # config imports this module, through the registry
+if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Optimizer
 
 # Those that work on parts of weights (``--strategy fsdp``). Adafactor keeps a matrix's rows and
@@ -122,7 +122,7 @@ def lion(
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion(_for_torch(groups, lr, weight_decay), betas)
+    return Lion(_for_torch(groups, lr, weight_decay), betas=betas)
 
 
 @register("optimizer")
@@ -190,7 +190,8 @@ def sgd(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
     """
-    return Sgd(_for_torch(groups, lr, weight_decay), momentum, nesterov)
+    torch_groups = _for_torch(groups, lr, weight_decay)
+    return Sgd(torch_groups, momentum=momentum, nesterov=nesterov)
 
 
 @register("optimizer")
@@ -229,44 +230,10 @@ def _torch_adamw(
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
 
-TorchGroup = Mapping[str, Any]
+class _Momentum(torch.optim.Optimizer):
+    """p <- p (1 - eta lambda) - eta u, where ``update`` makes u of the momentum and gradient."""
 
-
-class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum.
-
-    p <- p (1 - eta lambda) - eta sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
-
-    Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
-    """
-
-    def __init__(self, groups: Sequence[TorchGroup], betas: tuple[float, float]) -> None:
-        super().__init__([dict(each) for each in groups], {"betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step; ``closure`` is not taken."""
-        assert closure is None
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter, gradient in _with_gradient(group):
-                momentum = _buffer(self.state[parameter], parameter)
-                update = momentum.mul(first).add_(gradient, alpha=1.0 - first).sign_()
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
-                momentum.mul_(second).add_(gradient, alpha=1.0 - second)
-
-
-class Sgd(torch.optim.Optimizer):
-    """Momentum, with decay that does not pass through it.
-
-    m <- mu m + g;  p <- p (1 - eta lambda) - eta m, or with Nesterov - eta (g + mu m).
-
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
-    """
-
-    def __init__(self, groups: Sequence[TorchGroup], momentum: float, nesterov: bool) -> None:
-        defaults = {"momentum": momentum, "nesterov": nesterov}
+    def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
         super().__init__([dict(each) for each in groups], defaults)
 
     @torch.no_grad()
@@ -274,12 +241,48 @@ class Sgd(torch.optim.Optimizer):
         """One step; ``closure`` is not taken."""
         assert closure is None
         for group in self.param_groups:
-            mu = group["momentum"]
-            for parameter, gradient in _with_gradient(group):
-                momentum = _buffer(self.state[parameter], parameter).mul_(mu).add_(gradient)
-                update = gradient.add(momentum, alpha=mu) if group["nesterov"] else momentum
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                update = self.update(group, state["momentum"], parameter.grad)
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"])
+
+    def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
+        """Return u, and change the momentum to the next one."""
+        raise NotImplementedError
+
+
+class Lion(_Momentum):
+    """Sign of an interpolated momentum: u = sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
+
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
+    """
+
+    def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
+        """See above."""
+        first, second = group["betas"]
+        found = momentum.mul(first).add_(gradient, alpha=1.0 - first).sign_()
+        momentum.mul_(second).add_(gradient, alpha=1.0 - second)
+        return found
+
+
+class Sgd(_Momentum):
+    """Momentum, with decay that does not pass through it: m <- mu m + g;  u = m.
+
+    With Nesterov u = g + mu m.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
+    """
+
+    def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
+        """See above."""
+        momentum.mul_(group["momentum"]).add_(gradient)
+        nesterov = group["nesterov"]
+        return gradient.add(momentum, alpha=group["momentum"]) if nesterov else momentum
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -333,13 +336,3 @@ class ScheduleFree(AdamWScheduleFree):  # type: ignore[misc]
                 for parameter, bits in zip(group["params"], kept, strict=True):
                     parameter.detach().copy_(bits)
             self._kept = None
-
-
-def _with_gradient(group: TorchGroup) -> list[tuple[nn.Parameter, Tensor]]:
-    return [(each, each.grad) for each in group["params"] if each.grad is not None]
-
-
-def _buffer(state: dict[str, Tensor], parameter: nn.Parameter) -> Tensor:
-    if "momentum" not in state:
-        state["momentum"] = torch.zeros_like(parameter)
-    return state["momentum"]

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tilelab.study.ask.registry import Share, find, register
+from tilelab.study.ask.values import Share, find, register
 from tilewise.errors import InvalidArgument
 
-if TYPE_CHECKING:  # config imports this module, through the registry
+if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Schedule
 
 

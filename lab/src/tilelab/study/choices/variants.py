@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilelab.study.ask.registry import Count, CountOrZero, Positive, find, register
+from tilelab.study.ask.values import Count, CountOrZero, Positive, find, register
 from tilewise import masks, patterns, scores
 
-if TYPE_CHECKING:  # config imports this module, through the registry
+if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Variant
 
 ENCODER = ("full", "window", "window-global", "dilated", "blocks", "bigbird", "butterfly")

@@ -1,6 +1,17 @@
-"""The order of the text's windows: a function of seed and step, and of nothing else.
+"""The rows of a text that a run learns from and is evaluated on: functions of seed and step alone.
 
-Windows are ``context`` inputs and as many targets, the inputs moved on by one token.
+A row is ``context`` tokens and as many targets, the tokens moved on by one. In training it is made
+in one of three ways:
+
+* ``stream``: windows of the text, whatever documents they cut or join.
+* ``documents``: the same windows in the same order. A query sees its own document alone, and
+  positions count from the document's beginning in the window. The last token of a document has no
+  target: its target would be the first token of another document.
+* ``padded``: every row is a piece of one document, from its beginning on; what is left of the row
+  is filled up with token 0 and has no target. Longer documents are cut into as many rows.
+
+The model learns from the tokens that have a target. This module defines its random draws itself,
+because a library may change its generators: see ``_mixed``.
 """
 
 from __future__ import annotations
@@ -15,62 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilelab.study.data.tokens import Tokens, segments
+from tilelab.study.ask.config import RunConfig
+from tilelab.study.data.tokens import Tokens, mean_piece, segments
 from tilewise.errors import InvalidArgument
 
+IGNORED = -100  # a target that is none, as torch's cross-entropy has it
 _MASK = (1 << 64) - 1
-
-
-class Batches:
-    """The training windows of a run, at random access.
-
-    Sample number s (counted from 0 over all steps) is window ``s % n`` of epoch ``s // n``. An
-    epoch goes once through the text in n windows that do not overlap, from an offset below
-    ``context``, in a shuffled order. Each epoch draws its own offset and order. Batch and
-    accumulation only cut that sequence into pieces: 4 x 2 and 8 x 1 learn from the same windows in
-    a step.
-
-    This module defines the draws itself, because a library may change its generators: see
-    ``_mixed``.
-
-    Raises:
-        InvalidArgument: a text that is shorter than one window and its last target.
-    """
-
-    def __init__(
-        self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
-    ) -> None:
-        text = tokens.train
-        _check_length("the training text", len(text), context)
-        self._text = text
-        self.context, self.batch, self.accumulation, self.seed = context, batch, accumulation, seed
-        # The last offset: every epoch has the same number of windows wherever it starts.
-        self._offsets = min(context, len(text) - context)
-        self.windows = (len(text) - self._offsets) // context
-        self._order = lru_cache(maxsize=2)(self._draw_order)  # a step may reach into the next epoch
-
-    def at(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return inputs and targets of each micro-batch of a step, int64 [batch, context] each."""
-        starts = self.starts(step)
-        return [
-            _pairs(self._text, starts[at : at + self.batch], self.context)
-            for at in range(0, len(starts), self.batch)
-        ]
-
-    def starts(self, step: int) -> list[int]:
-        """Return the first token of every window of an optimizer step, 0 for the first step."""
-        first = step * self.batch * self.accumulation
-        return [self._start(first + each) for each in range(self.batch * self.accumulation)]
-
-    def _start(self, sample: int) -> int:
-        epoch, index = divmod(sample, self.windows)
-        offset, order = self._order(epoch)
-        return offset + int(order[index]) * self.context
-
-    def _draw_order(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        keys = drawn(self.seed, epoch, self.windows + 1)
-        offset = int(keys[-1] % np.uint64(self._offsets))
-        return offset, np.argsort(keys[:-1], kind="stable")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -78,10 +39,10 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(drawn(seed, epoch, count), kind="stable")
 
 
-def drawn(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """Draw numbers of 64 bits, the same on every machine: their order is that of an epoch."""
+def drawn(seed: int, epoch: int, count: int, first: int = 0) -> NDArray[np.uint64]:
+    """Draw numbers ``first`` to ``first + count`` of 64 bits, the same on every machine."""
     key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
-    return _mixed(np.arange(count, dtype=np.uint64), int(key))
+    return _mixed(np.arange(first, first + count, dtype=np.uint64), int(key))
 
 
 def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
@@ -102,22 +63,178 @@ def _mixed_int(value: int) -> int:
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
     """Return the seed of what is drawn in a micro-batch, such as dropout: whoever computes it."""
-    of_run = int(_mixed(np.array([seed & _MASK], np.uint64), _mixed_int(step))[0])
-    return int(_mixed(np.array([index], np.uint64), of_run)[0] >> np.uint64(1))
+    return int(drawn(seed, step, 1, first=index)[0] >> np.uint64(1))
 
 
-class Part(NamedTuple):
-    """Some windows of an evaluation."""
+class Samples:
+    """The samples of a run, at random access.
 
-    inputs: Tensor  # int64 [W, context], as the targets
-    targets: Tensor
-    counted: Tensor  # bool [W, context]: the targets that are scored
-    documents: Tensor | None = None  # int64 [W, context], of each input; None: a query sees all
+    Sample number s (counted from 0 over all steps) is one of the ``count`` of epoch ``s // count``.
+    An epoch has each of them once, in an order of its own. Batch and accumulation only cut that
+    sequence into pieces: 4 x 2 and 8 x 1 learn from the same samples in a step.
+    """
+
+    def __init__(self, count: int, batch: int, accumulation: int, seed: int) -> None:
+        self._count, self._batch, self._accumulation = count, batch, accumulation
+        # A step may reach into the next epoch.
+        self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(count, seed, epoch))
+
+    def at(self, step: int) -> list[list[tuple[int, int]]]:
+        """Return epoch and number of the samples of each micro-batch of a step, 0 for the first."""
+        found = []
+        for part in range(step * self._accumulation, (step + 1) * self._accumulation):
+            samples = range(part * self._batch, (part + 1) * self._batch)
+            places = [divmod(sample, self._count) for sample in samples]
+            found.append([(epoch, int(self._order(epoch)[index])) for epoch, index in places])
+        return found
+
+
+class Rows(NamedTuple):
+    """A micro-batch, or some windows of an evaluation."""
+
+    tokens: Tensor  # int64 [B, S]
+    targets: Tensor  # int64 [B, S], ``IGNORED`` where there is none
+    documents: Tensor | None = None  # int64 [B, S], of each token; None where a row is one
 
     @property
     def model_inputs(self) -> tuple[Tensor, ...]:
         """The arguments of a call of the model."""
-        return (self.inputs,) if self.documents is None else (self.inputs, self.documents)
+        return (self.tokens,) if self.documents is None else (self.tokens, self.documents)
+
+    @property
+    def learnt(self) -> int:
+        """Tokens that are learnt from: targets that there are."""
+        return int((self.targets != IGNORED).sum())
+
+
+class Stream:
+    """Windows of the training text, see the top of this file.
+
+    An epoch goes once through the text in windows that do not overlap, from an offset below
+    ``context`` that it draws.
+
+    Raises:
+        InvalidArgument: a text that is shorter than one window and its last target.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
+    ) -> None:
+        _check_length("the training text", len(tokens.train), context)
+        self._tokens, self._context, self._seed = tokens, context, seed
+        # The last offset: every epoch has the same number of windows wherever it starts.
+        self._offsets = min(context, len(tokens.train) - context)
+        self.windows = (len(tokens.train) - self._offsets) // context
+        self._samples = Samples(self.windows, batch, accumulation, seed)
+
+    def at(self, step: int) -> list[Rows]:
+        """Return the micro-batches of an optimizer step, 0 for the first."""
+        return [
+            self._rows([self._offset(epoch) + index * self._context for epoch, index in part])
+            for part in self._samples.at(step)
+        ]
+
+    def _offset(self, epoch: int) -> int:
+        return int(drawn(self._seed, epoch, 1, first=self.windows)[0] % np.uint64(self._offsets))
+
+    def _rows(self, starts: list[int]) -> Rows:
+        return _windows(self._tokens.train, starts, self._context)
+
+
+class Packed(Stream):
+    """The windows of ``Stream``, apart by document."""
+
+    def _rows(self, starts: list[int]) -> Rows:
+        rows = _apart(super()._rows(starts), starts, self._tokens.documents.train)
+        if not rows.learnt:
+            came = "documents, and a micro-batch in which every token is one of its own"
+            fix = "Take a larger training.batch or model.context, or data.packing=stream."
+            required = "documents of two tokens or more"
+            raise InvalidArgument("data.packing", came, required, fix)
+        return rows
+
+
+class Padded:
+    """Rows of one document each, see the top of this file; arguments are those of ``Stream``.
+
+    An epoch goes once through all rows. A document of one token has nothing to predict, and no row.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, batch: int, accumulation: int, seed: int
+    ) -> None:
+        self._text, self._context = tokens.train, context
+        begins = tokens.documents.train
+        ends = np.append(begins[1:], len(self._text))
+        self._rows = [
+            (int(start), int(min(context, end - 1 - start)))
+            for begin, end in zip(begins, ends, strict=True)
+            for start in range(begin, end - 1, context)
+        ]
+        if not self._rows:
+            required = "documents of two tokens or more"
+            raise InvalidArgument("data.packing", "padded, of none", required)
+        self._samples = Samples(len(self._rows), batch, accumulation, seed)
+
+    def at(self, step: int) -> list[Rows]:
+        """Return the micro-batches of an optimizer step, 0 for the first."""
+        return [
+            self._filled([self._rows[index] for _, index in part])
+            for part in self._samples.at(step)
+        ]
+
+    def _filled(self, rows: list[tuple[int, int]]) -> Rows:
+        tokens = torch.zeros(len(rows), self._context, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORED)
+        for at, (start, length) in enumerate(rows):
+            piece = torch.from_numpy(self._text[start : start + length + 1].astype(np.int64))
+            tokens[at, :length], targets[at, :length] = piece[:-1], piece[1:]
+        return Rows(tokens, targets)
+
+
+_KINDS: dict[str, type[Stream] | type[Padded]]
+_KINDS = {"stream": Stream, "documents": Packed, "padded": Padded}
+
+
+class RunRows:
+    """The rows of a run, of the length that a warm-up of lengths has come to."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, seed: int) -> None:
+        training, self._config = config.training, config
+        kind = _KINDS[config.data.packing]
+        self._source = kind(
+            tokens, config.model.context, training.batch, training.accumulation, seed
+        )
+
+    def at(self, step: int) -> list[Rows]:
+        """Return the micro-batches of an optimizer step, 0 for the first."""
+        length, found = self._config.length_at(step), self._source.at(step)
+        if length == self._config.model.context:
+            return found
+        return [shortened(each, length) for each in found]
+
+
+def shortened(rows: Rows, length: int) -> Rows:
+    """Return [B, S] rows as [B S / length, length]: each is cut into equal pieces."""
+    tokens, targets = (each.reshape(-1, length) for each in (rows.tokens, rows.targets))
+    documents = None if rows.documents is None else rows.documents.reshape(-1, length)
+    return Rows(tokens, targets, documents)
+
+
+def attended(config: RunConfig, tokens: Tokens) -> float:
+    """Return the mean size, over a run, of the row (or document's piece in it) that a token is in.
+
+    For packed documents, windows are taken to begin at multiples of their length.
+    """
+    packing, lengths = config.data.packing, config.lengths
+
+    def one(length: int) -> float:
+        if packing == "stream":
+            return float(length)
+        alone = packing == "padded"
+        return mean_piece(tokens.documents.train, len(tokens.train), length, cut_at_starts=alone)
+
+    return sum(one(length) * steps for length, steps in lengths.items()) / config.steps
 
 
 @dataclass(frozen=True)
@@ -133,7 +250,7 @@ class Windows:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def parts(self, rows: int) -> Iterator[Part]:
+    def parts(self, rows: int) -> Iterator[Rows]:
         """Yield all windows in order, at most ``rows`` at a time.
 
         A window that reaches over the end of the text is filled up with token 0, not counted.
@@ -141,16 +258,13 @@ class Windows:
         places = torch.arange(self.context)
         for at in range(0, len(self), rows):
             starts = self.starts[at : at + rows]
-            inputs, targets = _pairs(self.text, starts.tolist(), self.context)
+            found = _windows(self.text, starts.tolist(), self.context)
             first = torch.from_numpy(self.first[at : at + rows])[:, None]
             ends = torch.from_numpy(len(self.text) - 1 - starts)[:, None]
             counted = (places >= first) & (places < ends)
-            if self.begins is None:
-                yield Part(inputs, targets, counted)
-                continue
-            found = [segments(self.begins, start, self.context) for start in starts.tolist()]
-            documents, own = (torch.from_numpy(np.stack(each)) for each in zip(*found, strict=True))
-            yield Part(inputs, targets, counted & own, documents)
+            found = found._replace(targets=found.targets.masked_fill(~counted, IGNORED))
+            begins = self.begins
+            yield found if begins is None else _apart(found, starts.tolist(), begins)
 
 
 def evaluation_windows(
@@ -187,13 +301,23 @@ def strided(
     return Windows(text, context, np.arange(count, dtype=np.int64) * stride, first, begins)
 
 
-def _pairs(text: NDArray[Any], starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+def _windows(text: NDArray[Any], starts: list[int], context: int) -> Rows:
     windows = np.zeros((len(starts), context + 1), np.int64)
     for row, start in enumerate(starts):
         piece = text[start : start + context + 1]
         windows[row, : len(piece)] = piece
     tokens = torch.from_numpy(windows)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Rows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def _apart(rows: Rows, starts: list[int], begins: NDArray[np.int64]) -> Rows:
+    """Windows of a text with their documents, and without the targets beyond these.
+
+    ``starts`` has the first token of each window, ``begins`` that of each document.
+    """
+    found = [segments(begins, start, rows.tokens.shape[1]) for start in starts]
+    documents, own = (torch.from_numpy(np.stack(each)) for each in zip(*found, strict=True))
+    return Rows(rows.tokens, rows.targets.masked_fill(~own, IGNORED), documents)
 
 
 def _check_length(what: str, length: int, context: int) -> None:

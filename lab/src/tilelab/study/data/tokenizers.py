@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,14 @@ from tilewise.errors import InvalidArgument, Unsupported
 _CHUNK_LENGTH = 1 << 18  # text is encoded in pieces: the encoder's own record of a piece is large
 _CHUNKS_AT_ONCE = 16
 _WORD_END = re.compile(r"(?<=\S)[ \n]")
-_VOCABULARY_NAMES = ("vocab.json", "encoder.json")
-_MERGES_NAMES = ("merges.txt", "vocab.bpe")
+# Vocabulary -> its page at huggingface.co, and the names that each of its files may have.
+_VOCABULARIES: Mapping[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
+    "gpt2": (
+        "openai-community/gpt2",
+        (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")),
+    ),
+    "bert-base-uncased": ("google-bert/bert-base-uncased", (("vocab.txt",),)),
+}
 _GPT2_SIZE = 50257
 
 
@@ -47,7 +53,7 @@ def tokenizer(name: str) -> Tokenizer:
     """
     if name == "wordpiece":
         return _wordpiece(wordpiece(data_folder()))
-    return _bytes() if name == "bytes" else _gpt2(_find_gpt2(data_folder()))
+    return _bytes() if name == "bytes" else _gpt2(*_files(data_folder(), "gpt2"))
 
 
 def _bytes() -> Tokenizer:
@@ -71,25 +77,20 @@ def _wordpiece(pieces: WordPiece) -> Tokenizer:
     return Tokenizer(pieces.sha256, np.dtype(np.uint16), none, encode, pieces.decode)
 
 
-class _Gpt2Files(NamedTuple):
-    vocabulary: bytes
-    merges: bytes
-
-
-def _find_gpt2(folder: Path | None) -> _Gpt2Files:
-    places = [] if folder is None else [folder, folder / "gpt2", folder / "vocab" / "gpt2"]
-    for place in places:
-        vocabulary, merges = first_of(place, *_VOCABULARY_NAMES), first_of(place, *_MERGES_NAMES)
-        if vocabulary is not None and merges is not None:
-            return _Gpt2Files(unpacked(vocabulary), unpacked(merges))
+def _files(folder: Path | None, name: str) -> list[Path]:
+    """Return the files of a vocabulary in a folder of data sets."""
+    page, files = _VOCABULARIES[name]
+    for place in () if folder is None else (folder, folder / name, folder / "vocab" / name):
+        found = [path for names in files if (path := first_of(place, *names)) is not None]
+        if len(found) == len(files):
+            return found
     came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
-    site = "https://huggingface.co/openai-community/gpt2/resolve/main"
-    fix = (
-        f"Get them with: mkdir -p data/gpt2 && cd data/gpt2 && curl -LO {site}/vocab.json && "
-        f"curl -LO {site}/merges.txt && export TILEWISE_DATA=$(dirname $PWD)"
-    )
-    required = "a folder with gpt2/vocab.json and gpt2/merges.txt (GPT-2's vocabulary)"
-    raise InvalidArgument("data.tokenizer", came, required, fix)
+    names = [first for first, *_ in files]
+    get = [f"curl -LO https://huggingface.co/{page}/resolve/main/{each}" for each in names]
+    make = f"mkdir -p data/{name} && cd data/{name}"
+    fix = f"Get it with: {' && '.join([make, *get])} && export TILEWISE_DATA=$(dirname $PWD)"
+    required = f"a folder with {' and '.join(f'{name}/{each}' for each in names)}"
+    raise InvalidArgument("data.tokenizer", came, f"{required} (the vocabulary)", fix)
 
 
 def _package(what: str, instead: str = "") -> Any:
@@ -102,10 +103,11 @@ def _package(what: str, instead: str = "") -> Any:
     return tokenizers
 
 
-def _gpt2(files: _Gpt2Files) -> Tokenizer:
+def _gpt2(*files: Path) -> Tokenizer:
     tokenizers = _package("GPT-2's encoding", ", or take data.tokenizer=bytes")
-    vocabulary = json.loads(files.vocabulary)
-    lines = [line for line in files.merges.decode().splitlines() if not line.startswith("#version")]
+    words, pairs = (unpacked(each) for each in files)
+    vocabulary = json.loads(words)
+    lines = [line for line in pairs.decode().splitlines() if not line.startswith("#version")]
     merges = [(left, right) for left, right in (line.split(" ") for line in lines if line)]
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,7 +132,7 @@ def _gpt2(files: _Gpt2Files) -> Tokenizer:
         assert int(token_bytes[tokens].sum()) == len(text), "the encoding lost text"
         return tokens
 
-    digest = hashlib.sha256(b"gpt2\n" + files.vocabulary + files.merges).hexdigest()
+    digest = hashlib.sha256(b"gpt2\n" + words + pairs).hexdigest()
 
     def decode(tokens: Sequence[int]) -> str:
         return str(encoder.decode(list(tokens), skip_special_tokens=False))
@@ -169,7 +171,6 @@ def _chunks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-_FOLDERS = (".", "bert-base-uncased", "vocab/bert-base-uncased")
 _SIZE = 30522
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _AT_ONCE = 4096  # texts that are encoded together
@@ -206,19 +207,7 @@ def wordpiece(folder: Path | None) -> WordPiece:
     It is ``bert-base-uncased/vocab.txt``, ``vocab/bert-base-uncased/vocab.txt`` or ``vocab.txt``,
     packed (``.gz``) or not.
     """
-    if folder is not None:
-        for place in _FOLDERS:
-            path = first_of(folder / place, "vocab.txt")
-            if path is not None:
-                return _read(path)
-    came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
-    address = "https://huggingface.co/google-bert/bert-base-uncased/resolve/main/vocab.txt"
-    fix = (
-        "Get it with: mkdir -p data/bert-base-uncased && cd data/bert-base-uncased && "
-        f"curl -LO {address} && export TILEWISE_DATA=$(dirname $PWD)"
-    )
-    required = "a folder with bert-base-uncased/vocab.txt (BERT's vocabulary, uncased)"
-    raise InvalidArgument("data.tokenizer", came, required, fix)
+    return _read(*_files(folder, "bert-base-uncased"))
 
 
 @lru_cache(maxsize=2)

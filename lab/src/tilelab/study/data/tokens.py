@@ -15,9 +15,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,33 +138,13 @@ class Tokens:
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the tokens, for records."""
-        return {
-            "name": self.name,
-            "source": self.source,
-            "tokenizer": self.tokenizer,
-            "sha256": self.sha256,
-            "vocabulary": self.vocabulary,
-            "train_tokens": len(self.train),
-            "held_out_tokens": len(self.held_out),
-            "train_bytes": self.train_bytes,
-            "held_out_bytes": self.held_out_bytes,
-            "train_words": self.train_words,
-            "held_out_words": self.held_out_words,
-        }
+        facts = {name: getattr(self, name) for name in _FACTS}
+        sizes = {"train_tokens": len(self.train), "held_out_tokens": len(self.held_out)}
+        return {**facts, **sizes, **{name: getattr(self, name) for name in _COUNTS}}
 
 
-@dataclass(frozen=True)
-class _Sidecar:
-    """The contents of ``tokens-KEY.json``; ``sha256`` is of the file of tokens."""
-
-    dtype: str
-    train_tokens: int
-    held_out_tokens: int
-    train_bytes: int
-    held_out_bytes: int
-    train_words: int | None
-    held_out_words: int | None
-    sha256: str
+_FACTS = ("name", "source", "tokenizer", "sha256", "vocabulary")
+_COUNTS = ("train_bytes", "held_out_bytes", "train_words", "held_out_words")
 
 
 def prepare(data: Data, cache: Path) -> Tokens:
@@ -186,15 +165,16 @@ def prepare(data: Data, cache: Path) -> Tokens:
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     binary = cache / f"tokens-{key}.bin"
     sidecar = binary.with_suffix(".json")
-    if not sidecar.exists():
-        _make(cache)
-        with _locked(binary.with_suffix(".lock")):
-            if not sidecar.exists():  # another process may have made them while this one waited
-                _write(text, chosen, binary, sidecar)
-    found, tokens = _open(binary, sidecar)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        came = f"{cache} ({error.strerror})"
+        fix = "Name another in the environment variable TILEWISE_CACHE."
+        raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
+    _made_once(sidecar, lambda: _write(text, chosen, binary, sidecar))
+    said, train, held_out = _open(binary, sidecar)
     # The same text may come in other files.
     borders = hashlib.sha256(f"{key} {text.sizes}".encode()).hexdigest()[:16]
-    train, held_out = tokens[: found.train_tokens], tokens[found.train_tokens :]
 
     def find_documents() -> Documents:
         return _documents(cache / f"documents-{borders}.json", data, train, held_out)
@@ -208,27 +188,24 @@ def prepare(data: Data, cache: Path) -> Tokens:
         train=train,
         held_out=held_out,
         token_bytes=chosen.token_bytes,
-        train_bytes=found.train_bytes,
-        held_out_bytes=found.held_out_bytes,
-        train_words=found.train_words,
-        held_out_words=found.held_out_words,
+        **{name: said[name] for name in _COUNTS},
         find_documents=find_documents,
     )
 
 
 def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[Any]) -> Documents:
     """Return the borders of the documents, from their file or found now."""
-    if not path.exists():
-        with _locked(path.with_suffix(".lock")):
-            if not path.exists():
-                text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
-                token_bytes = tokenizer(data.tokenizer).token_bytes
-                parts = zip(("train", "held_out"), text.documents(), (train, held_out), strict=True)
-                found = {
-                    name: document_begins(sizes, part, token_bytes).tolist()
-                    for name, sizes, part in parts
-                }
-                write_atomically(path, json.dumps(found) + "\n")
+
+    def make() -> None:
+        text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
+        token_bytes = tokenizer(data.tokenizer).token_bytes
+        parts = zip(("train", "held_out"), text.documents(), (train, held_out), strict=True)
+        found = {
+            name: document_begins(sizes, part, token_bytes).tolist() for name, sizes, part in parts
+        }
+        write_atomically(path, json.dumps(found) + "\n")
+
+    _made_once(path, make)
     try:
         return read_documents(path, len(train), len(held_out))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -238,13 +215,14 @@ def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[An
         ) from None
 
 
-def _make(cache: Path) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        came = f"{cache} ({error.strerror})"
-        fix = "Name another in the environment variable TILEWISE_CACHE."
-        raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
+def _made_once(path: Path, make: Callable[[], None]) -> None:
+    """Make a file where it is missing: one of several processes does, the others wait for it."""
+    if path.exists():
+        return
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            make()
 
 
 def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) -> None:
@@ -255,41 +233,33 @@ def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) 
         for part in (train, held_out):
             file.write(part.data)
             digest.update(part.data)
-    said = _Sidecar(
-        dtype=chosen.dtype.name,
-        train_tokens=len(train),
-        held_out_tokens=len(held_out),
-        train_bytes=len(prepared.train),
-        held_out_bytes=len(prepared.held_out),
-        train_words=prepared.train_words,
-        held_out_words=prepared.held_out_words,
-        sha256=digest.hexdigest(),
-    )
-    write_atomically(sidecar, json.dumps(asdict(said), indent=1) + "\n")
+    said = {
+        "dtype": chosen.dtype.name,
+        "train_tokens": len(train),
+        "held_out_tokens": len(held_out),
+        "train_bytes": len(prepared.train),
+        "held_out_bytes": len(prepared.held_out),
+        "train_words": prepared.train_words,
+        "held_out_words": prepared.held_out_words,
+        "sha256": digest.hexdigest(),
+    }
+    write_atomically(sidecar, json.dumps(said, indent=1) + "\n")
 
 
-def _open(binary: Path, sidecar: Path) -> tuple[_Sidecar, NDArray[Any]]:
+def _open(binary: Path, sidecar: Path) -> tuple[dict[str, Any], NDArray[Any], NDArray[Any]]:
+    """Return what the sidecar says, and the tokens of both parts."""
     try:
-        said = _Sidecar(**json.loads(sidecar.read_text(encoding="utf-8")))
-        tokens: NDArray[Any] = np.memmap(binary, np.dtype(said.dtype), mode="r")
-        fits = len(tokens) == said.train_tokens + said.held_out_tokens
-        whole = fits and hashlib.sha256(tokens.data).hexdigest() == said.sha256
-    except (OSError, ValueError, TypeError) as error:
-        raise _corrupt(binary, sidecar, str(error)) from None
-    if not whole:
-        raise _corrupt(binary, sidecar, "its checksum is another one")
-    return said, tokens
-
-
-def _corrupt(binary: Path, sidecar: Path, reason: str) -> CorruptCacheError:
-    return CorruptCacheError(
-        f"the token cache {binary} is damaged ({reason}). Delete {binary} and {sidecar}, "
-        "and run the same command again: they will be made anew."
-    )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        said = json.loads(sidecar.read_text(encoding="utf-8"))
+        tokens: NDArray[Any] = np.memmap(binary, np.dtype(said["dtype"]), mode="r")
+        border, rest, *_ = (said[name] for name in ("train_tokens", "held_out_tokens", *_COUNTS))
+        whole = len(tokens) == border + rest
+        whole = whole and hashlib.sha256(tokens.data).hexdigest() == said["sha256"]
+        reason = "" if whole else "its checksum is another one"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error)
+    if reason:
+        raise CorruptCacheError(
+            f"the token cache {binary} is damaged ({reason}). Delete {binary} and {sidecar}, "
+            "and run the same command again: they will be made anew."
+        )
+    return said, tokens[:border], tokens[border:]

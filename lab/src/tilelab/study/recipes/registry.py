@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from tilelab.study.ask.config import Study
-from tilelab.study.ask.registry import nearest
-from tilelab.study.ask.values import as_invalid_argument
+from tilelab.study.ask.values import as_invalid_argument, nearest
 from tilewise.errors import InvalidArgument
 
 _RECIPES: dict[str, Recipe] = {}

@@ -1,29 +1,30 @@
 """Classification of sequences (or a number for each) with a BERT: the base of such tasks.
 
-A subclass says where examples come from and what counts (``GlueTask`` in ``glue.py`` is one)::
+A subclass says where examples come from and what counts (``TextClassification`` in ``texts.py`` is
+one)::
 
     class Tones(Classification):
         tokenizers = ("wordpiece",)
         sources = "tones, or the path of a folder"
+        place = ("tones", "tones")      # data.source, folder in TILEWISE_DATA
+        names = ("train.txt", "test.txt")
         classes = 2
 
-        def prepare(self, config, cache):
-            return Examples(...)        # tokens and labels, split: tasks/examples.py
+        def read(self, source):
+            return "tones", {"train": Rows(...), "held_out": Rows(...)}     # examples.py
 
-``held_out`` of its ``Examples`` may have several parts; the first one gives the loss. A task whose
-examples differ much in length says ``quarters = True``. Its metrics then have the accuracy on each
-quarter of the held-out examples, from the shortest to the longest. Its ``prepare`` passes what it
-made through ``checked``, as there must be four of them. Batches have no padding: sequences of
-different lengths lie one after the other, through ``tilewise.attention_varlen``. An epoch goes once
-through all examples in a shuffled order, drawn anew for each epoch from the seed. Batches are full:
-the last one of an epoch goes on with the next.
+There may be several held-out parts; the first one gives the loss. A task whose examples differ much
+in length says ``quarters = True``. Its metrics then have the accuracy on each quarter of the
+held-out examples, from the shortest to the longest. Batches have no padding: sequences of different
+lengths lie one after the other, through ``tilewise.attention_varlen``. An epoch goes once through
+all examples in a shuffled order, drawn anew for each epoch from the seed. Batches are full: the
+last one of an epoch goes on with the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,20 +34,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilelab.models.bert import BERT, Head
-from tilelab.models.packed import Packed, pack
+from tilelab.common.files import first_of
+from tilelab.models.bert import Head
+from tilelab.models.packed import pack
 from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
-from tilelab.study.data.order import shuffled
-from tilelab.study.records.events import LayerSoftmax
+from tilelab.study.data.order import Samples
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.examples import Examples, Split, unpacked_bytes
+from tilelab.study.tasks.examples import (
+    HUB,
+    Encoding,
+    Examples,
+    Ragged,
+    Rows,
+    Split,
+    encoding_of,
+    folder_of,
+    unpacked_bytes,
+)
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held, losses
+from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument
 
-_ROWS = 32  # sequences of an evaluation's forward pass, and fewer of long ones
-_TOKENS = 8192
 # Tokenizer -> bytes in memory for each byte of the files: of what is kept (int32 tokens, borders,
 # labels), and at the most, when texts and lists of tokens are there too. More than what GLUE's
 # files, reviews, addresses and ListOps took; one with other columns beside the text takes less.
@@ -67,79 +76,52 @@ class Output(NamedTuple):
         return found
 
 
-class ExampleBatches:
-    """The training batches of a run: sample s is example ``s % n`` of epoch ``s // n``."""
-
-    def __init__(self, examples: Examples, config: RunConfig, seed: int) -> None:
-        self._examples, self._context = examples, config.model.context
-        self._batch, self._accumulation = config.training.batch, config.training.accumulation
-        count = len(examples.train)
-        self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(count, seed, epoch))
+class _Batches:
+    def __init__(self, task: Classification, config: RunConfig, data: Any, seed: int) -> None:
+        training = config.training
+        self._task, self._config, self._data = task, config, data
+        self._samples = Samples(len(data.train), training.batch, training.accumulation, seed)
 
     def at(self, step: int) -> list[Batch]:
-        """Return the micro-batches of an optimizer step."""
-        count = len(self._examples.train)
-        found = []
-        for part in range(self._accumulation):
-            first = (step * self._accumulation + part) * self._batch
-            places = [divmod(sample, count) for sample in range(first, first + self._batch)]
-            found.append(self._of([int(self._order(epoch)[index]) for epoch, index in places]))
-        return found
-
-    def _of(self, indices: list[int]) -> Batch:
-        packed, labels = packed_of(self._examples, self._examples.train, indices, self._context)
-        return Batch((packed,), labels, len(indices), len(packed.tokens))
-
-
-def packed_of(
-    examples: Examples, split: Split, indices: list[int], context: int
-) -> tuple[Packed, Tensor]:
-    """Some examples as one packed batch, and their labels."""
-    rows, kinds = zip(*(examples.sequence(split, each, context) for each in indices), strict=True)
-    labels = torch.from_numpy(split.labels[indices])
-    return pack(rows, kinds), labels.float() if labels.is_floating_point() else labels
-
-
-def looked_up(model: nn.Module) -> int:
-    """Count the numbers of a BERT's embeddings."""
-    assert isinstance(model, BERT)
-    return sum(each.weight.numel() for each in (model.positions, model.kinds, model.tokens))
+        return [
+            self._task.batch(self._config, self._data, self._data.train, [at for _, at in part])
+            for part in self._samples.at(step)
+        ]
 
 
 class _Examination(Examination):
-    def __init__(self, task: Classification, config: RunConfig, data: Examples) -> None:
-        self._task, self._data, self._context = task, data, config.model.context
-        self._watched = config.evaluation.attention_windows
+    def __init__(self, task: Classification, config: RunConfig, data: Any) -> None:
+        self._task, self._config, self._data = task, config, data
+        self._rows = min(task.most_rows, max(1, task.most_tokens // config.model.context))
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
+        first, *_ = self._data.held_out.values()
+        watched = min(self._config.evaluation.attention_windows, len(first))
+        softmaxes = None
         with scores.evaluating(model, autocast) as device:
             found = {
                 name: self._output(model, split, device)
                 for name, split in self._data.held_out.items()
             }
-            softmaxes = self._look(model, device)
+            if watched:
+                rows = watched if self._task.watches_at_once else self._rows
+                softmaxes = scores.look(model, self._calls(first, watched, rows, device))
         loss = self._task.loss_of(next(iter(found.values())))
         metrics = {**self._task.score(found), self._task.loss_name: loss}
         metrics = {name: metrics[name] for name in self._task.metrics}
         return Held(loss, metrics=metrics, softmaxes=softmaxes)
 
-    def _look(self, model: nn.Module, device: torch.device) -> list[LayerSoftmax] | None:
-        split = next(iter(self._data.held_out.values()))
-        indices = list(range(min(self._watched, len(split))))
-        if not indices:
-            return None
-        packed, _ = packed_of(self._data, split, indices, self._context)
-        return scores.look(model, [(packed.to(device),)])
+    def _calls(
+        self, split: Any, count: int, rows: int, device: torch.device
+    ) -> Iterator[tuple[Any, ...]]:
+        for at in range(0, count, rows):
+            indices = list(range(at, min(at + rows, count)))
+            yield self._task.batch(self._config, self._data, split, indices).to(device).inputs
 
-    def _output(self, model: nn.Module, split: Split, device: torch.device) -> Output:
-        logits = []
-        rows = min(_ROWS, max(1, _TOKENS // self._context))
-        for at in range(0, len(split), rows):
-            indices = list(range(at, min(at + rows, len(split))))
-            packed, _ = packed_of(self._data, split, indices, self._context)
-            logits.append(model(packed.to(device)).double().cpu())
-        whole: NDArray[np.float64] = torch.cat(logits).numpy()
-        lengths = self._data.lengths(split)
+    def _output(self, model: nn.Module, split: Any, device: torch.device) -> Output:
+        calls = self._calls(split, len(split), self._rows, device)
+        whole = torch.cat([model(*inputs).double().cpu() for inputs in calls]).numpy()
+        lengths = self._data.lengths(split) if self._task.quarters else None
         return Output(whole[:, 0] if self._task.classes == 1 else whole, split.labels, lengths)
 
 
@@ -155,6 +137,14 @@ class Classification(AbstractTask):
     classes: int  # 1: a number, learnt by squared error
     quarters: bool = False
     sources: ClassVar[str]  # what data.source may be, in words
+    place: ClassVar[tuple[str, str]]  # a ``data.source``, and its folder in TILEWISE_DATA
+    names: Sequence[str]  # of the files that ``read`` takes
+    fix: str = ""  # where they come from
+    on_the_hub: ClassVar[bool] = True  # whether data.source may be a name of the Hub
+    # Sequences and tokens of an evaluation's forward pass, if a single one has not more.
+    most_rows: ClassVar[int] = 32
+    most_tokens: ClassVar[int] = 8192
+    watches_at_once: ClassVar[bool] = True  # the sequences whose attention is recorded
 
     def __init__(self, pooling: Pooling = "first") -> None:
         self.pooling: Pooling = pooling
@@ -172,7 +162,8 @@ class Classification(AbstractTask):
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
         super().check(config)
-        if config.data.source == Data().source:
+        hub = config.data.source.startswith(HUB)
+        if config.data.source == Data().source or (hub and not self.on_the_hub):
             raise InvalidArgument("data.source", repr(config.data.source), self.sources)
         for key in ("held_out", "size_cap_bytes"):
             came, standard = getattr(config.data, key), getattr(Data(), key)
@@ -190,32 +181,76 @@ class Classification(AbstractTask):
             required = "0: this task learns a number"
             raise InvalidArgument(f"training.{which}", str(getattr(training, which)), required)
 
-    def checked(self, data: Examples) -> Examples:
-        """Return the data, if it has an example for each quarter of the accuracy."""
-        count, least = len(next(iter(data.held_out.values()))), len(scores.QUARTERS)
-        if self.quarters and count < least:
-            required = f"{least} or more: the accuracy is given by quarters of length"
-            came = f"{data.name} with {count} held-out examples"
-            raise InvalidArgument("data.source", came, required)
-        return data
+    def folder(self, source: str) -> Path:
+        """Return the folder of the files."""
+        return folder_of(source, *self.place)
 
-    def files(self, config: RunConfig) -> Sequence[Path | None]:
-        """Return the files that ``prepare`` reads; None for a missing one, empty for the Hub."""
-        return ()
+    def files(self, source: str) -> dict[str, Path | None]:
+        """Return the files that ``read`` takes, None for a missing one; none for the Hub."""
+        if source.startswith(HUB):
+            return {}
+        folder = self.folder(source)
+        return {name: first_of(folder, name) for name in self.names}
+
+    def file(self, source: str, name: str) -> Path:
+        """Return one of the files; refuse a missing one."""
+        path = self.files(source)[name]
+        if path is None:
+            came, required = f"{self.folder(source)} without {name}", f"{name} or {name}.gz"
+            raise InvalidArgument("data.source", came, required, self.fix)
+        return path
+
+    def read(self, source: str) -> tuple[str, dict[str, Rows]]:
+        """Return the name of the data in words, and ``"train"`` and the parts that are held out."""
+        raise NotImplementedError
+
+    def encoding(self, config: RunConfig) -> Encoding:
+        """Return how what was read becomes tokens."""
+        return encoding_of(config.data.tokenizer)
+
+    def encoded(self, rows: Rows, encoding: Encoding) -> Split:
+        """Return a part as tokens."""
+        second = None if rows.second is None else Ragged.of(encoding.encode(rows.second))
+        kind = np.float64 if self.classes == 1 else np.int64
+        first = Ragged.of(encoding.encode(rows.first))
+        return Split(first, second, np.array(rows.labels, kind))
+
+    def prepare(self, config: RunConfig, cache: Path) -> Any:
+        """Return the data set as tokens, ``Examples``."""
+        encoding = self.encoding(config)
+        name, parts = self.read(config.data.source)
+        splits = {part: self.encoded(rows, encoding) for part, rows in parts.items()}
+        train = splits.pop("train")
+        count, least = len(next(iter(splits.values()))), len(scores.QUARTERS)
+        if self.quarters and 0 < count < least:
+            required = f"{least} or more: the accuracy is given by quarters of length"
+            came = f"{name} with {count} held-out examples"
+            raise InvalidArgument("data.source", came, required)
+        source, tokenizer = config.data.source, config.data.tokenizer
+        return Examples(name, source, *encoding[:3], train, splits, tokenizer)
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
         """See ``AbstractTask``; by the sizes of the files."""
         size = 0
         with suppress(InvalidArgument, OSError):  # ``prepare`` will say what is missing
-            size = sum(unpacked_bytes(each) for each in self.files(config) if each is not None)
+            files = self.files(config.data.source).values()
+            size = sum(unpacked_bytes(each) for each in files if each is not None)
         kept, most = _A_BYTE.get(config.data.tokenizer, _A_BYTE["wordpiece"])
         return DataBytes(int(kept * size), int(most * size))
 
-    def batches(self, config: RunConfig, data: Examples, seed: int) -> ExampleBatches:
+    def batches(self, config: RunConfig, data: Any, seed: int) -> _Batches:
         """Full batches of examples, an epoch after the other."""
-        return ExampleBatches(data, config, seed)
+        return _Batches(self, config, data, seed)
 
-    def model(self, config: RunConfig, data: Examples, seed: int, device: torch.device) -> BERT:
+    def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
+        """Return some examples of a part of the data."""
+        context = config.model.context
+        rows, kinds = zip(*(data.sequence(split, each, context) for each in indices), strict=True)
+        packed, labels = pack(rows, kinds), torch.from_numpy(split.labels[indices])
+        labels = labels.float() if labels.is_floating_point() else labels
+        return Batch((packed,), labels, len(indices), len(packed.tokens))
+
+    def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> nn.Module:
         """Return a BERT with a head of classes."""
         head = Head("classes", self.classes, self.pooling)
         return bert_of(config, data.vocabulary, head, seed, device)
@@ -225,9 +260,7 @@ class Classification(AbstractTask):
         if self.classes == 1:
             error = functional.mse_loss(output[:, 0].float(), targets)
             return error, error.detach()
-        smoothing, z_loss = training.label_smoothing, training.z_loss
-        rows = output[:, None]  # a sequence is a row of one place
-        return losses(rows, targets[:, None], label_smoothing=smoothing, z_loss=z_loss)
+        return super().losses(output, targets, training)
 
     def loss_of(self, output: Output) -> float:
         """Return the plain loss of a held-out part."""
@@ -247,19 +280,15 @@ class Classification(AbstractTask):
             found |= scores.by_length(output.predicted, output.labels, output.lengths)
         return found
 
-    def examination(self, config: RunConfig, data: Examples) -> Examination:
+    def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the examination on all held-out examples."""
         return _Examination(self, config, data)
 
-    def looked_up(self, model: nn.Module) -> int:
-        """Count the numbers of all embeddings."""
-        return looked_up(model)
-
-    def attended(self, config: RunConfig, data: Examples) -> float:
+    def attended(self, config: RunConfig, data: Any) -> float:
         """Return the mean over the training tokens of the length of their sequence."""
         lengths = data.lengths(data.train, config.model.context).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
-    def evaluated(self, config: RunConfig, data: Examples, whole: bool) -> int:
+    def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
         """Return the number of all held-out examples."""
         return sum(len(split) for split in data.held_out.values())

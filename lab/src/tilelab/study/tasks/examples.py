@@ -1,4 +1,4 @@
-"""Labelled examples, ready to be learnt from, and the files of data sets that they come from."""
+"""Labelled examples: their files, their text, and as tokens that are ready to be learnt from."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilelab.common.files import unpacked
 from tilelab.study.data.corpus import data_folder
+from tilelab.study.data.tokenizers import wordpiece
 from tilewise.errors import InvalidArgument, Unsupported
 
 _SIZE_BYTES = 4  # of the field ISIZE that a file of gzip ends with (RFC 1952, section 2.3.1)
@@ -98,6 +99,44 @@ def table(source: str, configuration: str | None, split: str | None, files: str)
         of = "" if configuration is None else f"the configuration {configuration} and "
         of += "a split" if split is None else f"the split {split}"
         raise InvalidArgument("data.source", came, f"a data set with {of}") from None
+
+
+class Rows(NamedTuple):
+    """Examples before they are tokens."""
+
+    first: list[Any]  # texts, or what else an ``Encoding`` encodes
+    labels: list[Any]  # classes from 0 on, or numbers
+    second: list[str] | None = None  # the other ones of pairs; None for single sequences
+    left_out: int = 0  # lines of the file that are no examples
+
+    def take(self, indices: Sequence[int]) -> Rows:
+        """Some of them, in that order."""
+        first, labels, second = (
+            None if each is None else [each[index] for index in indices] for each in self[:3]
+        )
+        assert first is not None
+        assert labels is not None
+        return Rows(first, labels, second, self.left_out)
+
+
+class Encoding(NamedTuple):
+    """How sequences become tokens."""
+
+    vocabulary: int  # token ids
+    start: int | None  # token before a sequence; None for none
+    border: int | None  # token behind each part; None for none
+    encode: Callable[[list[Any]], Sequence[Sequence[int]]]
+
+
+_BYTES = 256
+
+
+def encoding_of(tokenizer: str) -> Encoding:
+    """Return the encoding of texts by ``"bytes"`` or ``"wordpiece"``."""
+    if tokenizer == "bytes":
+        return Encoding(_BYTES + 1, _BYTES, None, lambda texts: [list(t.encode()) for t in texts])
+    pieces = wordpiece(data_folder())
+    return Encoding(pieces.vocabulary, pieces.first, pieces.border, pieces.encode)
 
 
 @dataclass(frozen=True)
@@ -234,12 +273,7 @@ def joined(
     if second is None:
         tokens = [*head, *first[:room], *ends]
         return tokens, [0] * len(tokens)
-    n, m = len(first), len(second)
-    if n + m > room:
-        small = min(n, m)
-        if 2 * small < room:  # the longer one alone has to give
-            n, m = (room - m, m) if n > m else (n, room - n)
-        else:
-            n, m = room - room // 2, room // 2
+    n = min(len(first), max(room - len(second), room - room // 2))
+    m = min(len(second), room - n)
     one, two = [*head, *first[:n], *ends], [*second[:m], *ends]
     return one + two, [0] * len(one) + [1] * len(two)

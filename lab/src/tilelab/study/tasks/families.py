@@ -86,7 +86,7 @@ def bert_of(
     }
     if model.checkpoint:
         folder = checkpoint_folder(model.checkpoint)
-        made = bert.load(folder, **keywords, **_dropouts(model))
+        made = bert.load(folder, dropouts=_dropouts(model), **keywords)
         _check_shape(config, vocabulary, made.shape)
         made.float()
     else:

@@ -10,30 +10,16 @@ Understanding (2019).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tilelab.common.files import first_of
 from tilelab.models.vit import Pooling
-from tilelab.study.ask.config import RunConfig
-from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
-from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.classification import Classification, Output
-from tilelab.study.tasks.examples import (
-    HUB,
-    Examples,
-    Ragged,
-    Split,
-    folder_of,
-    lines,
-    table,
-)
+from tilelab.study.tasks.examples import HUB, Rows, lines, table
 from tilewise.errors import InvalidArgument
 
 _SAMPLE_SEED = 0  # the same examples in every study: a sample belongs to the data, not to a run
@@ -44,53 +30,50 @@ class GlueTask(Classification):
 
     tokenizers = ("wordpiece",)
     sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
+    place = ("glue", "glue")
 
     def __init__(self, dataset: str, train_examples: int, pooling: Pooling) -> None:
         super().__init__(pooling)
         self.dataset: Dataset = DATASETS[dataset]
         self.train_examples = train_examples
         self.classes = len(self.dataset.labels) or 1
+        self.names = [f"{file}.tsv" for file, _ in self.dataset.parts.values()]
+        self.fix = (
+            "Get it with: curl -LO https://dl.fbaipublicfiles.com/glue/data/"
+            f"{self.dataset.folder}.zip (MRPC: from Microsoft), or set "
+            "data.source=hub:nyu-mll/glue."
+        )
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """The metrics that GLUE has for the data set, and the loss."""
         return (*self.dataset.metrics, self.loss_name)
 
-    def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """Return the data set's sentences as tokens."""
-        pieces = wordpiece(data_folder())
-        parts = read(self.dataset, config.data.source)
-        train = parts["train"]
-        broken = sum(rows.left_out for rows in parts.values())
-        if self.train_examples and self.train_examples < len(train.labels):
-            order = shuffled(len(train.labels), _SAMPLE_SEED, 0)[: self.train_examples]
-            train = train.take(sorted(order.tolist()))
-        elif self.train_examples > len(train.labels):
-            came, required = str(self.train_examples), f"at most {len(train.labels)}, or 0 for all"
-            raise InvalidArgument("task.train_examples", came, required)
-        sample = f" (a sample of {len(train.labels):,})" if self.train_examples else ""
-        left_out = f", without {broken:,} broken lines of its files" if broken else ""
-        return Examples(
-            name=f"GLUE {self.dataset.folder}{sample}{left_out}",
-            source=config.data.source,
-            vocabulary=pieces.vocabulary,
-            start=pieces.first,
-            border=pieces.border,
-            train=_encoded(train, pieces, self.classes),
-            held_out={
-                name: _encoded(rows, pieces, self.classes)
-                for name, rows in parts.items()
-                if name != "train"
-            },
-            tokenizer="wordpiece",
-        )
-
-    def files(self, config: RunConfig) -> list[Path | None]:
+    def folder(self, source: str) -> Path:
         """See ``Classification``."""
-        if config.data.source.startswith(HUB):
-            return []
-        folder = folder_of(config.data.source, "glue", "glue") / self.dataset.folder
-        return [first_of(folder, f"{file}.tsv") for file, _ in self.dataset.parts.values()]
+        return super().folder(source) / self.dataset.folder
+
+    def read(self, source: str) -> tuple[str, dict[str, Rows]]:
+        """See ``Classification``."""
+        parts = {name: self.part(source, *where) for name, where in self.dataset.parts.items()}
+        broken = sum(rows.left_out for rows in parts.values())
+        name, count = f"GLUE {self.dataset.folder}", len(parts["train"].labels)
+        if self.train_examples > count:
+            came, required = str(self.train_examples), f"at most {count}, or 0 for all"
+            raise InvalidArgument("task.train_examples", came, required)
+        if self.train_examples:
+            order = shuffled(count, _SAMPLE_SEED, 0)[: self.train_examples]
+            parts["train"] = parts["train"].take(sorted(order.tolist()))
+            name += f" (a sample of {self.train_examples:,})"
+        return name + (f", without {broken:,} broken lines of its files" if broken else ""), parts
+
+    def part(self, source: str, file: str, split: str) -> Rows:
+        """Return a part of the data set from its file, or from its split on the Hub."""
+        if source.startswith(HUB):
+            files = "a folder with GLUE's files"
+            rows = table(source, self.dataset.name, split, files)
+            return _hub_rows(self.dataset, rows, source)
+        return _from_file(self.dataset, self.file(source, f"{file}.tsv"))
 
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
         """Return GLUE's metrics of the data set."""
@@ -112,33 +95,7 @@ class GlueTask(Classification):
         return found
 
 
-def _encoded(rows: Rows, pieces: WordPiece, classes: int) -> Split:
-    second = None if rows.second is None else Ragged.of(pieces.encode(rows.second))
-    kind = np.float64 if classes == 1 else np.int64
-    return Split(Ragged.of(pieces.encode(rows.first)), second, np.array(rows.labels, kind))
-
-
-_TRAIN, _HELD_OUT = "train", "held_out"
 _ENTAILMENT = ("entailment", "not_entailment")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Examples as text."""
-
-    first: list[str]
-    second: list[str] | None  # None for single sentences
-    labels: list[float]  # classes by number, or scores
-    left_out: int = 0  # lines of the file that are no examples; see ``Dataset.broken_lines``
-
-    def take(self, indices: Sequence[int]) -> Rows:
-        """Some of them, in that order."""
-        second = None if self.second is None else [self.second[each] for each in indices]
-        first, labels = (
-            [self.first[each] for each in indices],
-            [self.labels[each] for each in indices],
-        )
-        return Rows(first, second, labels, self.left_out)
 
 
 @dataclass(frozen=True)
@@ -161,8 +118,8 @@ class Dataset:
     @property
     def parts(self) -> dict[str, tuple[str, str]]:
         """Part -> (file, split of the Hub)."""
-        held_out = self.held_out or {_HELD_OUT: ("dev", "validation")}
-        return {_TRAIN: ("train", "train"), **held_out}
+        held_out = self.held_out or {"held_out": ("dev", "validation")}
+        return {"train": ("train", "train"), **held_out}
 
 
 _PARAPHRASE = ("f1_accuracy", "f1", "accuracy")
@@ -227,27 +184,7 @@ DATASETS: Mapping[str, Dataset] = {
 }
 
 
-def read(dataset: Dataset, source: str) -> dict[str, Rows]:
-    """Return the parts of a data set: ``"train"``, and those that are held out."""
-    if source.startswith(HUB):
-        files = "a folder with GLUE's files"
-        return {
-            part: _hub_rows(dataset, table(source, dataset.name, split, files), source)
-            for part, (_, split) in dataset.parts.items()
-        }
-    folder = folder_of(source, "glue", "glue") / dataset.folder
-    return {part: _from_file(dataset, folder, file) for part, (file, _) in dataset.parts.items()}
-
-
-def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
-    path = first_of(folder, f"{file}.tsv")
-    if path is None:
-        fix = (
-            f"Get it with: curl -LO https://dl.fbaipublicfiles.com/glue/data/{dataset.folder}.zip"
-            " (MRPC: from Microsoft), or set data.source=hub:nyu-mll/glue."
-        )
-        required = f"{file}.tsv of GLUE's {dataset.folder}"
-        raise InvalidArgument("data.source", f"{folder} without it", required, fix)
+def _from_file(dataset: Dataset, path: Path) -> Rows:
     rows = [line.split("\t") for line in lines(path)]  # whatever quotes are in its text
     header = list(dataset.header) or rows.pop(0)
     at = {column: header.index(column) for column in _columns(dataset) if column in header}
@@ -265,7 +202,7 @@ def _from_file(dataset: Dataset, folder: Path, file: str) -> Rows:
     labels = [_label(dataset, row[at[dataset.label]], path) for row in rows]
     second = [row[at[dataset.second]] for row in rows] if dataset.second else None
     first = [row[at[dataset.first]] for row in rows]
-    return Rows(first, second, labels, whole - len(rows))
+    return Rows(first, labels, second, whole - len(rows))
 
 
 def _columns(dataset: Dataset) -> list[str]:
@@ -301,4 +238,4 @@ def _hub_rows(dataset: Dataset, rows: Any, source: str) -> Rows:
             came = f"{source} with the label {odd[0]:g}"
             raise InvalidArgument("data.source", came, f"0 to {len(dataset.labels) - 1}")
     others = [str(each) for each in rows[second]] if second else None
-    return Rows([str(each) for each in rows[first]], others, labels)
+    return Rows([str(each) for each in rows[first]], labels, others)

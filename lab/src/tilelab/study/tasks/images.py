@@ -17,7 +17,7 @@ import hashlib
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,19 +26,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from tilelab.models.vit import Pooling, Shape, ViT
+from tilelab.models.vit import Pooling, Shape
 from tilelab.study.ask.config import Data, RunConfig
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.order import shuffled
-from tilelab.study.records.events import LayerSoftmax
-from tilelab.study.tasks.classification import Classification, ExampleBatches, Output
+from tilelab.study.tasks.classification import Classification
 from tilelab.study.tasks.examples import HUB, table
 from tilelab.study.tasks.families import encoder_numbers, vit_of
-from tilelab.study.tasks.scores import evaluating, look
-from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
+from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes
 from tilewise.errors import InvalidArgument, Unsupported
 
 _SPLIT_SEED = 0  # the same images are held out in every study: a split belongs to the data
@@ -97,13 +95,13 @@ class Images:
     source: str  # as the config says it
     classes: int
     train: Pictures
-    held_out: Pictures
+    held_out: Mapping[str, Pictures]  # one part
 
     def __str__(self) -> str:
         size = f"{self.side} x {self.side} x {self.channels}, {self.classes} classes"
         return (
             f"Data: {self.name}, {len(self.train):,} images to learn from ({size}); "
-            f"held out: {len(self.held_out):,}"
+            f"held out: {len(self.held_out['held_out']):,}"
         )
 
     @property
@@ -120,7 +118,7 @@ class Images:
     def sha256(self) -> str:
         """The hash of pixels, labels and split; it copies nothing, because memory is measured."""
         digest = hashlib.sha256()
-        for part in (self.train, self.held_out):
+        for part in (self.train, *self.held_out.values()):
             digest.update(f"{part.pixels.shape} {self.classes}\n".encode())
             digest.update(np.ravel(part.pixels).data)
             digest.update(np.ravel(part.labels).data)
@@ -135,7 +133,7 @@ class Images:
             "image": [self.channels, self.side, self.side],
             "classes": self.classes,
             "train_examples": len(self.train),
-            "held_out_examples": {"held_out": len(self.held_out)},
+            "held_out_examples": {name: len(part) for name, part in self.held_out.items()},
         }
 
 
@@ -173,7 +171,7 @@ def read(data: Data, train_examples: int) -> Images:
         order = shuffled(len(train), _SAMPLE_SEED, 0)[:train_examples]
         train = train.take(np.sort(order))
         name += f" (a sample of {train_examples:,})"
-    return Images(name, source, classes, train, held_out)
+    return Images(name, source, classes, train, {"held_out": held_out})
 
 
 def data_bytes(data: Data, train_examples: int) -> DataBytes:
@@ -315,48 +313,6 @@ def _hub_rows(table: Any, image: str, label: str, source: str) -> Pictures:
 
 
 VARIANTS = (*ENCODER, "softcap")
-_TOKENS = 32768  # of an evaluation's forward pass, if a single image has not more
-
-
-def _numbers(pictures: Pictures, indices: list[int]) -> Tensor:
-    """Images as the model takes them, float32 [B, C, S, S] in -1 to 1."""
-    return torch.from_numpy(pictures.pixels[indices]).float() / 127.5 - 1.0
-
-
-class _Batches(ExampleBatches):
-    def __init__(self, images: Any, config: RunConfig, seed: int) -> None:
-        super().__init__(images, config, seed)
-        self._images: Images = images
-
-    def _of(self, indices: list[int]) -> Batch:
-        train, tokens = self._images.train, len(indices) * self._context
-        labels = torch.from_numpy(train.labels[indices])
-        return Batch((_numbers(train, indices),), labels, len(indices), tokens)
-
-
-class _Examination(Examination):
-    def __init__(self, task: ImageClassification, config: RunConfig, data: Images) -> None:
-        self._task, self._held_out = task, data.held_out
-        self._rows = max(1, _TOKENS // config.model.context)
-        self._watched = min(config.evaluation.attention_windows, len(data.held_out))
-
-    def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        softmaxes: list[LayerSoftmax] | None = None
-        with evaluating(model, autocast) as device:
-            calls = self._calls(device, len(self._held_out))
-            logits = torch.cat([model(*inputs).double().cpu() for inputs in calls])
-            if self._watched:
-                softmaxes = look(model, self._calls(device, self._watched))
-        output = Output(logits.numpy(), self._held_out.labels)
-        loss = self._task.loss_of(output)
-        metrics = {**self._task.score({"held_out": output}), self._task.loss_name: loss}
-        ordered = {name: metrics[name] for name in self._task.metrics}
-        return Held(loss, metrics=ordered, softmaxes=softmaxes)
-
-    def _calls(self, device: torch.device, count: int) -> Iterator[tuple[Tensor]]:
-        for at in range(0, count, self._rows):
-            indices = list(range(at, min(at + self._rows, count)))
-            yield (_numbers(self._held_out, indices).to(device),)
 
 
 class ImageClassification(Classification):
@@ -371,6 +327,8 @@ class ImageClassification(Classification):
     sources = f"one of {', '.join(NAMED)}, a file .npz or a folder of them, or hub:NAME"
     classes = 0  # as many as the data has
     sized_by_data = True
+    most_rows = most_tokens = 32768
+    watches_at_once = False
 
     def __init__(self, patch: int, pooling: Pooling, train_examples: int) -> None:
         super().__init__(pooling)
@@ -394,15 +352,13 @@ class ImageClassification(Classification):
         if named.held_out and data.held_out != standard.held_out:
             required = f"{standard.held_out}: {data.source} has a held-out part of its own"
             raise InvalidArgument("data.held_out", str(data.held_out), required)
-        shape = self._shape(config, named.side, 1, 1)
-        if config.model.context != shape.tokens:
-            raise wrong_context(config, shape)
+        self._shape(config, named.side, 1, 1)
 
     def _shape(self, config: RunConfig, side: int, channels: int, classes: int) -> Shape:
         if side % self.patch:
             required = f"a divisor of {side}, the pixels of a side of {config.data.source}"
             raise InvalidArgument("task.patch", str(self.patch), required)
-        return Shape(
+        shape = Shape(
             **encoder_numbers(config.model),
             image=side,
             patch=self.patch,
@@ -410,6 +366,13 @@ class ImageClassification(Classification):
             classes=classes,
             pooling=self.pooling,
         )
+        if config.model.context != shape.tokens:
+            token = " and a class token" if shape.pooling == "first" else ""
+            cut = f"{side} x {side} pixels in patches of {self.patch} x {self.patch}"
+            required = f"{shape.tokens}: {cut} are {shape.patches} tokens{token}"
+            fix = f"Set model.context={shape.tokens}."
+            raise InvalidArgument("model.context", str(config.model.context), required, fix)
+        return shape
 
     def prepare(self, config: RunConfig, cache: Path) -> Any:
         """Return the images, ``Images``."""
@@ -419,40 +382,22 @@ class ImageClassification(Classification):
         """See ``AbstractTask``."""
         return data_bytes(config.data, self.train_examples)
 
-    def batches(self, config: RunConfig, data: Any, seed: int) -> ExampleBatches:
-        """Full batches of images, an epoch after the other."""
-        return _Batches(data, config, seed)
+    def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
+        """Images as the model takes them, float32 [B, C, S, S] in -1 to 1."""
+        numbers = torch.from_numpy(split.pixels[indices]).float() / 127.5 - 1.0
+        labels, count = torch.from_numpy(split.labels[indices]), len(indices)
+        return Batch((numbers,), labels, count, count * config.model.context)
 
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> Any:
         """Return a ViT, from scratch or from a checkpoint."""
         shape = self._shape(config, data.side, data.channels, data.classes)
-        if config.model.context != shape.tokens:
-            raise wrong_context(config, shape)
         return vit_of(config, shape, seed, device)
-
-    def examination(self, config: RunConfig, data: Any) -> Examination:
-        """Return the examination on all held-out images."""
-        return _Examination(self, config, data)
 
     def looked_up(self, model: nn.Module) -> int:
         """Positions and the class token."""
-        assert isinstance(model, ViT)
-        token = 0 if model.class_token is None else model.class_token.numel()
-        return model.positions.weight.numel() + token
+        token = getattr(model, "class_token", None)
+        return super().looked_up(model) + (0 if token is None else token.numel())
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the number of an image's tokens."""
         return float(config.model.context)
-
-    def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
-        """Return the number of all held-out images."""
-        return len(data.held_out)
-
-
-def wrong_context(config: RunConfig, shape: Shape) -> InvalidArgument:
-    """Return the error of a context that is not what an image of the data has."""
-    token = " and a class token" if shape.pooling == "first" else ""
-    side = f"{shape.image} x {shape.image} pixels in patches of {shape.patch} x {shape.patch}"
-    required = f"{shape.tokens}: {side} are {shape.patches} tokens{token}"
-    fix = f"Set model.context={shape.tokens}."
-    return InvalidArgument("model.context", str(config.model.context), required, fix)

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
-from tilelab.study.ask.config import RunConfig, Training
-from tilelab.study.data import order, packing
+from tilelab.study.ask.config import RunConfig
+from tilelab.study.data import order
 from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
 from tilelab.study.tasks.scores import evaluating, look
-from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
+from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.errors import InvalidArgument
 
 _LOGITS_BYTES = 1 << 28  # the most that the logits of one forward pass may take, in float32
@@ -33,10 +33,10 @@ _WATCHED_ROWS = 8
 
 
 class _Batches:
-    """Rows of the training text: ``data/packing.py``."""
+    """Rows of the training text: ``data/order.py``."""
 
     def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
-        self._rows = packing.RunRows(config, data, seed)
+        self._rows = order.RunRows(config, data, seed)
 
     def at(self, step: int) -> list[Batch]:
         return [
@@ -115,12 +115,6 @@ class LanguageModelling(AbstractTask):
         """Return a GPT-2 with its tied head."""
         return gpt2_of(config, data.vocabulary, seed, device)
 
-    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of the next token."""
-        return losses(
-            output, targets, label_smoothing=training.label_smoothing, z_loss=training.z_loss
-        )
-
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
         """Windows of the held-out text."""
         return _Examination(config, data)
@@ -128,11 +122,11 @@ class LanguageModelling(AbstractTask):
     def looked_up(self, model: nn.Module) -> int:
         """Count the positions: the token embedding is the head, where it is multiplied."""
         assert isinstance(model, GPT2)
-        return 0 if model.positions is None else model.positions.weight.numel()
+        return super().looked_up(model) - model.tokens.weight.numel()
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
         """Return tokens of the row, or of the document's piece in it, that a token is in."""
-        return packing.attended(config, data)
+        return order.attended(config, data)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
         """Windows, those of the final stride after the last step."""
@@ -215,7 +209,7 @@ def evaluate(
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), targets, reduction="none"
             )
-            counted = part.counted.flatten()
+            counted = part.targets.flatten() != order.IGNORED
             nats += losses[counted.to(device)].double().sum().item()
             count += int(counted.sum())
             size += int(byte_count[part.targets.flatten()[counted]].sum())

@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from tilelab.common.files import first_of
 from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.tasks.classification import Classification
-from tilelab.study.tasks.examples import HUB, Examples, Ragged, Split, folder_of, lines
+from tilelab.study.tasks.examples import Encoding, Examples, Rows, lines
 from tilelab.study.tasks.task import Examination
 from tilewise.errors import InvalidArgument
 
@@ -77,65 +74,53 @@ class ListOps(Classification):
     classes = 10
     quarters = True
     sources = "listops, or the path of a folder with the files of the form"
+    on_the_hub = False
+    place = ("listops", "listops")
 
     def __init__(self, form: Literal["lra", "nyu"], longest: int, pooling: Pooling) -> None:
         super().__init__(pooling)
         self.form, self.longest = form, longest
+        self.names = (_FORMS[form].train, *_FORMS[form].held_out)
+        self.fix = f"Get it from {_FORMS[form].site}, or set data.source."
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
         super().check(config)
-        if config.data.source.startswith(HUB):
-            raise InvalidArgument("data.source", repr(config.data.source), self.sources)
         if self.longest and config.model.context < self.longest + 1:
             self._refuse(config, self.longest)
 
-    def _folder(self, config: RunConfig) -> Path:
-        return folder_of(config.data.source, "listops", f"listops/{self.form}")
-
-    def files(self, config: RunConfig) -> list[Path | None]:
+    def folder(self, source: str) -> Path:
         """See ``Classification``."""
-        form, folder = _FORMS[self.form], self._folder(config)
-        return [first_of(folder, name) for name in (form.train, *form.held_out)]
+        return super().folder(source) / (self.form if source == self.place[0] else "")
 
-    def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """Return the expressions as tokens."""
-        form, source = _FORMS[self.form], config.data.source
-        folder = self._folder(config)
-        names = (form.train, *form.held_out)
-        found = dict(zip(names, self.files(config), strict=True))
-        spare = "" if self.form == "lra" else form.train  # its test file has enough for both
-        missing = [name for name, path in found.items() if path is None and name != spare]
-        if missing:
-            name = missing[0]
-            fix = f"Get it from {form.site}, or set data.source."
-            raise InvalidArgument("data.source", f"{folder} without {name}", name, fix)
-        learnt, *parts = ([] if path is None else self._rows(path) for path in found.values())
-        rows = [row for part in parts for row in part]
-        split = ""
-        if found[form.train] is None:
-            learnt = [row for row in rows if not _kept_out(row)]
-            rows = [row for row in rows if _kept_out(row)]
-            split = f", of {form.held_out[0]} alone"
+    def encoding(self, config: RunConfig) -> Encoding:
+        """See ``Classification``; expressions are read as tokens."""
+        return Encoding(len(_WORDS) + 1, _START, None, lambda rows: rows)
+
+    def read(self, source: str) -> tuple[str, dict[str, Rows]]:
+        """See ``Classification``."""
+        form = _FORMS[self.form]
+        # The test file of NYU has enough for both.
+        alone = self.form == "nyu" and self.files(source)[form.train] is None
+        learnt = [] if alone else self._rows(self.file(source, form.train))
+        held_out = [row for name in form.held_out for row in self._rows(self.file(source, name))]
+        if alone:
+            learnt = [row for row in held_out if not _kept_out(row)]
+            held_out = [row for row in held_out if _kept_out(row)]
+        split = f", of {form.held_out[0]} alone" if alone else ""
         limit = f" of at most {self.longest:,} tokens" if self.longest else ""
-        data = Examples(
-            name=f"ListOps ({self.form.upper()}{split}){limit}",
-            source=source,
-            vocabulary=len(_WORDS) + 1,
-            start=_START,
-            border=None,
-            train=_split(learnt),
-            held_out={"held_out": _split(rows)},
-            tokenizer="listops",
-        )
-        return self.checked(data)
+        parts = {
+            name: Rows([row.tokens for row in rows], [row.label for row in rows])
+            for name, rows in (("train", learnt), ("held_out", held_out))
+        }
+        return f"ListOps ({self.form.upper()}{split}){limit}", parts
 
-    def examination(self, config: RunConfig, data: Examples) -> Examination:
+    def examination(self, config: RunConfig, data: Any) -> Examination:
         """See ``Classification``."""
         self._check_fits(config, data)
         return super().examination(config, data)
 
-    def evaluated(self, config: RunConfig, data: Examples, whole: bool) -> int:
+    def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
         """See ``Classification``; it is asked before the first run, which is when to refuse."""
         self._check_fits(config, data)
         return super().evaluated(config, data, whole)
@@ -189,8 +174,3 @@ def tokens_of(expression: str) -> list[int]:
 def _kept_out(row: _Row) -> bool:
     """Return whether an expression is held out, which depends on the expression alone."""
     return hashlib.sha256(bytes(row.tokens)).digest()[0] % _HELD_OUT_PARTS == 0
-
-
-def _split(rows: list[_Row]) -> Split:
-    labels = np.array([row.label for row in rows], np.int64)
-    return Split(Ragged.of([row.tokens for row in rows]), None, labels)

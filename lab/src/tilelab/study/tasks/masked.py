@@ -24,15 +24,14 @@ from torch.nn import functional
 
 from tilelab.models.bert import BERT, Head
 from tilelab.models.packed import Packed, pack
-from tilelab.study.ask.config import RunConfig, Training
+from tilelab.study.ask.config import RunConfig
 from tilelab.study.data import order
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.data.tokenizers import WordPiece, wordpiece
 from tilelab.study.data.tokens import Tokens, prepare
-from tilelab.study.tasks.classification import looked_up
 from tilelab.study.tasks.families import bert_of
 from tilelab.study.tasks.scores import evaluating, look
-from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held, losses
+from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
 from tilewise.errors import InvalidArgument
 
 _MASKED, _OTHER = 0.8, 0.1  # of the chosen tokens; the rest stays
@@ -84,15 +83,15 @@ class _Batches:
     ) -> None:
         training = config.training
         window = config.model.context - _SPECIAL
-        self._windows = order.Batches(data, window, training.batch, training.accumulation, seed)
+        self._windows = order.Stream(data, window, training.batch, training.accumulation, seed)
         self._seed, self._probability, self._pieces = seed, probability, pieces
         self._accumulation = training.accumulation
 
     def at(self, step: int) -> list[Batch]:
         found = []
-        for part, (tokens, _) in enumerate(self._windows.at(step)):
+        for part, rows in enumerate(self._windows.at(step)):
             index = step * self._accumulation + part
-            masked = mask(tokens.numpy(), self._pieces, self._probability, self._seed, index)
+            masked = mask(rows.tokens.numpy(), self._pieces, self._probability, self._seed, index)
             packed, wanted, targets = _packed(masked, self._pieces)
             found.append(Batch((packed, wanted), targets, len(targets), len(packed.tokens)))
         return found
@@ -111,14 +110,14 @@ class _Examination(Examination):
         self._watched: Tensor | None = None
         if count:
             watched = order.evaluation_windows(data.held_out, window, count)
-            self._watched = next(watched.parts(count)).inputs
+            self._watched = next(watched.parts(count)).tokens
         self._probability, self._pieces = probability, pieces
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
         nats, right, count = 0.0, 0, 0
         with evaluating(model, autocast) as device:
             for index, part in enumerate(self._windows.parts(_ROWS)):
-                packed, wanted, targets = self._masked(part.inputs, index)
+                packed, wanted, targets = self._masked(part.tokens, index)
                 logits = model(packed.to(device), wanted.to(device)).float()
                 targets = targets.to(device)
                 found = functional.cross_entropy(logits, targets, reduction="none")
@@ -176,19 +175,9 @@ class MaskedLanguageModelling(AbstractTask):
         """Return a BERT with a head of tokens, tied to their embedding."""
         return bert_of(config, data.vocabulary, Head("masked"), seed, device)
 
-    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of the hidden tokens."""
-        smoothing, z_loss = training.label_smoothing, training.z_loss
-        rows = output[:, None]  # a hidden token is a row of one place
-        return losses(rows, targets[:, None], label_smoothing=smoothing, z_loss=z_loss)
-
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
         """Masked windows of the held-out text."""
         return _Examination(config, data, self.probability, wordpiece(data_folder()))
-
-    def looked_up(self, model: nn.Module) -> int:
-        """Count all embeddings: the head that is one of them sees only the hidden tokens."""
-        return looked_up(model)
 
     def evaluated(self, config: RunConfig, data: Tokens, whole: bool) -> int:
         """Windows."""

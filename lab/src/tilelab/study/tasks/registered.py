@@ -2,7 +2,7 @@
 
 To add one, write the module (``tasks/task.py`` says what it has to do) and a function here that
 makes it from its options. The function returns an ``AbstractTask``, which cannot be named here:
-task modules import config, and config imports this module through the registry. Task modules are
+task modules import config, and config imports this module through values. Task modules are
 imported on demand: configs know all names, and a study of texts loads nothing of the others.
 """
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tilelab.study.ask.registry import Count, CountOrZero, register
+from tilelab.study.ask.values import Count, CountOrZero, register
 from tilewise.errors import InvalidArgument
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]

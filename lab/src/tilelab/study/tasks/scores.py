@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tilelab.models.bert import SelfAttention
+from tilelab.models.packed import SelfAttention
 from tilelab.study.records.events import LayerSoftmax
 from tilewise import SoftmaxStats
 from tilewise.nn import Attention
@@ -82,14 +82,13 @@ def pearson(predicted: Numbers, true: Numbers) -> float:
 def spearman(predicted: Numbers, true: Numbers) -> float:
     """Return the linear correlation of the ranks."""
     finite = np.isfinite(predicted).all() and np.isfinite(true).all()
-    return pearson(ranks(predicted), ranks(true)) if finite else math.nan
+    return pearson(_ranks(predicted), _ranks(true)) if finite else math.nan
 
 
-def ranks(values: Numbers) -> NDArray[np.float64]:
+def _ranks(values: Numbers) -> NDArray[np.float64]:
     """1 for the smallest; equal values share the mean of their ranks."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    shared: NDArray[np.float64] = (last - (counts - 1) / 2)[group]
+    shared: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[group]
     return shared
 
 

@@ -124,7 +124,7 @@ class AbstractTask(ABC):
     writes: ClassVar[bool] = False  # whether its models can go on with a text
     unit: ClassVar[str] = "example"  # what a batch is counted in, in words
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
-    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/packing.py)
+    packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/order.py)
     sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/costs.py``)
 
@@ -224,17 +224,25 @@ class AbstractTask(ABC):
         Its attention layers are modules with an attribute ``implementation``: the guard sees those.
         """
 
-    @abstractmethod
     def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-        """Return the objective with its graph and the plain loss without, means over targets."""
+        """Return the objective with its graph and the plain loss without, means over targets.
+
+        Here the cross-entropy of classes.
+        """
+        smoothing, z_loss = training.label_smoothing, training.z_loss
+        return losses(output, targets, label_smoothing=smoothing, z_loss=z_loss)
 
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the held-out side."""
 
-    @abstractmethod
     def looked_up(self, model: nn.Module) -> int:
-        """Count the model's numbers that are looked up and not multiplied (``train/costs.py``)."""
+        """Count the model's numbers that are looked up and not multiplied (``train/costs.py``).
+
+        Here those of all embeddings: a head that is one of them sees few tokens.
+        """
+        tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+        return sum(each.weight.numel() for each in tables)
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Keys that a token meets, on average, without a mask: the context, or less of it."""
@@ -261,8 +269,8 @@ def losses(
     Computed in float32 whatever the logits' type (float64 stays).
 
     Args:
-        logits: [B, S, V].
-        targets: [B, S]; -100 for a token that has none and does not count.
+        logits: [..., V].
+        targets: [...]; -100 for a token that has none and does not count.
         label_smoothing: share of the target that goes to all tokens evenly, in [0, 1).
         z_loss: factor of log(Z)^2, which keeps logits from drifting.
 
@@ -271,7 +279,7 @@ def losses(
 
     Sources: Szegedy et al. (2016), section 7; z-loss: Chowdhery et al., PaLM (2022), section 5.
     """
-    rows, targets = logits.flatten(0, 1), targets.flatten()
+    rows, targets = logits.flatten(0, -2), targets.flatten()
     rows = rows if rows.element_size() >= 4 else rows.float()
     if not label_smoothing and not z_loss:
         plain = functional.cross_entropy(rows, targets, ignore_index=_NONE)

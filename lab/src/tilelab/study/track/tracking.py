@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tilelab.study.ask.registry import nearest
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.plan import Watcher
 from tilelab.study.recipes.registry import function_of

@@ -140,32 +140,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-def weights_bytes(model: nn.Module) -> int:
-    """Return bytes of a model's parameters; tied ones count once."""
-    return storage_bytes(model.parameters())
-
-
-def gradients_bytes(model: nn.Module) -> int:
-    """Return bytes of the gradients that a model's parameters hold now."""
-    return storage_bytes(each.grad for each in model.parameters() if each.grad is not None)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return bytes of an optimizer's state: moments, averages, step counters."""
-    return storage_bytes(_tensors(dict(optimizer.state)))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def saved_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> tuple[Tensor, int]:
     """Return ``run``'s result, and the bytes that autograd keeps of it for the backward pass.
 
@@ -279,10 +253,10 @@ class Guard:
         self._counts: Counter[tuple[int, str]] = Counter()
         self._watching = False
         self._probed: list[tuple[int, str]] | None = None
-        self._layers = [each for each in model.modules() if hasattr(each, "implementation")]
-        if hooks:
-            for place, layer in enumerate(self._layers):
-                layer.register_forward_hook(self._hook(place))
+        layers = [each for each in model.modules() if hooks and hasattr(each, "implementation")]
+        self._handles = [
+            layer.register_forward_hook(self._hook(place)) for place, layer in enumerate(layers)
+        ]
 
     @property
     def probed(self) -> bool:
@@ -306,20 +280,12 @@ class Guard:
 
     def probe(self, model: nn.Module, *inputs: Any) -> None:
         """Name the kernels of a compiled model by a training forward pass of its original."""
-        found: list[tuple[int, str]] = []
-        handles = [
-            layer.register_forward_hook(
-                lambda layer, args, output, place=place: found.append(
-                    (place, kernel_of(output, args[0], layer.implementation) + PROBED)
-                )
-            )
-            for place, layer in enumerate(self._layers)
-        ]
-        with torch.random.fork_rng():
+        eager = Guard(model)
+        with torch.random.fork_rng(), eager.watching():
             model(*inputs)
-        for handle in handles:
+        for handle in eager._handles:
             handle.remove()
-        self._probed = found
+        self._probed = [(place, kernel + PROBED) for place, kernel in eager._counts.elements()]
 
     def kernels(self) -> Kernels:
         """Return the kernels that ran so far, for the record."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ def _model(config: RunConfig, start: Start, weights: _Weights) -> _Model:
     """Return the model with these weights, in eval mode or not: nothing is computed with it."""
     family = config.model.family
     try:
-        model = _MAKERS[family](config, start.corpus, weights)
+        model = _made(config, start.corpus, weights)
     except KeyError as error:
         raise _foreign(start, family, str(error.args[0])) from None
     own = {name: each.shape for name, each in model.state_dict().items()}
@@ -133,39 +133,25 @@ def _foreign(start: Start, family: str, name: str) -> Unsupported:
     return Unsupported(what, fix=f"write {WEIGHTS} by hand; they differ in {name}")
 
 
-def _gpt2(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> GPT2:
-    return GPT2(gpt2_shape(config.model, len(weights["tokens.weight"])))
-
-
-def _bert(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> bert.BERT:
-    shape = bert.Shape(
-        **encoder_numbers(config.model),
-        context=len(weights["positions.weight"]),
-        vocabulary=len(weights["tokens.weight"]),
-        kinds=len(weights["kinds.weight"]),
-    )
+def _made(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> _Model:
+    """Return a model of the config's numbers, and of those that the weights have."""
+    if config.model.family == "gpt2":
+        return GPT2(gpt2_shape(config.model, len(weights["tokens.weight"])))
+    pooling: vit.Pooling
+    numbers = encoder_numbers(config.model)
+    if config.model.family == "vit":
+        channels, side, _ = corpus["image"]
+        pooling = "first" if "class_token" in weights else "mean"
+        patch = math.isqrt(weights["embed.weight"].shape[1] // channels)
+        classes = len(weights["classifier.bias"])
+        shape = vit.Shape(
+            **numbers, image=side, patch=patch, channels=channels, classes=classes, pooling=pooling
+        )
+        return vit.ViT(shape)
+    tables = {"context": "positions", "vocabulary": "tokens", "kinds": "kinds"}
+    sizes = {name: len(weights[f"{table}.weight"]) for name, table in tables.items()}
     head = bert.Head("masked" if "token_bias" in weights else "none")
     if "classifier.bias" in weights:
-        pooling: vit.Pooling = "first" if "pooler.weight" in weights else "mean"
+        pooling = "first" if "pooler.weight" in weights else "mean"
         head = bert.Head("classes", len(weights["classifier.bias"]), pooling)
-    return bert.BERT(shape, head=head)
-
-
-def _vit(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> vit.ViT:
-    channels, side, _ = corpus["image"]
-    shape = vit.Shape(
-        **encoder_numbers(config.model),
-        image=side,
-        patch=math.isqrt(weights["embed.weight"].shape[1] // channels),
-        channels=channels,
-        classes=len(weights["classifier.bias"]),
-        pooling="first" if "class_token" in weights else "mean",
-    )
-    return vit.ViT(shape)
-
-
-_MAKERS: dict[str, Callable[[RunConfig, Mapping[str, Any], _Weights], _Model]] = {
-    "gpt2": _gpt2,
-    "bert": _bert,
-    "vit": _vit,
-}
+    return bert.BERT(bert.Shape(**numbers, **sizes), head=head)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -37,43 +38,6 @@ from tilelab.study.train import state as states
 from tilelab.study.train.costs import PeakMeter, per_token
 from tilelab.study.train.trainer import Diverged, Trainer
 
-_T = TypeVar("_T")
-
-
-class Examiner:
-    """Evaluates the weights of a trainer, and leaves no trace in its state."""
-
-    def __init__(self, trainer: Trainer, data: Prepared) -> None:
-        self._trainer = trainer
-        self._examination = trainer.task.examination(trainer.config, data)
-
-    def held_out(self, whole: bool) -> Held:
-        """Return the loss and the metrics now; ``whole`` after the last step."""
-        model = self._trainer.model
-        return self._examined(lambda: self._examination.held_out(model, whole, self._autocast))
-
-    def sample(self) -> Sample:
-        """Return a text that the model writes; arms draw the same random numbers."""
-        trainer, count = self._trainer, self._trainer.config.evaluation.sample_tokens
-        seed = trainer.run.seed
-        return self._examined(
-            lambda: self._examination.sample(trainer.model, count, seed, self._autocast)
-        )
-
-    @property
-    def _autocast(self) -> torch.dtype | None:
-        dtype = self._trainer.dtype
-        return None if dtype == torch.float32 else dtype
-
-    def _examined(self, look: Callable[[], _T]) -> _T:
-        """Look at the weights; an optimizer that averages shows its average."""
-        optimizers.evaluation_mode(self._trainer.optimizer)
-        try:
-            return look()
-        finally:
-            optimizers.training_mode(self._trainer.optimizer)
-
-
 _RECORDED = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
 # A checkpoint waits for this many times what the last one took: it costs a few percent at most.
@@ -89,19 +53,6 @@ class Totals:
     tokens: int = 0  # learnt from
     peak_bytes: int = 0  # most memory while training
     kernels: list[list[Any]] = field(default_factory=list)  # the guard's counts
-
-
-class _Silent:
-    """The writer of a process that is not the lead."""
-
-    def write(self, event: Event) -> None:
-        """The lead writes the same."""
-
-    def sync(self) -> None:
-        """The lead does."""
-
-    def close(self) -> None:
-        """The lead does."""
 
 
 class Session:
@@ -123,7 +74,7 @@ class Session:
     ) -> None:
         self.trainer, self.meter, self.totals = trainer, meter, Totals()
         self._team = trainer.team
-        self._examiner = Examiner(trainer, data)
+        self._examination = trainer.task.examination(trainer.config, data)
         self._data = data
         self._record, self._checkpoint = folder / RECORD, folder / states.CHECKPOINT
         self._every_s, self._environment = checkpoint_every_s, environment or {}
@@ -147,21 +98,48 @@ class Session:
             return
         if begun:  # a checkpoint whose record is gone says nothing of how it came about
             self._resume(record)
-        self._writer = Writer(self._record) if self._team.lead else _Silent()
+        self._writer = Writer(self._record) if self._team.lead else None
         try:
-            self._writer.write(self._start())
+            self._write(self._start())
             self._put_off_checkpoint(0.0)
             try:
                 self._train()
             except Diverged as diverged:
-                self._writer.write(self.trainer.guard.kernels())
+                self._write(self.trainer.guard.kernels())
                 self._write_last("diverged", str(diverged))
             else:
                 if self.trainer.config.evaluation.sample_tokens:
-                    self._writer.write(self._examiner.sample())
+                    self._write(self._sample())
                 self._write_last("done", "")
         finally:
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
+
+    def held_out(self, whole: bool) -> Held:
+        """Return the loss and the metrics now, without a trace; ``whole`` after the last step."""
+        with self._shown() as autocast:
+            return self._examination.held_out(self.trainer.model, whole, autocast)
+
+    def _sample(self) -> Sample:
+        """Return a text that the model writes; arms draw the same random numbers."""
+        run, count = self.trainer.run, self.trainer.config.evaluation.sample_tokens
+        with self._shown() as autocast:
+            return self._examination.sample(self.trainer.model, count, run.seed, autocast)
+
+    @contextmanager
+    def _shown(self) -> Iterator[torch.dtype | None]:
+        """Let an optimizer that averages show its average; gives the dtype of autocast."""
+        dtype = self.trainer.dtype
+        optimizers.evaluation_mode(self.trainer.optimizer)
+        try:
+            yield None if dtype == torch.float32 else dtype
+        finally:
+            optimizers.training_mode(self.trainer.optimizer)
+
+    def _write(self, event: Event) -> None:
+        """Write down an event; the lead does it for all processes."""
+        if self._writer is not None:
+            self._writer.write(event)
 
     def _resume(self, record: RunRecord) -> None:
         """Go on from the checkpoint, unless the record lost steps that it has behind it."""
@@ -199,14 +177,14 @@ class Session:
         self.totals.train_wall_s += taken.wall_s
         self.totals.train_cpu_s += taken.cpu_s
         self.totals.tokens += taken.tokens
-        self._writer.write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
+        self._write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
 
     def _evaluate(self) -> None:
         """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""
         self.meter.pause()
         begin = time.perf_counter()
-        found = self._examiner.held_out(whole=self.trainer.over)
-        self._writer.write(
+        found = self.held_out(whole=self.trainer.over)
+        self._write(
             Evaluation(
                 step=self.trainer.done,
                 tokens=self.totals.tokens,
@@ -225,21 +203,22 @@ class Session:
         self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
         if self._split is None:
             self._split = self.trainer.split()
-        self._writer.write(replace(self._split, peak_bytes=self.totals.peak_bytes))
-        self._writer.write(self.trainer.guard.kernels())
+        self._write(replace(self._split, peak_bytes=self.totals.peak_bytes))
+        self._write(self.trainer.guard.kernels())
         self.meter.resume()
 
     def _save(self) -> None:
         self.meter.pause()
         begin = time.monotonic()
-        self._writer.sync()
+        if self._writer is not None:
+            self._writer.sync()
         self.totals.peak_bytes = max(self.totals.peak_bytes, self.meter.peak_bytes())
         self.totals.kernels = self.trainer.guard.as_json()
         state = self.trainer.state(vars(self.totals))
         if self._team.lead:
             states.write(state, self._checkpoint)
         del state
-        self._writer.write(Checkpoint(self.trainer.done))
+        self._write(Checkpoint(self.trainer.done))
         self._put_off_checkpoint(time.monotonic() - begin)
         self.meter.resume()
 
@@ -271,7 +250,7 @@ class Session:
         weights = states.weights_sha256(self.trainer.model)
         if self._team.agreed(weights) != weights:
             raise RuntimeError("the weights of the run's processes are not the same any more")
-        self._writer.write(
+        self._write(
             End(
                 status=status,
                 step=self.trainer.done,

@@ -23,11 +23,9 @@ from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
 from tilelab.study.train.costs import (
     Guard,
     dtype_of,
-    gradients_bytes,
-    optimizer_bytes,
     saved_bytes,
+    storage_bytes,
     synchronise,
-    weights_bytes,
 )
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
@@ -185,15 +183,19 @@ class Trainer:
 
         The gradients of the last step are measured and then dropped, as the next step would.
         """
-        held = weights_bytes(self.model), gradients_bytes(self.model)
-        state = optimizer_bytes(self.optimizer)
+        weights = list(self.model.parameters())
+        kept = (value for state in self.optimizer.state.values() for value in state.values())
+        held = (
+            storage_bytes(weights),
+            storage_bytes(each.grad for each in weights if each.grad is not None),
+            storage_bytes(each for each in kept if isinstance(each, Tensor)),
+        )
         self.optimizer.zero_grad(set_to_none=True)
         batch = self._batches.at(self.config.steps - 1)[0]  # rows may grow
         devices = [self.device] if self.device.type == "cuda" else []
-        weights = list(self.model.parameters())
         with torch.random.fork_rng(devices):
             _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)
-        return Memory(*held, state, activations, peak_bytes=0)
+        return Memory(*held, activations, peak_bytes=0)
 
     def state(self, totals: dict[str, Any]) -> State:
         """Return all that decides the rest of the run, and what was counted so far.

@@ -44,6 +44,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     line_place,
     list_of,
     programs_of,
+    range_of,
     slots_of,
     split_range,
     store_tile,
@@ -96,13 +97,7 @@ def query_kernel(
     )
     if m0 >= M:
         return
-    low = 0
-    full_low = 0
-    full_high = N
-    high = N
-    if KEYS_OF is not None:
-        m1 = tl.minimum(m0 + BLOCK_M, M)
-        low, full_low, full_high, high = KEYS_OF(b, m0, m1, M, N, captured[0], captured[1])
+    low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BLOCK_M, False)
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
@@ -212,13 +207,7 @@ def key_kernel(
     )
     if n0 >= N:
         return
-    low = 0
-    full_low = 0
-    full_high = M
-    high = M
-    if QUERIES_OF is not None:
-        n1 = tl.minimum(n0 + BLOCK_N, N)
-        low, full_low, full_high, high = QUERIES_OF(b, n0, n1, M, N, captured[0], captured[1])
+    low, full_low, full_high, high = range_of(b, n0, M, N, captured, QUERIES_OF, BLOCK_N, True)
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)

@@ -9,7 +9,7 @@ from tilewise.kernels.gpu.backward.gradients import numbers_of, pair_gradients, 
 from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.parts import held, product_of
-from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of
+from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of, range_of
 
 _COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
@@ -121,11 +121,7 @@ def walk_from(
         listed, whole, partial = list_of(lists, b, h, first // BLOCK)
         count = whole + partial
     else:
-        low = start
-        high = M if BY_KEYS else N
-        if RANGE is not None:
-            last = tl.minimum(first + BLOCK, N if BY_KEYS else M)
-            low, _, _, high = RANGE(b, first, last, M, N, captured[0], captured[1])
+        low, _, _, high = range_of(b, first, M, N, captured, RANGE, BLOCK, BY_KEYS)
         start = (tl.maximum(low, 0) // OTHER * OTHER).to(tl.int32)
         count = tl.cast((tl.maximum(high - start, 0) + OTHER - 1) // OTHER, tl.int32)
     return start, count, listed

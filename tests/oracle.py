@@ -20,7 +20,7 @@ from tilewise.problem import Operands, Problem
 
 __all__ = ["Sent", "call", "gradients", "send"]  # of the lab, as the tests take them
 
-FACTS = ("out", "lse", "max_logit", "entropy")
+FACTS = ("out", "lse", "max_logit", "entropy")  # and the top key, which ties leave open
 
 
 class Outcome(NamedTuple):
@@ -31,6 +31,7 @@ class Outcome(NamedTuple):
     grads: dict[str, Any]
     max_logit: Any = None
     entropy: Any = None
+    top1: Any = None
 
 
 class Reference(NamedTuple):
@@ -49,14 +50,15 @@ def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
 
 
 def attend(
-    inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: bool = False
+    inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: Any = False
 ) -> Outcome:
-    """The public API's outcome: gradients where some are sent, the row statistics on request."""
+    """The public API's outcome: gradients where some are sent, statistics as ``return_stats``."""
     out, lse, stats = call(inputs, backend, return_lse=True, return_stats=statistics)
     facts: list[Tensor] = [out, lse, stats.entropy] if statistics else [out, lse]
     grads = {} if sent is None else gradients(inputs, facts, sent)
     out, lse, *rest = (fact.detach() for fact in facts)
-    return Outcome(out, lse, grads, *([stats.max_logit, *rest] if statistics else []))
+    top1 = stats.top1 if statistics == "top1" else None
+    return Outcome(out, lse, grads, *([stats.max_logit, *rest, top1] if statistics else []))
 
 
 def plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Outcome:
@@ -111,7 +113,7 @@ def check(actual: Outcome, reference: Reference, name: str) -> None:
 
 def assert_same(actual: Outcome, expected: Outcome, name: str = "") -> None:
     """Assert that two outcomes have the same bits."""
-    for fact in FACTS:
+    for fact in (*FACTS, "top1"):
         got = getattr(actual, fact)
         if got is not None:
             assert_same_bits(got, getattr(expected, fact), f"{name}: {fact}")

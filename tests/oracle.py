@@ -49,16 +49,20 @@ def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
     return asked(*tensors, **named)
 
 
+def outcome_of(result: Any, grads: dict[str, Any] | None = None) -> Outcome:
+    """The outcome of a public call that returned the log-sum-exp, and statistics or not."""
+    out, lse, stats = result
+    rows = [] if stats is None else [stats.max_logit, stats.entropy.detach(), stats.top1]
+    return Outcome(out.detach(), lse.detach(), grads or {}, *rows)
+
+
 def attend(
     inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: Any = False
 ) -> Outcome:
     """The public API's outcome: gradients where some are sent, statistics as ``return_stats``."""
-    out, lse, stats = call(inputs, backend, return_lse=True, return_stats=statistics)
-    facts: list[Tensor] = [out, lse, stats.entropy] if statistics else [out, lse]
-    grads = {} if sent is None else gradients(inputs, facts, sent)
-    out, lse, *rest = (fact.detach() for fact in facts)
-    top1 = stats.top1 if statistics == "top1" else None
-    return Outcome(out, lse, grads, *([stats.max_logit, *rest, top1] if statistics else []))
+    result = call(inputs, backend, return_lse=True, return_stats=statistics)
+    facts = [*result[:2], result.stats.entropy] if statistics else result[:2]
+    return outcome_of(result, {} if sent is None else gradients(inputs, facts, sent))
 
 
 def plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Outcome:

@@ -20,8 +20,8 @@ from tests.kernels.cpu.dense import (
     inputs,
     needs_compiler,
 )
-from tests.kernels.cpu.test_expressions import CPU_TARGETS, PACKED, VARIANTS, _used, only_cpu
-from tests.kernels.targets import Target
+from tests.kernels.cpu.test_expressions import PACKED, VARIANTS
+from tests.kernels.targets import CPU_TARGETS, Target, only_cpu
 from tests.kernels.test_catalogue import test_a_variant_is_exact as exact
 from tests.kernels.test_catalogue import test_over_several_tiles as over_several_tiles
 from tests.variants_catalogue import CATALOGUE
@@ -204,9 +204,9 @@ def _pairs() -> list[Any]:
 @pytest.mark.parametrize(("target", "variant", "dtype"), _pairs(), indirect=["target"])
 def test_exact(target: Target, compiling: None, variant: Variant, dtype: torch.dtype) -> None:
     """The 2x rule against torch's autograd, dense and packed, and the bits on two threads."""
-    check(_used(variant), Sizes(), dtype)
-    check(_used(variant), PACKED, dtype)
-    check_bits(_used(variant), inputs(_used(variant), Sizes(), dtype), (1, 2))
+    check(variant, Sizes(), dtype)
+    check(variant, PACKED, dtype)
+    check_bits(variant, inputs(variant, Sizes(), dtype), (1, 2))
 
 
 @needs_compiler

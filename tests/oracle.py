@@ -20,7 +20,7 @@ from tilewise.problem import Operands, Problem
 
 __all__ = ["Sent", "call", "gradients", "send"]  # of the lab, as the tests take them
 
-FACTS = ("out", "lse", "max_logit", "entropy")
+FACTS = ("out", "lse", "max_logit", "entropy")  # and the top key, which ties leave open
 
 
 class Outcome(NamedTuple):
@@ -31,6 +31,7 @@ class Outcome(NamedTuple):
     grads: dict[str, Any]
     max_logit: Any = None
     entropy: Any = None
+    top1: Any = None
 
 
 class Reference(NamedTuple):
@@ -48,15 +49,20 @@ def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
     return asked(*tensors, **named)
 
 
+def outcome_of(result: Any, grads: dict[str, Any] | None = None) -> Outcome:
+    """The outcome of a public call that returned the log-sum-exp, and statistics or not."""
+    out, lse, stats = result
+    rows = [] if stats is None else [stats.max_logit, stats.entropy.detach(), stats.top1]
+    return Outcome(out.detach(), lse.detach(), grads or {}, *rows)
+
+
 def attend(
-    inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: bool = False
+    inputs: Inputs, backend: str | None, sent: Sent | None = None, *, statistics: Any = False
 ) -> Outcome:
-    """The public API's outcome: gradients where some are sent, the row statistics on request."""
-    out, lse, stats = call(inputs, backend, return_lse=True, return_stats=statistics)
-    facts: list[Tensor] = [out, lse, stats.entropy] if statistics else [out, lse]
-    grads = {} if sent is None else gradients(inputs, facts, sent)
-    out, lse, *rest = (fact.detach() for fact in facts)
-    return Outcome(out, lse, grads, *([stats.max_logit, *rest] if statistics else []))
+    """The public API's outcome: gradients where some are sent, statistics as ``return_stats``."""
+    result = call(inputs, backend, return_lse=True, return_stats=statistics)
+    facts = [*result[:2], result.stats.entropy] if statistics else result[:2]
+    return outcome_of(result, {} if sent is None else gradients(inputs, facts, sent))
 
 
 def plain(inputs: Inputs, sent: Sent, dtype: torch.dtype) -> Outcome:
@@ -111,7 +117,7 @@ def check(actual: Outcome, reference: Reference, name: str) -> None:
 
 def assert_same(actual: Outcome, expected: Outcome, name: str = "") -> None:
     """Assert that two outcomes have the same bits."""
-    for fact in FACTS:
+    for fact in (*FACTS, "top1"):
         got = getattr(actual, fact)
         if got is not None:
             assert_same_bits(got, getattr(expected, fact), f"{name}: {fact}")

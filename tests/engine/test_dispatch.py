@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise
 from tests.engine.samples import qkv
@@ -18,7 +17,7 @@ from tilewise import masks
 from tilewise.engine import dispatch, registry
 from tilewise.engine.dispatch import PLANS, PlanCache
 from tilewise.errors import SlowPathWarning, Unsupported
-from tilewise.kernels.base import Backend, Tiles
+from tilewise.kernels.base import Backend, Prepared, Tiles
 from tilewise.plan.choose import Candidate, choose
 from tilewise.plan.plan import Plan
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
@@ -30,7 +29,7 @@ class Pretend(Backend):
     name: ClassVar[str] = "cpu"
 
     def __init__(self, absent: str | None = None, reasons: tuple[str, ...] = ()) -> None:
-        self.absent, self.reasons, self.calls = absent, list(reasons), 0
+        self.absent, self.reasons = absent, list(reasons)
 
     def absence(self) -> str | None:
         return self.absent
@@ -41,14 +40,16 @@ class Pretend(Backend):
     def tiles(self, problem: Problem) -> Tiles:
         return Tiles(16, 32, 3)
 
-    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        self.calls += 1
-        rows = operands.q.shape[:-1]
-        out = torch.zeros(*rows, problem.value_dim)
-        return Result(out, torch.zeros(rows), torch.zeros(2, *rows))
+    def prepare(self, problem: Problem) -> Prepared:
+        def forward(operands: Operands, statistics: Statistics = "") -> Result:
+            rows = operands.q.shape[:-1]
+            out = torch.zeros(*rows, problem.value_dim)
+            return Result(out, torch.zeros(rows), torch.zeros(2, *rows))
 
-    def backward(self, *_: Any) -> Grads:
-        raise AssertionError("not asked for")
+        def backward(*_: Any) -> Grads:
+            raise AssertionError("not asked for")
+
+        return Prepared(forward, backward)
 
 
 Swap = Callable[[Pretend], None]
@@ -235,12 +236,3 @@ def test_the_registry_loads_each_backend_once() -> None:
     for name in registry.BACKEND_NAMES:
         assert registry.load(name) is registry.load(name)
         assert registry.load(name).name == name
-
-
-def test_the_default_way_from_forward_to_prepared() -> None:
-    backend = Pretend()
-    q, k, v = qkv(False)
-    problem = tilewise.plan(q, k, v, backend="tiled").problem
-    result: Result = backend.prepare(problem).forward(Operands(q, k, v))
-    assert (backend.calls, result.out.shape) == (1, (2, 4, 5, 6))
-    assert isinstance(result.lse, Tensor)

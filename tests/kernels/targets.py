@@ -30,6 +30,8 @@ def _targets() -> tuple[Target, ...]:
 
 
 TARGETS = _targets()
+CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
+only_cpu = pytest.mark.parametrize("target", CPU_TARGETS, ids=str, indirect=True)
 
 
 @contextmanager

@@ -25,18 +25,28 @@ CASES = [
     Case("scored", queries=130, keys=129, **GROUPED, score=("softcap", "alibi"), sinks=True),
     Case("biased", queries=65, keys=190, **GROUPED, score=("bias",), mask=("bool",)),
 ]
+RUNS = [
+    *CASES,
+    Case("several-chunks", heads=4, queries=300, keys=1100, mask=("causal",), sinks=True),
+    Case("dropped", queries=200, keys=130, score=("softcap", "bias_keys"), dropout_p=0.2),
+    Case("packed", sequences=((70, 70), (0, 3), (129, 200)), mask=("causal",)),
+]
 ALL_DTYPES = [case.of(dtype) for case in CASES for dtype in FLOATS]
 
 
-@pytest.mark.parametrize(("target", "case"), pairs(ALL_DTYPES, 3), indirect=["target"])
+@pytest.mark.parametrize(
+    ("target", "case"),
+    pairs([case.of(dtype) for case in RUNS for dtype in FLOATS], 3),
+    indirect=["target"],
+)
 def test_runs_and_threads(target: Target, case: Case) -> None:
-    """The same call again, and with two and three threads: every gradient included."""
+    """The same call again, and with two and three threads: every gradient and statistic."""
     inputs = build(case)
-    sent = send(inputs)
-    expected = attend(inputs, target.backend, sent)
+    sent = send(inputs, entropy=True)
+    expected = attend(inputs, target.backend, sent, statistics="top1")
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert_same(attend(inputs, target.backend, sent), expected)
+        assert_same(attend(inputs, target.backend, sent, statistics="top1"), expected)
 
 
 def _alone(inputs: Inputs, b: int, kv_head: int) -> Inputs:
@@ -98,12 +108,12 @@ def test_batch_invariance(target: Target, case: Case) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("mask", [(), ("causal",)], ids=str)
 def test_varlen_invariance(target: Target, mask: tuple[str, ...], dtype: torch.dtype) -> None:
-    """A packed sequence alone has the bits that it has among its neighbours."""
+    """A packed sequence alone has the bits, and the top keys, that it has among its neighbours."""
     lengths = ((70, 70), (1, 200), (0, 3), (129, 65), (200, 200), (5, 0))
     case = Case("packed", sequences=lengths, **GROUPED, mask=mask, score=("softcap",))
     inputs = build(case.of(dtype))
-    sent = send(inputs)
-    whole = attend(inputs, target.backend, sent)
+    sent = send(inputs, entropy=True)
+    whole = attend(inputs, target.backend, sent, statistics="top1")
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = (cu.tolist() for cu in inputs.cu_seqlens)
     for i, (m, n) in enumerate(lengths):
@@ -114,14 +124,15 @@ def test_varlen_invariance(target: Target, mask: tuple[str, ...], dtype: torch.d
             v=inputs.v.detach()[keys].clone().requires_grad_(),
             cu_seqlens=(torch.tensor([0, m]), torch.tensor([0, n])),
         )
-        own = Sent(sent.out[rows], sent.lse[:, rows])
-        grads = {"q": rows, "k": keys, "v": keys}
+        parts = {"q": rows, "k": keys, "v": keys}
         expected = Outcome(
             whole.out[rows],
             whole.lse[:, rows],
-            {name: whole.grads[name][part] for name, part in grads.items()},
+            {name: whole.grads[name][part] for name, part in parts.items()},
+            *(fact[:, rows] for fact in whole[3:]),
         )
-        assert_same(attend(alone, target.backend, own), expected)
+        own = Sent(sent.out[rows], sent.lse[:, rows], sent.entropy[:, rows])
+        assert_same(attend(alone, target.backend, own, statistics="top1"), expected)
 
 
 def test_batch_mates_lengths(target: Target) -> None:

@@ -100,10 +100,11 @@ def _peaked_cases() -> list[Case]:
 
 
 def _peaked_pairs() -> list[Any]:
-    """Every case on every target; in extended precision wide heads take seconds."""
+    """Every case on every target; tiled or in extended precision wide heads take seconds."""
     found = pairs(_peaked_cases(), 3)
-    for at, (_, case) in enumerate(parameter.values for parameter in found):
-        if case.dtype == torch.float64 and case.head_dim == 512:
+    for at, (target, case) in enumerate(parameter.values for parameter in found):
+        long = case.dtype == torch.float64 or target.backend == "tiled"
+        if long and case.head_dim == 512:
             marks = (*found[at].marks, pytest.mark.thorough)
             found[at] = pytest.param(*found[at].values, marks=marks, id=found[at].id)
     return found

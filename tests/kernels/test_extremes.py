@@ -16,35 +16,44 @@ from tests.inputs import Inputs, build
 from tests.kernels.targets import Target
 from tests.oracle import Outcome, Sent, assert_same, attend, call, check, refer, send
 from tilewise import masks, scores
+from tilewise.variants.lower import statistics_dtype
 
 NAN = math.nan
 
 
-def _ones(inputs: Inputs, case: Case) -> Sent:
-    """Gradients of out and lse that are all ones."""
-    rows = inputs.q.shape[:-1]
-    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    out = torch.ones(*rows, case.value_dim, dtype=case.dtype)
-    return Sent(out, torch.ones(rows, dtype=lse_dtype))
-
-
-def _run(case: Case, target: Target, inputs: Inputs | None = None) -> Outcome:
+def _run(
+    case: Case, target: Target, inputs: Inputs | None = None, *, statistics: Any = False
+) -> Outcome:
+    """The outcome, with gradients of out, lse and entropy that are all ones."""
     inputs = build(case) if inputs is None else inputs
-    return attend(inputs, target.backend, _ones(inputs, case))
+    rows = inputs.q.shape[:-1]
+    each = torch.ones(rows, dtype=statistics_dtype(case.dtype))
+    ones = Sent(torch.ones(*rows, case.value_dim, dtype=case.dtype), each, each)
+    return attend(inputs, target.backend, ones, statistics=statistics)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_dead_rows_are_zero(target: Target, dtype: torch.dtype) -> None:
-    """Rows that see no key: out 0, lse -inf, no gradient from them or to them."""
-    case = Case("dead", queries=150, keys=70, mask=("causal",), score=("bias",), dtype=dtype)
-    got = _run(case, target)
+def test_dead_rows_are_zero(target: Target, dtype: torch.dtype, sinks: bool) -> None:
+    """Rows that see no key: out 0, entropy 0, no top key, no gradient from them or to them."""
+    bias: dict[str, Any] = {"mask": ("causal",), "score": ("bias",)}
+    case = Case("dead", queries=150, keys=70, **bias, sinks=sinks, dtype=dtype)
+    inputs = build(case)
+    got = _run(case, target, inputs, statistics="top1")
     dead = 150 - 70
-    assert bool((got.out[:, :, :dead] == 0).all())
-    assert bool((got.lse[:, :, :dead] == -math.inf).all())
+    gone = [got.out, got.entropy, got.grads["q"], got.grads["captured 0"]]
+    assert not any(bool(each[:, :, :dead].any()) for each in gone)
+    assert bool((got.entropy[:, :, dead + 2 :] > 0).all())
+    assert bool((got.max_logit[:, :, :dead] == -math.inf).all())
+    assert bool((got.top1[:, :, :dead] == -1).all())
+    assert bool((got.top1[:, :, dead:] >= 0).all())
+    assert sinks or bool((got.lse[:, :, :dead] == -math.inf).all())
     assert bool((got.lse[:, :, dead:] > -math.inf).all())
-    assert bool((got.grads["q"][:, :, :dead] == 0).all())
-    assert bool((got.grads["captured 0"][:, :, :dead] == 0).all())
     assert all(bool(grad.isfinite().all()) for grad in got.grads.values())
+    alone = torch.zeros_like(got.entropy)
+    alone[:, :, :dead] = 1
+    got = attend(inputs, target.backend, Sent(entropy=alone), statistics=True)
+    assert not any(bool(grad.any()) for grad in got.grads.values())
 
 
 def test_dead_rows_with_sinks(target: Target) -> None:
@@ -213,16 +222,16 @@ def test_any_byte_but_0_is_true(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_beyond_lengths_never_leaks(target: Target, dtype: torch.dtype) -> None:
-    """What keys past a length hold changes not a bit, forward or backward."""
+    """What keys past a length hold changes not a bit, of statistics and gradients too."""
     case = Case("padding", batch=3, heads=4, keys=200, dtype=dtype)
     lengths = torch.tensor([77, 0, 130])
     inputs = build(case)._replace(mask=masks.lengths(lengths))
-    clean = _run(case, target, inputs)
+    clean = _run(case, target, inputs, statistics="top1")
     with torch.no_grad():
         for b, length in enumerate(lengths.tolist()):
             inputs.k[b, :, length:] = NAN
             inputs.v[b, :, length:] = NAN
-    assert_same(_run(case, target, inputs), clean)
+    assert_same(_run(case, target, inputs, statistics="top1"), clean)
     for name in "kv":
         for b, length in enumerate(lengths.tolist()):
             assert bool((clean.grads[name][b, :, length:] == 0).all())

@@ -19,7 +19,7 @@ import tilewise
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
-from tests.kernels.targets import TARGETS, Target
+from tests.kernels.targets import Target, only_cpu
 from tests.oracle import assert_same, attend, send
 from tilewise import masks, scores
 from tilewise.kernels.cpu.core import absence
@@ -42,8 +42,6 @@ CHUNKS = [
         sequences=((50, 4500), (30, 1100), (1, 7), (64, 2100), (0, 5), (3, 9000)),
     ),
 ]
-CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
-only_cpu = pytest.mark.parametrize("target", CPU_TARGETS, ids=str, indirect=True)
 
 
 def _check_threads(case: Case, counts: tuple[int, ...]) -> None:

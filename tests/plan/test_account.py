@@ -69,13 +69,6 @@ def test_each_backend_has_its_order() -> None:
     assert made["gpu"].flops == made["cpu"].flops * 7 // 5
 
 
-@pytest.mark.parametrize(
-    ("keys", "chunk"), [(1, 1024), (1024, 1024), (8 * 1024, 1024), (16 * 1024, 2048)]
-)
-def test_the_chunks_of_the_core(keys: int, chunk: int) -> None:
-    assert registry.load("cpu").loops(problem(keys=keys)).backward == (64, chunk)
-
-
 def test_a_plan_has_its_account_when_it_is_asked_for() -> None:
     x = torch.zeros(2, 4, 96, 16)
     held = tilewise.plan(x, x, x, mask=masks.causal())

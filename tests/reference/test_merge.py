@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -11,27 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.problem import Result
-from tilewise.reference.merge import merge, merge_partial
+from tilewise.reference.merge import merge_partial
 
 lses = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4), st.floats(-3, 3))
 
 
-def _partial(lse: list[float], seed: int, packed: bool) -> Result:
+Partial: TypeAlias = tuple[Tensor, Tensor]
+
+
+def _partial(lse: list[float], seed: int, packed: bool) -> Partial:
     """A result over some keys: random rows, zero where the lse says that there was no key."""
     generator = torch.Generator().manual_seed(seed)
     row_lse = torch.tensor(lse, dtype=torch.float64)
     out = torch.randn(len(lse), 3, generator=generator, dtype=torch.float64)
     out = torch.where(row_lse[:, None] == -math.inf, 0.0, out)
-    stats = torch.stack([row_lse / math.log(2), (row_lse > -math.inf).double()])
     if packed:  # out [T, H, Dv], lse [H, T]
-        return Result(out[:, None], row_lse[None], stats[:, None])
-    return Result(out[None, None], row_lse[None, None], stats[:, None, None])
+        return out[:, None], row_lse[None]
+    return out[None, None], row_lse[None, None]
 
 
-def _close(got: Result, expected: Result) -> None:
-    for a, b in zip(got[:3], expected[:3], strict=True):  # the statistics are not merged
-        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+def merge(*results: Partial) -> Partial:
+    return merge_partial(*zip(*results, strict=True))
+
+
+def _close(got: Partial, expected: Partial) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-11)
 
 
 triples = st.lists(st.tuples(lses, lses, lses), min_size=1, max_size=5)
@@ -51,16 +56,12 @@ def test_associative_and_commutative(rows: list[tuple[float, float, float]], pac
 def test_empty_is_neutral(rows: list[tuple[float, float, float]]) -> None:
     """Merging with a result that saw no key changes nothing, whatever its output holds."""
     some = _partial([row[0] for row in rows], 0, packed=False)
-    nothing = Result(
-        torch.full_like(some.out, math.nan),
-        torch.full_like(some.lse, -math.inf),
-        torch.stack([torch.full_like(some.lse, -math.inf), torch.zeros_like(some.lse)]),
-    )
+    nothing = torch.full_like(some[0], math.nan), torch.full_like(some[1], -math.inf)
     _close(merge(some, nothing), some)
     _close(merge(nothing, some), some)
-    both = merge(nothing, nothing)
-    assert bool((both.out == 0).all())
-    assert bool((both.lse == -math.inf).all())
+    out, lse = merge(nothing, nothing)
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
 
 
 def test_gradcheck() -> None:
@@ -90,4 +91,4 @@ def test_wrong_shapes_are_refused() -> None:
     """An output of three dimensions is packed; the rest is in tests/test_merging.py."""
     one = _partial([0.0, 1.0], 0, packed=False)
     with pytest.raises(InvalidArgument, match="packed"):
-        merge_partial([one.out[0]], [one.lse])
+        merge_partial([one[0][0]], [one[1]])

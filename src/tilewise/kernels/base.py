@@ -7,14 +7,13 @@ of autograd, of the user's arguments, or of the other backends.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Loops
-from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
 from tilewise.reference.covers import Grid, covers
 from tilewise.variants.program import RAW
 
@@ -28,8 +27,11 @@ class Prepared(NamedTuple):
     """A backend's passes bound to one problem; a Plan holds them.
 
     Args:
-        forward: ``(operands, statistics="") -> Result``.
-        backward: ``(operands, result, grad_out, grad_lse, needs, grad_entropy=None) -> Grads``.
+        forward: ``(operands, statistics="") -> Result``, with the requested statistics.
+        backward: ``(operands, result, grad_out, grad_lse, needs, grad_entropy=None) -> Grads``: the
+            gradients that ``needs`` names, from what ``forward`` gave for these operands. The
+            incoming gradients are shaped as ``result.out``, ``result.lse`` and ``result.entropy``,
+            of any strides; None where lse or the entropy was not used.
         output: ``(q, k, v) -> out``, the quickest way to the output of a call that has no tensor
             and no seed beside these and wants nothing else; None where ``forward`` is.
         row_max_unit: of ``Result.stats[0]``, in natural units.
@@ -95,33 +97,6 @@ class Backend(ABC):
         tile = (found.query_tile, found.key_tile)
         return Loops(tile, "rows_outside", tile)
 
-    @abstractmethod
-    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """Run the forward pass; its result has the requested statistics."""
-
-    @abstractmethod
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        result: Result,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs: Needs,
-        grad_entropy: Tensor | None = None,
-    ) -> Grads:
-        """Run the backward pass: return the gradients that ``needs`` names.
-
-        Args:
-            problem: what was computed.
-            operands: with what.
-            result: what ``forward`` gave for them.
-            grad_out: shaped as ``result.out``, any strides.
-            grad_lse: shaped as ``result.lse``, or None where lse was not used.
-            needs: which gradients are wanted.
-            grad_entropy: shaped as ``result.entropy``, or None where it was not used.
-        """
-
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return for each rectangle of a grid whether the mask hides all (0), some (1) or none (2).
 
@@ -135,6 +110,6 @@ class Backend(ABC):
         """
         return covers(problem, operands, grid)
 
+    @abstractmethod
     def prepare(self, problem: Problem) -> Prepared:
-        """Bind both passes to a problem. Override to keep what can be computed once."""
-        return Prepared(partial(self.forward, problem), partial(self.backward, problem))
+        """Return both passes, with what can be computed once."""

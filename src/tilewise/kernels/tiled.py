@@ -1,12 +1,12 @@
 """The tiled torch reference as a backend: exact, O(N) memory, any device, and slow."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from tilewise.kernels.base import Backend, Needs, Tiles, raw_reasons
-from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+from tilewise.kernels.base import Backend, Prepared, Tiles, raw_reasons
+from tilewise.problem import Problem
 from tilewise.reference import tiled
 
 
@@ -24,28 +24,15 @@ class TiledBackend(Backend):
         """Return the blocks of the reference."""
         return Tiles(tiled.WALK.query_tile, tiled.WALK.key_tile)
 
-    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """Run the forward pass (see ``reference.tiled.forward``)."""
-        with _plain_arithmetic(problem):
-            return tiled.forward(problem, operands, statistics)
+    def prepare(self, problem: Problem) -> Prepared:
+        """Return the passes of ``reference.tiled``."""
 
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        result: Result,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs: Needs,
-        grad_entropy: Tensor | None = None,
-    ) -> Grads:
-        """Run the backward pass (see ``reference.tiled.backward``)."""
-        with _plain_arithmetic(problem):
-            return tiled.backward(
-                problem, operands, result, grad_out, grad_lse, needs, grad_entropy
-            )
+        def bound(run: Callable[..., Any]) -> Callable[..., Any]:
+            def plain(*arguments: Any) -> Any:
+                # Autocast has chosen the operands' dtype; it must not touch the arithmetic inside.
+                with torch.autocast(problem.device, enabled=False):
+                    return run(problem, *arguments)
 
+            return plain
 
-def _plain_arithmetic(problem: Problem) -> torch.autocast:
-    """Autocast has already chosen the operands' dtype; it must not touch the arithmetic inside."""
-    return torch.autocast(problem.device, enabled=False)
+        return Prepared(bound(tiled.forward), bound(tiled.backward))

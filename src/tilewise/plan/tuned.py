@@ -212,11 +212,6 @@ def refusal(tuned: Tuned, chip: str, family: str, check: Check) -> str:
         family: its own.
         check: says of an entry why it cannot be taken.
     """
-    return _stale(tuned, chip, family) or _unfit(tuned, family, check)
-
-
-def _stale(tuned: Tuned, chip: str, family: str) -> str:
-    """Return why a file is not of this chip and this Triton; "" if it is."""
     if (tuned.chip, tuned.family) != (chip, family):
         return f"it is of {tuned.chip} ({tuned.family}), this is {chip} ({family})"
     triton = installed_triton()
@@ -224,16 +219,12 @@ def _stale(tuned: Tuned, chip: str, family: str) -> str:
         return f"it is of Triton {tuned.triton}, and which is here is not known"
     if _minor(tuned.triton) != _minor(triton):
         return f"it is of Triton {tuned.triton}, here is {triton}"
+    for number, entry in enumerate(tuned.entries):
+        if reason := check(family, entry):
+            return f"entry {number}: {reason}"
     return ""
 
 
 def _minor(version: str) -> list[str]:
     """Return the parts of a version that decide the generated code: 3 and 6 of "3.6.0+git"."""
     return re.split(r"[.+]", version)[:2]
-
-
-def _unfit(tuned: Tuned, family: str, check: Check) -> str:
-    for number, entry in enumerate(tuned.entries):
-        if reason := check(family, entry):
-            return f"entry {number}: {reason}"
-    return ""

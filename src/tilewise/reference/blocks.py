@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ class Block(NamedTuple):
     batches: range
     heads: range
     floats: torch.dtype = torch.float32
+
+    def places(self, device: torch.device) -> dict[str, Any]:
+        """Return the positions of the pairs and the lengths, as ``evaluate`` takes them."""
+        spans = (self.queries, 1), (self.keys, 0), (self.batches, 3), (self.heads, 2)
+        found = {
+            name: torch.arange(span.start, span.stop, device=device).view(-1, *[1] * dims)
+            for name, (span, dims) in zip("mnbh", spans, strict=True)
+        }
+        return found | {"queries": self.total_queries, "keys": self.total_keys}
 
 
 class Part(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
@@ -86,26 +85,12 @@ def _check_block(part: Part, block: Block, loads: Sequence[_Load]) -> None:
     for load in loads:
         if scores is None and any(node.op == "s" for node in load.indices.nodes):
             scores = _scores(part, block)
-        found = evaluate(
-            load.indices,
-            s=scores,
-            b=_numbers(block.batches, 3, device),
-            h=_numbers(block.heads, 2, device),
-            m=_numbers(block.queries, 1, device),
-            n=_numbers(block.keys, 0, device),
-            queries=problem.queries,
-            keys=problem.keys,
-            loads=load.loads,
-            dtype=block.floats,
-        )
+        places = block.places(device)
+        found = evaluate(load.indices, s=scores, loads=load.loads, dtype=block.floats, **places)
         for dim, (index, size) in enumerate(zip(found, load.tensor.shape, strict=True)):
             wrong = ((index < 0) | (index >= size)) & seen
             if wrong.any():
                 _refuse(load, dim, index, wrong, block)
-
-
-def _numbers(span: range, dims: int, device: torch.device) -> Tensor:
-    return torch.arange(span.start, span.stop, device=device).view(-1, *[1] * dims)
 
 
 def _scores(part: Part, block: Block) -> Tensor:

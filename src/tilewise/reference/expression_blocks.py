@@ -36,23 +36,8 @@ def _of_block(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """Return the results for a block; each broadcasts to ``[B, Hq, m, n]``."""
-
-    def positions(span: range, dims: int) -> Tensor:
-        found = torch.arange(span.start, span.stop, device=device)
-        return found.view(-1, *[1] * dims)
-
-    return evaluate(
-        expr,
-        s=s,
-        b=positions(block.batches, 3),
-        h=positions(block.heads, 2),
-        m=positions(block.queries, 1),
-        n=positions(block.keys, 0),
-        queries=block.total_queries,
-        keys=block.total_keys,
-        loads=[tensors[slot] for slot in instr.slots],
-        dtype=dtype,
-    )
+    loads = [tensors[slot] for slot in instr.slots]
+    return evaluate(expr, s=s, loads=loads, dtype=dtype, **block.places(device))
 
 
 def visible(instr: Instr, tensors: Sequence[Tensor], block: Block, device: torch.device) -> Tensor:

@@ -50,13 +50,18 @@ def evaluate(
         a tensor for each output: bool, int64 or ``dtype``, of a shape that broadcasts to the
         common one.
     """
-    leaves = {"b": b, "h": h, "m": m, "n": n}
     device = m.device
+    leaves = {"s": s, "b": b, "h": h, "m": m, "n": n}
+    lengths = {"M": queries, "N": keys}
     values: list[Tensor] = []
     for node, kind in zip(expr.nodes, kinds(expr), strict=True):
         args = [values[arg] for arg in node.args]
-        if node.op in LEAVES:
-            values.append(_leaf(node.op, leaves, s, {"M": queries, "N": keys}, device))
+        if node.op in lengths:
+            values.append(torch.tensor(lengths[node.op], device=device))
+        elif node.op in LEAVES:
+            leaf = leaves[node.op]
+            assert leaf is not None, "the expression of a mask has no score"
+            values.append(leaf)
         elif node.op.startswith("const_"):
             types = {"bool": torch.bool, "int": torch.int64, "float": dtype}
             values.append(torch.tensor(node.value, dtype=types[kind], device=device))
@@ -67,21 +72,6 @@ def evaluate(
         else:
             values.append(_OPERATIONS[node.op](*args))
     return [values[output] for output in expr.outputs]
-
-
-def _leaf(
-    name: str,
-    leaves: dict[str, Tensor],
-    s: Tensor | None,
-    counts: dict[str, int],
-    device: torch.device,
-) -> Tensor:
-    if name == "s":
-        assert s is not None, "the expression of a mask has no score"
-        return s
-    if name in counts:
-        return torch.tensor(counts[name], device=device)
-    return leaves[name]
 
 
 def load_indices(tensor: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:

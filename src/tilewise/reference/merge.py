@@ -20,29 +20,6 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.problem import Result
-
-
-def merge(*results: Result) -> Result:
-    """Merges results of the same queries over disjoint key sets; differentiable.
-
-    Args:
-        results: at least one; out ``[B, H, M, Dv]`` with lse ``[B, H, M]``, or packed
-            ``[T, H, Dv]`` with ``[H, T]``; stats ``[2, *lse.shape]``.
-
-    Returns:
-        The result over the union. stats are merged too (and detached, as they always are); the
-        statistics of rows are not.
-
-    Raises:
-        InvalidArgument: no result, or shapes that differ.
-    """
-    out, lse = merge_partial([r.out for r in results], [r.lse for r in results])
-    tops = torch.stack([r.stats[0] for r in results]).detach()
-    sums = torch.stack([r.stats[1] for r in results]).detach()
-    top = tops.amax(0)
-    total = (sums * torch.exp2(tops - _finite_or_zero(top))).sum(0)
-    return Result(out, lse, torch.stack([top, total]))
 
 
 def merge_partial(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -62,7 +39,8 @@ def merge_partial(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     check_partials(outs, lses)
     lse = torch.stack(list(lses))
     # The largest lse only keeps exp in range; the result does not depend on it.
-    top = _finite_or_zero(lse.detach().amax(0))
+    top = lse.detach().amax(0)
+    top = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(lse - top)
     total = weights.sum(0)
     safe_total = torch.where(total == 0, 1.0, total)
@@ -75,10 +53,6 @@ def merge_partial(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
         out = term if out is None else out + term
     assert out is not None
     return out.to(outs[0].dtype), merged_lse
-
-
-def _finite_or_zero(top: Tensor) -> Tensor:
-    return torch.where(top == -math.inf, 0.0, top)
 
 
 def _per_row(rows: Tensor, out: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference.blocks import Part, multiplied, parts
-from tilewise.reference.entries import enter_reads, enter_result, enter_totals
 from tilewise.reference.ledger import WALK, Walk
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
@@ -49,7 +48,14 @@ from tilewise.reference.tiles import (
     row_entropy,
     sink_exponents,
 )
-from tilewise.reference.totals import Totals, accumulators, sum_group
+from tilewise.reference.totals import (
+    Totals,
+    accumulators,
+    enter_reads,
+    enter_result,
+    enter_totals,
+    sum_group,
+)
 
 __all__ = [
     "WALK",

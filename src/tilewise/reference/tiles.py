@@ -193,14 +193,9 @@ def far(exponent: Tensor) -> Tensor:
     return exponent.clamp(min=-2000.0)
 
 
-class RowEntropy(NamedTuple):
-    """Result of ``row_entropy`` for a query tile ``[B, Hq, m]``."""
-
-    entropy: Tensor
-    mean: Tensor
-
-
-def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -> RowEntropy:
+def row_entropy(
+    part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the entropy of each row and the mean of its logits less the largest, sink included.
 
     With t those differences in base-2 units, entropy = log(sum of 2^t) - ln(2) * mean of t, of
@@ -219,7 +214,7 @@ def row_entropy(part: Part, stats: Tensor, moment: Tensor, dtype: torch.dtype) -
     if sink is not None:
         whole, moment = whole + exp2(sink), moment + exp2(sink) * sink
     mean = torch.where(whole == 0, 0.0, moment / whole)
-    return RowEntropy(torch.where(whole == 0, 0.0, torch.log(whole) - LN2 * mean), mean)
+    return torch.where(whole == 0, 0.0, torch.log(whole) - LN2 * mean), mean
 
 
 def sink_exponents(part: Part, top: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:

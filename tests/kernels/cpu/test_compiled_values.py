@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from tests.kernels.cpu.dense import (
     inputs,
     needs_compiler,
 )
-from tests.kernels.cpu.test_expressions import CPU_TARGETS, PACKED, VARIANTS, _used, only_cpu
-from tests.kernels.targets import Target
+from tests.kernels.cpu.test_expressions import PACKED, VARIANTS
+from tests.kernels.targets import CPU_TARGETS, Target, only_cpu
 from tests.kernels.test_catalogue import test_a_variant_is_exact as exact
 from tests.kernels.test_catalogue import test_over_several_tiles as over_several_tiles
 from tests.variants_catalogue import CATALOGUE
 from tests.variants_catalogue import Variant as CatalogueVariant
 from tilewise import masks
-from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu import compiled
 from tilewise.variants.expr import OPS, Graph, encode
 from tilewise.variants.program import Instr
@@ -171,19 +170,23 @@ def test_every_operation(
         return found.lse
 
     expected = lse()
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error")
+    with compiled.compiling():
         got = lse()
     assert expected.isfinite().float().mean() > 0.7
     torch.testing.assert_close(got, expected, rtol=_CLOSE[dtype], atol=0, equal_nan=True)
 
 
+@pytest.fixture
+def compiling(here: Path) -> Iterator[None]:
+    """Every expression is compiled: one that is not would warn, which is an error in tests."""
+    with compiled.compiling():
+        yield
+
+
 @needs_compiler
-def test_trains(here: Path) -> None:
+def test_trains(compiling: None) -> None:
     """Forward, backward and the gradients of loads of a masked score, by compiled code."""
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error")
-        check(VARIANTS[3], Sizes(), torch.float32)
+    check(VARIANTS[3], Sizes(), torch.float32)
 
 
 def _pairs() -> list[Any]:
@@ -199,13 +202,11 @@ def _pairs() -> list[Any]:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "variant", "dtype"), _pairs(), indirect=["target"])
-def test_exact(target: Target, here: Path, variant: Variant, dtype: torch.dtype) -> None:
+def test_exact(target: Target, compiling: None, variant: Variant, dtype: torch.dtype) -> None:
     """The 2x rule against torch's autograd, dense and packed, and the bits on two threads."""
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error")
-        check(_used(variant), Sizes(), dtype)
-        check(_used(variant), PACKED, dtype)
-        check_bits(_used(variant), inputs(_used(variant), Sizes(), dtype), (1, 2))
+    check(variant, Sizes(), dtype)
+    check(variant, PACKED, dtype)
+    check_bits(variant, inputs(variant, Sizes(), dtype), (1, 2))
 
 
 @needs_compiler
@@ -213,23 +214,19 @@ def test_exact(target: Target, here: Path, variant: Variant, dtype: torch.dtype)
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @only_cpu
-def test_sums(target: Target, here: Path, name: str, dtype: torch.dtype) -> None:
+def test_sums(target: Target, compiling: None, name: str, dtype: torch.dtype) -> None:
     """Scores that are scaled late, that are the lowest there are, and that hide pairs."""
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error")
-        check(Variant(name, lambda: SUMS[name]), Sizes(), dtype)
+    check(Variant(name, lambda: SUMS[name]), Sizes(), dtype)
 
 
 @needs_compiler
 @pytest.mark.slow
 @only_cpu
-def test_sizes(target: Target, here: Path) -> None:
+def test_sizes(target: Target, compiling: None) -> None:
     """One row, no row, no key, tails of pieces, and dropout."""
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error")
-        for queries, keys in ((1, 1), (0, 5), (3, 0), (64, 16), (65, 129), (33, 15)):
-            check(VARIANTS[0], Sizes(queries=queries, keys=keys), torch.float32)
-        check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
+    for queries, keys in ((1, 1), (0, 5), (3, 0), (64, 16), (65, 129), (33, 15)):
+        check(VARIANTS[0], Sizes(queries=queries, keys=keys), torch.float32)
+    check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
 
 
 @needs_compiler
@@ -238,12 +235,10 @@ def test_sizes(target: Target, here: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("target", NATIVE, ids=str, indirect=True)
 def test_the_catalogue(
-    target: Target, here: Path, variant: CatalogueVariant, dtype: torch.dtype
+    target: Target, compiling: None, variant: CatalogueVariant, dtype: torch.dtype
 ) -> None:
     """What people write: the contract, and in float64 plain torch, over several tiles."""
-    with warnings.catch_warnings(), compiled.compiling():
-        warnings.simplefilter("error", SlowPathWarning)
-        if dtype is torch.float64:
-            over_several_tiles(target, variant)
-        else:
-            exact(target, variant, dtype)
+    if dtype is torch.float64:
+        over_several_tiles(target, variant)
+    else:
+        exact(target, variant, dtype)

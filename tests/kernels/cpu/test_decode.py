@@ -11,8 +11,8 @@ import tilewise
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
-from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import attend, call, check, check_case, refer_cached
+from tests.kernels.targets import Target, only_cpu, pairs
+from tests.oracle import assert_same, attend, check, check_case, refer_cached
 from tilewise import masks
 
 GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
@@ -61,18 +61,12 @@ def test_threads_change_no_bit(target: Target, case: Case) -> None:
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(call(inputs, "cpu", return_lse=True, return_stats="top1"))
+        found.append(attend(inputs, "cpu", statistics="top1"))
     for other in found[1:]:
-        assert_same_bits(other.out, found[0].out, "out")
-        assert_same_bits(other.lse, found[0].lse, "lse")
-        for name, mine, first in zip(other.stats._fields, other.stats, found[0].stats, strict=True):
-            assert_same_bits(mine, first, name)
+        assert_same(other, found[0])
 
 
-CPU = [target for target in TARGETS if target.backend == "cpu"]
-
-
-@pytest.mark.parametrize("target", CPU, ids=str)
+@only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_neither_the_group_nor_the_batch_changes_a_bit(target: Target, dtype: torch.dtype) -> None:
     """A head alone, among the heads that share its keys, and in a batch."""
@@ -81,17 +75,15 @@ def test_neither_the_group_nor_the_batch_changes_a_bit(target: Target, dtype: to
         torch.randn(3, heads, rows, 48, generator=generator).to(dtype)
         for heads, rows in ((7, 2), (1, 1400), (1, 1400))
     )
-    with forced(target):
-        whole = tilewise.attention(q, k, v, mask=masks.causal(), backend="cpu")
-        for b, h in ((0, 0), (1, 3), (2, 6)):
-            entry = slice(b, b + 1)
-            alone = tilewise.attention(
-                q[entry, h : h + 1], k[entry], v[entry], mask=masks.causal(), backend="cpu"
-            )
-            assert_same_bits(alone, whole[entry, h : h + 1], f"head {h} of {b}")
+    options: dict[str, Any] = {"mask": masks.causal(), "backend": "cpu"}
+    whole = tilewise.attention(q, k, v, **options)
+    for b, h in ((0, 0), (1, 3), (2, 6)):
+        entry = slice(b, b + 1)
+        alone = tilewise.attention(q[entry, h : h + 1], k[entry], v[entry], **options)
+        assert_same_bits(alone, whole[entry, h : h + 1], f"head {h} of {b}")
 
 
-@pytest.mark.parametrize("target", CPU, ids=str)
+@only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [2, 6])
 def test_neither_shorter_nor_longer_neighbours_change_a_bit(
@@ -105,22 +97,17 @@ def test_neither_shorter_nor_longer_neighbours_change_a_bit(
         for rows, count in ((queries, heads), (keys, 2), (keys, 2))
     )
     offsets = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (queries, keys)]
-    whole = call_packed(target, q, k, v, *offsets)
+    options: dict[str, Any] = {"mask": masks.causal(), "backend": "cpu"}
+    whole = tilewise.attention_varlen(q, k, v, *offsets, **options)
     for i, (m, n) in enumerate(zip(queries, keys, strict=True)):
         rows, seen = (slice(int(cu[i]), int(cu[i + 1])) for cu in offsets)
-        alone = call_packed(
-            target, q[rows], k[seen], v[seen], torch.tensor([0, m]), torch.tensor([0, n])
+        alone = tilewise.attention_varlen(
+            *(q[rows], k[seen], v[seen], torch.tensor([0, m]), torch.tensor([0, n])), **options
         )
         assert_same_bits(alone, whole[rows], f"{m} queries and {n} keys")
 
 
-def call_packed(target: Target, *operands: torch.Tensor) -> torch.Tensor:
-    """Sequences in one call, causal."""
-    with forced(target):
-        return tilewise.attention_varlen(*operands, mask=masks.causal(), backend="cpu")
-
-
-@pytest.mark.parametrize("target", CPU, ids=str)
+@only_cpu
 def test_a_head_that_sees_no_key_of_a_block_takes_none_of_its_nans(target: Target) -> None:
     """Heads share the loads of a key, and not what they see."""
     q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 600, 16)
@@ -128,13 +115,12 @@ def test_a_head_that_sees_no_key_of_a_block_takes_none_of_its_nans(target: Targe
     v[:, :, 128:256] = torch.nan
     seen = torch.ones(1, 2, 1, 600).bool()
     seen[:, 1, :, 128:256] = False
-    with forced(target):
-        out = tilewise.attention(q, k, v, mask=masks.dense(seen), backend="cpu")
+    out = tilewise.attention(q, k, v, mask=masks.dense(seen), backend="cpu")
     assert out[:, 0].isnan().all()
     assert out[:, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("target", CPU, ids=str)
+@only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_infinite_values_are_not_spoilt_by_what_pads_a_pair(
     target: Target, dtype: torch.dtype
@@ -142,8 +128,7 @@ def test_infinite_values_are_not_spoilt_by_what_pads_a_pair(
     """The last of an odd number of keys is infinite: so is the output, as in torch."""
     q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 33, 16), torch.ones(1, 1, 33, 16)
     v[:, :, 32] = torch.inf
-    with forced(target):
-        out = tilewise.attention(q.to(dtype), k.to(dtype), v.to(dtype), backend="cpu")
+    out = tilewise.attention(q.to(dtype), k.to(dtype), v.to(dtype), backend="cpu")
     assert (out == torch.inf).all()
 
 

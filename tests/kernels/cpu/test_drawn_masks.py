@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise
-from tests.kernels.targets import TARGETS, Target, forced
+from tests.kernels.targets import CPU_TARGETS, Target, forced
 from tests.variants.drawn import (
     SHAPES,
     Extents,
@@ -24,7 +24,6 @@ from tests.variants.drawn import (
 from tilewise.variants.expr import Expr, encode, kinds
 from tilewise.variants.values import Mask
 
-CPU_TARGETS = [target for target in TARGETS if target.backend == "cpu"]
 KINDS = ("float", "int", "bool", "float", "int", "bool", "int", "float", "bool")
 EXTENTS = Extents(2, 3, 70, 40)
 

@@ -11,8 +11,8 @@ import tilewise
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import build
-from tests.kernels.targets import TARGETS, Target, forced, pairs
-from tests.oracle import call
+from tests.kernels.targets import Target, pairs
+from tests.oracle import assert_same, attend, outcome_of
 from tests.paged import in_pages, sequences_of
 from tests.test_paged import CASES, keywords_of, paged_of
 from tilewise import BlockMask, masks, scores
@@ -33,19 +33,15 @@ def test_it_is_attention_over_sequences(target: Target, case: Case) -> None:
     """Packed queries, few and many of them; pages of every size in both memory orders."""
     inputs = build(case).detached()
     assert inputs.cu_seqlens is not None
-    expected = call(inputs, target.backend, return_lse=True, return_stats="top1")
+    expected = attend(inputs, target.backend, statistics="top1")
     options = {**keywords_of(inputs), "backend": target.backend}
     options |= {"return_lse": True, "return_stats": "top1"}
     for page_size in PAGES:
         paged = paged_of(inputs, page_size, rows_first=page_size % 2 == 0)
         got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **options)
-        assert_same_bits(got.out, expected.out, f"out, pages of {page_size}")
-        assert_same_bits(got.lse, expected.lse, f"lse, pages of {page_size}")
-        for name, mine, theirs in zip(got.stats._fields, got.stats, expected.stats, strict=True):
-            assert_same_bits(mine, theirs, f"{name}, pages of {page_size}")
+        assert_same(outcome_of(got), expected, f"pages of {page_size}")
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("queries", [1, 8, 9, 65])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dense_queries(target: Target, queries: int, dtype: torch.dtype) -> None:
@@ -59,19 +55,18 @@ def test_dense_queries(target: Target, queries: int, dtype: torch.dtype) -> None
     bias = torch.randn(6, 1, 700, generator=generator).to(dtype)
     options: dict[str, Any] = {"mask": masks.causal(), "backend": target.backend}
     options |= {"sinks": torch.randn(6, generator=generator), "return_lse": True}
-    with forced(target):
-        for q, pages in (
-            (rows.transpose(1, 2), in_pages(keys, values, 16, spare=3)),
-            (rows.transpose(1, 2).contiguous(), in_pages(keys, values, 48, seed=1)),
-        ):
-            got = tilewise.attention_paged(q, *pages, **options, score=scores.bias(bias))
-            assert got.out.stride() == q.stride()
-            torch.set_num_threads(3)
-            for b, (k, v) in enumerate(zip(keys, values, strict=True)):
-                score = scores.bias(bias[..., : k.shape[1]])
-                alone = tilewise.attention(q[b : b + 1], k[None], v[None], **options, score=score)
-                assert_same_bits(got.out[b : b + 1], alone.out, f"out {b}")
-                assert_same_bits(got.lse[b : b + 1], alone.lse, f"lse {b}")
+    for q, pages in (
+        (rows.transpose(1, 2), in_pages(keys, values, 16, spare=3)),
+        (rows.transpose(1, 2).contiguous(), in_pages(keys, values, 48, seed=1)),
+    ):
+        got = tilewise.attention_paged(q, *pages, **options, score=scores.bias(bias))
+        assert got.out.stride() == q.stride()
+        torch.set_num_threads(3)
+        for b, (k, v) in enumerate(zip(keys, values, strict=True)):
+            score = scores.bias(bias[..., : k.shape[1]])
+            alone = tilewise.attention(q[b : b + 1], k[None], v[None], **options, score=score)
+            assert_same_bits(got.out[b : b + 1], alone.out, f"out {b}")
+            assert_same_bits(got.lse[b : b + 1], alone.lse, f"lse {b}")
 
 
 def test_pages_whose_elements_lie_apart() -> None:

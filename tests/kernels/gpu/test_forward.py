@@ -236,19 +236,6 @@ def test_a_launch_for_every_tile_and_no_more() -> None:
     assert launch.grid == (0,)
 
 
-def test_precision_is_torch_s_choice() -> None:
-    """tf32 only where torch allows it, and on no AMD chip."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        assert config_for("sm_90").precision == "ieee"
-        torch.backends.cuda.matmul.allow_tf32 = True
-        assert config_for("sm_90").precision == "tf32"
-        assert config_for("gfx942").precision == "ieee"
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def test_what_it_declines() -> None:
     """By name, each with its reason; and CPU tensors go to it by name only."""
     q = torch.randn(1, 1, 4, 8)

@@ -31,9 +31,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def seed_of(one: Launch) -> Tensor | None:
-    """The memory of the seed, which the backward's walks have among their numbers."""
-    _, _, seed = one.arguments.get("numbers", (None, None, one.arguments.get("seed")))
-    return seed
+    """The memory of the seed, which the backward's walks have among the numbers of the call."""
+    call = one.arguments.get("call")
+    return one.arguments.get("seed") if call is None else call.numbers[2]
 
 
 def _leaves(rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -107,24 +107,6 @@ class CpuBackend(Backend):
         tile = (together * problem.queries, _BLOCK_KEYS)
         return Loops(tile, "keys_outside", (64, chunk), split_keys=split, shared=True)
 
-    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """Run the forward pass."""
-        return self.prepare(problem).forward(operands, statistics)
-
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        result: Result,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs: Needs,
-        grad_entropy: Tensor | None = None,
-    ) -> Grads:
-        """Run the backward pass."""
-        prepared = self.prepare(problem)
-        return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
-
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return the table of a mask, by the core."""
         table = torch.empty(grid[2:], dtype=torch.uint8)

@@ -207,7 +207,10 @@ def _headers() -> str:
 
 def _compiler() -> _Compiler:
     """Return the compiler that the environment names, or the first that is there."""
-    return _compiler_of(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    found = _found(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    if isinstance(found, str):
+        raise _Failure(found)
+    return found
 
 
 @cache
@@ -230,13 +233,6 @@ def _found(named: str, _path: str) -> _Compiler | str:
         return _Compiler(command, lines[0] if lines else command[0])
     names = named if named.strip() else ", ".join(_COMPILERS)
     return f"no C++ compiler runs here (asked: {names}); CXX names another"
-
-
-def _compiler_of(named: str, path: str) -> _Compiler:
-    found = _found(named, path)
-    if isinstance(found, str):
-        raise _Failure(found)
-    return found
 
 
 def _cache() -> Cache:

@@ -132,24 +132,6 @@ class GpuBackend(Backend):
             return found
         return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)
 
-    def forward(self, problem: Problem, operands: Operands, statistics: Statistics = "") -> Result:
-        """Run the forward pass."""
-        return self.prepare(problem).forward(operands, statistics)
-
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        result: Result,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs: Needs,
-        grad_entropy: Tensor | None = None,
-    ) -> Grads:
-        """Run the backward pass."""
-        prepared = self.prepare(problem)
-        return prepared.backward(operands, result, grad_out, grad_lse, needs, grad_entropy)
-
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return the table of a mask, made on the device of its tensors."""
         from tilewise.kernels.gpu.expressions.variant import variant_of

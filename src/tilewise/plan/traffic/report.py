@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.account import Account, Comparison, trains
+from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, balance
 
 _BOUND = {
@@ -137,9 +138,8 @@ def _direction(
     ]
 
 
-def _times(plain: object, ours: object) -> str:
-    few, many = getattr(ours, "bytes", 0), getattr(plain, "bytes", 0)
-    return f" ({many / few:.3g} times as much)" if few else ""
+def _times(plain: Traffic, ours: Traffic) -> str:
+    return f" ({plain.bytes / ours.bytes:.3g} times as much)" if ours.bytes else ""
 
 
 def _bounds(seconds: Seconds) -> str:

@@ -271,7 +271,6 @@ class _Captured:
         shape = (problem.batch, problem.heads, tiles, 2 * size)
         sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
         arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, row_tiles=row_tiles)
-        del arguments["starts"]  # a packed call has no diagonals
         grid = (programs_of(problem, problem.heads, tiles),)
         launch = launch_of(diagonal_kernel, grid, arguments, constants, blocks)
         return sums, launch, size, tiles

@@ -29,22 +29,24 @@ from tilewise.reference.philox import threshold as dropout_threshold
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 
+COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane", "threshold"]
+
+
 @triton.jit
-def numbers_of(numbers, threshold):
-    """The ``numbers`` of ``pair_gradients`` from those of a launch: (scale, inverse_keep, seed)."""
-    scale, inverse_keep, seed = numbers
+def numbers_of(call, threshold):
+    """The ``numbers`` of ``pair_gradients`` from those of a launch."""
+    scale, inverse_keep, seed = call.numbers
     seed_low, seed_high = seed_words(seed)
     return scale, inverse_keep, seed_low, seed_high, threshold
 
 
 @triton.jit
 def _gradients(
+    call,
     products,
-    value_products,
     row,
     numbers,
     pairs,
-    captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -57,10 +59,11 @@ def _gradients(
     ``keep`` says what dropout keeps, if there is any; ``factor`` is not in ds yet, and p without
     FACTOR.
     """
+    products, dp = products
     base, shift, weight, slope, center = row
     scale, inverse_keep, seed_low, seed_high, threshold = numbers
     b, h, m, n, M, N = pairs
-    _, _, tensors, shapes = captured
+    _, _, tensors, shapes = call.captured
     if SCORE is None:
         scores = products * (scale * LOG2E)
     else:
@@ -74,7 +77,6 @@ def _gradients(
     p = tl.exp2(exponent)
     if not FORM.FOLD:
         p = p * weight
-    dp = value_products
     keep = p
     if FORM.DROPOUT:
         keep = kept(seed_low, seed_high, threshold, b, h, m, n)
@@ -90,40 +92,29 @@ def _gradients(
 
 @triton.jit
 def pair_gradients(
+    call,
     products,
-    value_products,
     row,
     numbers,
     pairs,
-    captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return (p, ds) of a tile of pairs from its products q.k and grad_out.v.
+    """Return (p, ds) of a tile of pairs from its products (q.k, grad_out.v).
 
     Where dropout drops, p is 0. It is not divided by the share that dropout keeps. The gradient of
     the score is ds, times ``FACTOR`` (arguments as SCORE) if there is one. If MASKED, ``visible``
     says which pairs attend; otherwise all of them do.
 
-    ``row`` is from ``row_values``. ``numbers`` are (scale, 1 / (1 - dropout_p), the two halves of
-    the seed, the threshold). ``pairs`` are (b, h, m, n, M, N). ``captured`` are the tensors and
-    shape numbers of the mask and of the score.
+    ``call`` is a ``Call``, ``row`` from ``row_values``. ``numbers`` are (scale,
+    1 / (1 - dropout_p), the two halves of the seed, the threshold). ``pairs`` are (b, h, m, n, M,
+    N).
     """
     scores, p, ds, keep, factor = _gradients(
-        products,
-        value_products,
-        row,
-        numbers,
-        pairs,
-        captured,
-        visible,
-        SCORE,
-        FACTOR,
-        MASKED,
-        FORM,
+        call, products, row, numbers, pairs, visible, SCORE, FACTOR, MASKED, FORM
     )
     if FACTOR is not None:
         ds = ds * factor
@@ -136,12 +127,11 @@ def pair_gradients(
 
 @triton.jit
 def row_gradients(
+    call,
     products,
-    value_products,
     row,
     numbers,
     pairs,
-    captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -152,22 +142,32 @@ def row_gradients(
     Arguments as for ``pair_gradients``; p is that without dropout.
     """
     scores, p, ds, _, factor = _gradients(
-        products,
-        value_products,
-        row,
-        numbers,
-        pairs,
-        captured,
-        visible,
-        SCORE,
-        FACTOR,
-        True,
-        FORM,
+        call, products, row, numbers, pairs, visible, SCORE, FACTOR, True, FORM
     )
     hidden = scores == float("-inf")
     shares = tl.sum(tl.where(hidden, 0.0, ds * factor), 1)
     weights = tl.sum(tl.where(hidden, 0.0, p * factor), 1)
     return shares, tl.sum(tl.where(hidden, 0.0, ds), 1), weights
+
+
+class Call(NamedTuple):
+    """What all walks of the backward are given: one argument, whose members kernels read by name.
+
+    Counts are not among them: Triton would specialize those in a tuple.
+
+    Args:
+        inputs: q, k, v, grad_out, and the values of rows (``row_values``).
+        strides: of each.
+        starts: the cu_seqlens of queries and keys, or None twice.
+        captured: tensors and shape numbers of the mask, and of the score.
+        numbers: (scale, 1 / (1 - dropout_p), the seed's memory).
+    """
+
+    inputs: tuple[Tensor, ...]
+    strides: tuple[tuple[int, ...], ...]
+    starts: tuple[Tensor | None, Tensor | None]
+    captured: tuple[Any, ...]
+    numbers: tuple[Any, ...]
 
 
 class Form(NamedTuple):
@@ -227,21 +227,19 @@ class Backward(NamedTuple):
         tensors = (*operands[:3], self.upstream.out)
         strides = [head_strides(tensor, problem) for tensor in tensors]
         return {
-            "inputs": (*tensors, self.rows),
-            "strides": (*strides, number_strides(self.rows[0], problem)),
-            "starts": (operands.cu_seqlens_q, operands.cu_seqlens_k),
-            "captured": self.captured(),
+            "call": Call(
+                (*tensors, self.rows),
+                (*strides, number_strides(self.rows[0], problem)),
+                (operands.cu_seqlens_q, operands.cu_seqlens_k),
+                self.captured(),
+                (problem.scale, 1 / (1 - problem.dropout_p), seed_memory(problem, operands)),
+            ),
             "batch": problem.batch,
             "heads": problem.heads,
             "group": problem.heads // problem.kv_heads,
             "queries": problem.queries,
             "keys": problem.keys,
             "plane": self.rows[0].numel(),
-            "numbers": (
-                problem.scale,
-                1 / (1 - problem.dropout_p),
-                seed_memory(problem, operands),
-            ),
             "threshold": word(dropout_threshold(problem.dropout_p)),
         }
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import Backward, numbers_of, pair_gradients
+from tilewise.kernels.gpu.backward.gradients import COUNTS, Backward, numbers_of, pair_gradients
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
@@ -44,6 +44,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     line_place,
     list_of,
     programs_of,
+    range_of,
     slots_of,
     split_range,
     store_tile,
@@ -51,18 +52,13 @@ from tilewise.kernels.gpu.walk.tiles import (
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 
-_NUMBERS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
-
-@triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    inputs,
+    call,
     grad_q,
-    strides,
     grad_q_strides,
-    starts,
     lists,
-    captured,
     batch,
     heads,
     group,
@@ -70,7 +66,6 @@ def query_kernel(
     keys,
     tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -87,22 +82,16 @@ def query_kernel(
     HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
     VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
     VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
-    q, k, v, grad_out, rows = inputs
-    q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
+    q, k, v, grad_out, rows = call.inputs
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides = call.strides
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
     b, h, begin, begin_k, M, N, m0 = line_place(
-        tile, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
+        tile, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
     )
     if m0 >= M:
         return
-    low = 0
-    full_low = 0
-    full_high = N
-    high = N
-    if KEYS_OF is not None:
-        m1 = tl.minimum(m0 + BLOCK_M, M)
-        low, full_low, full_high, high = KEYS_OF(b, m0, m1, M, N, captured[0], captured[1])
+    low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, BLOCK_M, False)
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
@@ -120,8 +109,7 @@ def query_kernel(
     v_head = head_of(v, v_strides, b, h // group, begin_k)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
     row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FORM.FOLD, FORM.ENTROPY)
-    scale = numbers[0]
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     # The tiles that need no mask first; there are none where nothing is known of a mask.
     for MASKED in tl.static_range(BLIND, 2):
@@ -134,7 +122,7 @@ def query_kernel(
             visible = None
             wanted = True
             if MASKED:
-                visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+                visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
                 if SKIPS:
                     wanted = tl.max(visible.to(tl.int32)) > 0
             if wanted:
@@ -145,12 +133,11 @@ def query_kernel(
                 products = product_of(q_tile, k_tile, BLOCK_M, BLOCK_N, HEAD_DIM, FORM)
                 by_value = product_of(grad_tile, v_tile, BLOCK_M, BLOCK_N, VALUE_DIM, FORM)
                 _, ds = pair_gradients(
-                    products,
-                    by_value,
+                    call,
+                    (products, by_value),
                     row,
                     numbers,
                     (b, h, m, n, M, N),
-                    captured,
                     visible,
                     SCORE,
                     GAIN,
@@ -161,18 +148,15 @@ def query_kernel(
                     k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM.WIDE)
                 total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=FORM.PRECISION)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
-    store_tile(head, m0, grad_q_strides, M, total * scale, BLOCK_M, HEAD_DIM, HEAD_PADDED)
+    store_tile(head, m0, grad_q_strides, M, total * numbers[0], BLOCK_M, HEAD_DIM, HEAD_PADDED)
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    inputs,
+    call,
     grads,
-    strides,
     grad_strides,
-    starts,
     lists,
-    captured,
     batch,
     heads,
     group,
@@ -180,7 +164,6 @@ def key_kernel(
     keys,
     tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -201,24 +184,18 @@ def key_kernel(
     HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
     VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
     VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
-    q, k, v, grad_out, rows = inputs
-    q_strides, k_strides, v_strides, grad_out_strides, row_strides = strides
+    q, k, v, grad_out, rows = call.inputs
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides = call.strides
     grad_k, grad_v = grads
     grad_k_strides, grad_v_strides = grad_strides
     program = tl.program_id(0)
     tile = program % tiles
     b, key_head, begin, begin_k, M, N, n0 = line_place(
-        tile, program // tiles, starts, batch, heads // group, queries, keys, BLOCK_N, True
+        tile, program // tiles, call.starts, batch, heads // group, queries, keys, BLOCK_N, True
     )
     if n0 >= N:
         return
-    low = 0
-    full_low = 0
-    full_high = M
-    high = M
-    if QUERIES_OF is not None:
-        n1 = tl.minimum(n0 + BLOCK_N, N)
-        low, full_low, full_high, high = QUERIES_OF(b, n0, n1, M, N, captured[0], captured[1])
+    low, full_low, full_high, high = range_of(b, n0, M, N, call.captured, QUERIES_OF, BLOCK_N, True)
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
@@ -230,8 +207,7 @@ def key_kernel(
     k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, FORM)
     v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, FORM)
     n = n0 + tl.arange(0, BLOCK_N)[:, None]
-    scale, inverse_keep, _ = numbers
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
     total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
     for member in range(group):
@@ -252,7 +228,7 @@ def key_kernel(
                 visible = None
                 wanted = True
                 if MASKED:
-                    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+                    visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
                     if SKIPS:
                         wanted = tl.max(visible.to(tl.int32)) > 0
                 if wanted:
@@ -264,12 +240,11 @@ def key_kernel(
                     products = product_of(k_tile, q_tile, BLOCK_N, BLOCK_M, HEAD_DIM, FORM)
                     by_value = product_of(v_tile, grad_tile, BLOCK_N, BLOCK_M, VALUE_DIM, FORM)
                     p, ds = pair_gradients(
-                        products,
-                        by_value,
+                        call,
+                        (products, by_value),
                         row,
                         numbers,
                         (b, h, m, n, M, N),
-                        captured,
                         visible,
                         SCORE,
                         GAIN,
@@ -292,10 +267,12 @@ def key_kernel(
                         total_k = tl.dot(ds, q_tile, total_k, input_precision=FORM.PRECISION)
     if grad_k is not None:
         head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
-        store_tile(head, n0, grad_k_strides, N, total_k * scale, BLOCK_N, HEAD_DIM, HEAD_PADDED)
+        store_tile(
+            head, n0, grad_k_strides, N, total_k * numbers[0], BLOCK_N, HEAD_DIM, HEAD_PADDED
+        )
     if grad_v is not None:
         if FORM.DROPOUT:
-            total_v = total_v * inverse_keep
+            total_v = total_v * numbers[1]
         head = head_of(grad_v, grad_v_strides, b, key_head, begin_k)
         store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
 

@@ -22,9 +22,9 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
     launch_of,
+    line_place,
     load_tile,
     number_strides,
-    place_of,
     programs_of,
     slots_of,
 )
@@ -100,17 +100,10 @@ def row_kernel(
     """
     out_strides, grad_out_strides, lse_strides, entropy_strides, row_strides = strides
     program = tl.program_id(0)
-    tile = program % tiles
-    if cu_q is None:
-        h = (program // tiles) % heads
-        b = program // tiles // heads
-        begin = 0
-        first = tile * BLOCK
-        M = queries
-    else:
-        h = program // tiles
-        b, first, begin = place_of(tile, cu_q, batch, BLOCK)
-        M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+    tile, line = program % tiles, program // tiles
+    b, h, begin, _, M, _, first = line_place(
+        tile, line, (cu_q, None), batch, heads, queries, queries, BLOCK, False
+    )
     m = first + tl.arange(0, BLOCK)
     inside = m < M
     o_head = head_of(out, out_strides, b, h, begin)

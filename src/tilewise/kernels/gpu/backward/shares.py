@@ -5,22 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.backward.gradients import numbers_of, pair_gradients, row_gradients
+from tilewise.kernels.gpu.backward.gradients import (
+    COUNTS,
+    numbers_of,
+    pair_gradients,
+    row_gradients,
+)
 from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.parts import held, product_of
-from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of
-
-_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
+from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of, range_of
 
 
 @triton.jit
-def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
+def query_side(call, plane, place, m0, FORM: tl.constexpr):
     """Return (q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
 
     Operands multiplied in parts are not loaded here: see ``held``.
     """
     b, h, begin, _, M, _ = place
+    inputs, strides = call.inputs, call.strides
     q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
     grad_out = (head_of(inputs[3], strides[3], b, h, begin), strides[3], m0, 0, M)
     q = held(q, FORM.BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
@@ -31,9 +35,10 @@ def query_side(inputs, strides, plane, place, m0, FORM: tl.constexpr):
 
 
 @triton.jit
-def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
+def key_side(call, group, place, n0, FORM: tl.constexpr):
     """(k, v) of a tile of keys, as those of ``query_side``; arguments as for ``terms_of``."""
     b, h, _, begin_k, _, N = place
+    inputs, strides = call.inputs, call.strides
     k = (head_of(inputs[1], strides[1], b, h // group, begin_k), strides[1], n0, 0, N)
     v = (head_of(inputs[2], strides[2], b, h // group, begin_k), strides[2], n0, 0, N)
     k = held(k, FORM.BLOCK_N, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
@@ -42,7 +47,7 @@ def key_side(inputs, strides, group, place, n0, FORM: tl.constexpr):
 
 
 @triton.jit
-def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr):
+def seen_in(call, place, m0, n0, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr):
     """(pairs, visible, met): the pairs of a tile, which of them attend, and whether any does.
 
     ``pairs`` are (b, h, m, n, M, N). Without SKIPS every tile is met.
@@ -50,7 +55,7 @@ def seen_in(place, m0, n0, captured, SEEN: tl.constexpr, SKIPS: tl.constexpr, FO
     b, h, _, _, M, N = place
     m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
     n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
-    visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
     met = True
     if SKIPS:
         met = tl.max(visible.to(tl.int32)) > 0
@@ -67,11 +72,11 @@ def products_of(q_side, k_side, FORM: tl.constexpr):
 
 @triton.jit
 def terms_of(
+    call,
     q_side,
     k_side,
     numbers,
     pairs,
-    captured,
     visible,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -79,23 +84,23 @@ def terms_of(
 ):
     """Return the shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
 
-    ``q_side`` is of ``query_side``, ``k_side`` of ``key_side``: they take ``inputs``, which are q,
-    k, v, grad_out and the values of rows, and ``strides`` of them. ``pairs`` are of ``seen_in``.
+    ``call`` is a ``Call``, ``q_side`` of ``query_side``, ``k_side`` of
+    ``key_side``, ``numbers`` of ``numbers_of``, ``pairs`` of ``seen_in``.
     """
-    qk, gv = products_of(q_side, k_side, FORM)
+    products = products_of(q_side, k_side, FORM)
     _, terms = pair_gradients(
-        qk, gv, q_side[2], numbers, pairs, captured, visible, SCORE, FACTOR, True, FORM
+        call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, True, FORM
     )
     return terms
 
 
 @triton.jit
-def elements_of(q_side, k_side, numbers, pairs, captured, INDEX: tl.constexpr, FORM: tl.constexpr):
+def elements_of(call, q_side, k_side, numbers, pairs, INDEX: tl.constexpr, FORM: tl.constexpr):
     """Return which element of the captured tensor each pair of a tile names."""
     # A load may be indexed by the score; where none is, this product is left out.
     scores = product_of(q_side[0], k_side[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
     b, h, m, n, M, N = pairs
-    return INDEX(scores * numbers[0], b, h, m, n, M, N, captured[2], captured[3])
+    return INDEX(scores * numbers[0], b, h, m, n, M, N, call.captured[2], call.captured[3])
 
 
 @triton.jit
@@ -107,9 +112,7 @@ def compensated(total, lost, terms):
 
 
 @triton.jit
-def walk_from(
-    place, first, captured, lists, RANGE: tl.constexpr, BLOCK, OTHER, BY_KEYS: tl.constexpr
-):
+def walk_from(call, place, first, lists, RANGE: tl.constexpr, BLOCK, OTHER, BY_KEYS: tl.constexpr):
     """(start, count, listed) of the walk of a tile of queries over keys, or of keys over queries.
 
     ``lists`` are (order, counts, numbers), or None three times; without them ``listed`` is nothing.
@@ -121,11 +124,7 @@ def walk_from(
         listed, whole, partial = list_of(lists, b, h, first // BLOCK)
         count = whole + partial
     else:
-        low = start
-        high = M if BY_KEYS else N
-        if RANGE is not None:
-            last = tl.minimum(first + BLOCK, N if BY_KEYS else M)
-            low, _, _, high = RANGE(b, first, last, M, N, captured[0], captured[1])
+        low, _, _, high = range_of(b, first, M, N, call.captured, RANGE, BLOCK, BY_KEYS)
         start = (tl.maximum(low, 0) // OTHER * OTHER).to(tl.int32)
         count = tl.cast((tl.maximum(high - start, 0) + OTHER - 1) // OTHER, tl.int32)
     return start, count, listed
@@ -140,15 +139,12 @@ def step_of(i, walk, lists, OTHER):
     return at
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def line_kernel(
-    inputs,
-    strides,
-    captured,
+    call,
     sums,
     sum_strides,
     lists,
-    starts,
     batch,
     heads,
     group,
@@ -156,7 +152,6 @@ def line_kernel(
     keys,
     tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -176,44 +171,42 @@ def line_kernel(
     BLOCK: tl.constexpr = FORM.BLOCK_N if BY_KEYS else FORM.BLOCK_M
     OTHER: tl.constexpr = FORM.BLOCK_M if BY_KEYS else FORM.BLOCK_N
     b, h, begin, begin_k, M, N, first = line_place(
-        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK, BY_KEYS
+        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
     place = (b, h, begin, begin_k, M, N)
     length = N if BY_KEYS else M
     if first >= length:
         return
-    numbers = numbers_of(numbers, threshold)
-    walk = walk_from(place, first, captured, lists, RANGE, BLOCK, OTHER, BY_KEYS)
+    numbers = numbers_of(call, threshold)
+    walk = walk_from(call, place, first, lists, RANGE, BLOCK, OTHER, BY_KEYS)
     i = first + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     if BY_KEYS:
-        k_side = key_side(inputs, strides, group, place, first, FORM)
+        k_side = key_side(call, group, place, first, FORM)
         for step in range(walk[1]):
             m0 = step_of(step, walk, lists, OTHER)
-            pairs, visible, met = seen_in(place, m0, first, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, first, SEEN, SKIPS, FORM)
             if met:
-                q_side = query_side(inputs, strides, plane, place, m0, FORM)
-                terms = terms_of(
-                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
-                )
+                q_side = query_side(call, plane, place, m0, FORM)
+                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
                 total += tl.sum(terms, 0).to(tl.float64)
     else:
-        q_side = query_side(inputs, strides, plane, place, first, FORM)
+        q_side = query_side(call, plane, place, first, FORM)
         gathered = tl.zeros([BLOCK], tl.float64)
         weight = tl.zeros([BLOCK], tl.float64)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, OTHER)
-            pairs, visible, met = seen_in(place, first, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, first, n0, SEEN, SKIPS, FORM)
             if met:
-                k_side = key_side(inputs, strides, group, place, n0, FORM)
-                qk, gv = products_of(q_side, k_side, FORM)
+                k_side = key_side(call, group, place, n0, FORM)
+                products = products_of(q_side, k_side, FORM)
                 shares, plain, weights = row_gradients(
-                    qk, gv, q_side[2], numbers, pairs, captured, visible, SCORE, FACTOR, FORM
+                    call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, FORM
                 )
                 total += shares.to(tl.float64)
                 gathered += plain.to(tl.float64)
                 weight += weights.to(tl.float64)
-        values = head_of(inputs[4], strides[4], b, h, begin) + DUE * plane
+        values = head_of(call.inputs[4], call.strides[4], b, h, begin) + DUE * plane
         over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
         # What is infinite or NaN in a row stays what it is.
         total = total - tl.where(tl.abs(over) < float("inf"), over, 0.0)
@@ -284,16 +277,11 @@ def fold_kernel(
         tl.store(to, whole.to(out.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=[*_COUNTS, "threshold", "rows", "columns", "row_tiles", "column_tiles"]
-)
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "columns", "row_tiles", "column_tiles"])
 def pair_kernel(
-    inputs,
-    strides,
-    captured,
+    call,
     out,
     out_strides,
-    starts,
     batch,
     heads,
     group,
@@ -304,7 +292,6 @@ def pair_kernel(
     row_tiles,
     column_tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -331,22 +318,20 @@ def pair_kernel(
     last_b = kept_b + 1 if KEEP_B else batch
     first_h = kept_h
     last_h = kept_h + 1 if KEEP_H else heads
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for batch_item in range(first_b, last_b):
         b = program * 0 + batch_item
-        begin, begin_k, M, N = lengths_of(b, starts, queries, keys)
+        begin, begin_k, M, N = lengths_of(b, call.starts, queries, keys)
         for head in range(first_h, last_h):
             h = program * 0 + head
             place = (b, h, begin, begin_k, M, N)
-            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, True, FORM)
             if met:
-                q_side = query_side(inputs, strides, plane, place, m0, FORM)
-                k_side = key_side(inputs, strides, group, place, n0, FORM)
-                terms = terms_of(
-                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
-                )
+                q_side = query_side(call, plane, place, m0, FORM)
+                k_side = key_side(call, group, place, n0, FORM)
+                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
                 total, lost = compensated(total, lost, terms)
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
@@ -362,11 +347,9 @@ def pair_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "threshold", "row_tiles"])
+@triton.jit(do_not_specialize=[*COUNTS, "row_tiles"])
 def diagonal_kernel(
-    inputs,
-    strides,
-    captured,
+    call,
     sums,
     batch,
     heads,
@@ -376,7 +359,6 @@ def diagonal_kernel(
     tiles,
     row_tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -394,17 +376,17 @@ def diagonal_kernel(
     offset = program % tiles - (column_tiles - 1)
     line = program // tiles
     place = (line // heads, line % heads, 0, 0, queries, keys)
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     lost = tl.zeros([BLOCK, BLOCK], tl.float32)
     for i in range(tl.maximum(offset, 0), tl.minimum(row_tiles, column_tiles + offset)):
         m0 = i * BLOCK
         n0 = (i - offset) * BLOCK
-        pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, True, FORM)
+        pairs, visible, met = seen_in(call, place, m0, n0, SEEN, True, FORM)
         if met:
-            q_side = query_side(inputs, strides, plane, place, m0, FORM)
-            k_side = key_side(inputs, strides, group, place, n0, FORM)
-            terms = terms_of(q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM)
+            q_side = query_side(call, plane, place, m0, FORM)
+            k_side = key_side(call, group, place, n0, FORM)
+            terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
             total, lost = compensated(total, lost, terms)
     wide = total.to(tl.float64) - lost.to(tl.float64)
     i = tl.arange(0, BLOCK)

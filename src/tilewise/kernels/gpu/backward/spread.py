@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.backward.gradients import numbers_of
+from tilewise.kernels.gpu.backward.gradients import COUNTS, numbers_of
 from tilewise.kernels.gpu.backward.shares import (
     elements_of,
     key_side,
@@ -25,19 +25,15 @@ from tilewise.kernels.gpu.walk.tiles import head_of, line_place
 _BITS: tl.constexpr = tl.constexpr(60)
 _LARGEST_SUM: tl.constexpr = tl.constexpr(1e38)
 _LARGEST_POWER: tl.constexpr = tl.constexpr(120)
-_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane"]
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def spread_pairs_kernel(
-    inputs,
-    strides,
-    captured,
+    call,
     totals,
     fixed,
     factors,
     lists,
-    starts,
     batch,
     heads,
     group,
@@ -45,7 +41,6 @@ def spread_pairs_kernel(
     keys,
     tiles,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -63,26 +58,24 @@ def spread_pairs_kernel(
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
+        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK_M], tl.float64)
     if m0 < M:
-        walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
-        q_side = query_side(inputs, strides, plane, place, m0, FORM)
+        walk = walk_from(call, place, m0, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        q_side = query_side(call, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, SKIPS, FORM)
             if met:
-                k_side = key_side(inputs, strides, group, place, n0, FORM)
-                terms = terms_of(
-                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
-                )
+                k_side = key_side(call, group, place, n0, FORM)
+                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
                 if fixed is None:
                     total += tl.sum(tl.abs(terms), 1).to(tl.float64)
                 else:
-                    element = elements_of(q_side, k_side, numbers, pairs, captured, INDEX, FORM)
+                    element = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
                     whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
                     # Relaxed: no program reads here what others add.
                     tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")

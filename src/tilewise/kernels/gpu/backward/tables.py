@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.backward.gradients import numbers_of
+from tilewise.kernels.gpu.backward.gradients import COUNTS, numbers_of
 from tilewise.kernels.gpu.backward.shares import (
     elements_of,
     key_side,
@@ -23,17 +23,12 @@ from tilewise.kernels.gpu.backward.shares import (
 )
 from tilewise.kernels.gpu.walk.tiles import line_place
 
-_COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "elements", "plane"]
 
-
-@triton.jit(do_not_specialize=[*_COUNTS, "threshold"])
+@triton.jit(do_not_specialize=[*COUNTS, "elements"])
 def table_kernel(
-    inputs,
-    strides,
-    captured,
+    call,
     sums,
     lists,
-    starts,
     batch,
     heads,
     group,
@@ -42,7 +37,6 @@ def table_kernel(
     tiles,
     elements,
     plane,
-    numbers,
     threshold,
     SCORE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -61,24 +55,22 @@ def table_kernel(
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, starts, batch, heads, queries, keys, BLOCK_M, False
+        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
     )
     place = (b, h, begin, begin_k, M, N)
-    numbers = numbers_of(numbers, threshold)
+    numbers = numbers_of(call, threshold)
     columns = tl.arange(0, TABLE)
     total = tl.zeros([TABLE], tl.float64)
     if m0 < M:
-        walk = walk_from(place, m0, captured, lists, RANGE, BLOCK_M, BLOCK_N, False)
-        q_side = query_side(inputs, strides, plane, place, m0, FORM)
+        walk = walk_from(call, place, m0, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        q_side = query_side(call, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            pairs, visible, met = seen_in(place, m0, n0, captured, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, SKIPS, FORM)
             if met:
-                k_side = key_side(inputs, strides, group, place, n0, FORM)
-                terms = terms_of(
-                    q_side, k_side, numbers, pairs, captured, visible, SCORE, FACTOR, FORM
-                )
-                named = elements_of(q_side, k_side, numbers, pairs, captured, INDEX, FORM)
+                k_side = key_side(call, group, place, n0, FORM)
+                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
+                named = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
                 for element in range(elements):
                     found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)
                     found = tl.sum(found, 0)

@@ -62,19 +62,10 @@ def _tuple(parts: Sequence[str]) -> str:
     return f"({', '.join(parts)},)" if parts else "()"
 
 
-class Stage(NamedTuple):
-    """A stage's functions, as those of a ``Variant``."""
-
-    score: Any
-    gain: Any
-    loads: tuple[Any, ...]
-    load_indices: tuple[Any, ...]
-
-
 class Chain:
-    """The functions of several stages one after another."""
+    """The functions of several stages, each a ``Variant``, one after another."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Any]) -> None:
         self.stages = stages
 
     def score(self) -> Text:
@@ -113,7 +104,7 @@ class Chain:
 class _Writer:
     """Text that calls the functions of stages."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Any]) -> None:
         self.stages = stages
         self.lines = ["s0 = s"]
         self.uses: dict[str, Any] = {}

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.expressions import words
-from tilewise.kernels.gpu.expressions.chain import Chain, Stage, Text, raw_text, stages_of
+from tilewise.kernels.gpu.expressions.chain import Chain, Text, raw_text, stages_of
 from tilewise.kernels.gpu.expressions.ranges import range_lines
 from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor
 from tilewise.problem import Problem
@@ -211,7 +211,7 @@ def _stage(
 
 def _chained(stages: Sequence[Variant]) -> Variant:
     """Return the functions of a score in several stages."""
-    chain = Chain([Stage(x.score, x.gain, x.loads, x.load_indices) for x in stages])
+    chain = Chain(stages)
     return Variant(
         score=_of_text("score", chain.score()),
         gain=_of_text("gain", chain.gain()),

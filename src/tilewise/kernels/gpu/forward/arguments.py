@@ -41,6 +41,7 @@ class Form(NamedTuple):
         REVERSED: the last tiles come first.
         TRANSPOSED: values are transposed, see ``walk.transpose``.
         EDGE_STAGES: of the walk over partial blocks, where it has not the kernel's.
+        NAMED: of statistics, whether the first of the largest scores is named.
     """
 
     D: int
@@ -61,6 +62,7 @@ class Form(NamedTuple):
     REVERSED: bool = False
     TRANSPOSED: bool = False
     EDGE_STAGES: int | None = None
+    NAMED: bool = False
 
 
 def functions_of(variant: Variant) -> dict[str, Any]:

@@ -23,12 +23,19 @@ from tilewise.kernels.gpu.forward.arguments import (
     sequences_of,
     tensors_of,
 )
-from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys, walks_of
+from tilewise.kernels.gpu.forward.online import (
+    absorb,
+    nothing_seen,
+    queries_at,
+    settled,
+    store_numbers,
+    walk_keys,
+    walks_of,
+)
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import key_rows
 from tilewise.kernels.gpu.walk.float8 import (
-    decoded,
     folded,
     fp8_products,
     lowered,
@@ -37,14 +44,13 @@ from tilewise.kernels.gpu.walk.float8 import (
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import seed_words
-from tilewise.kernels.gpu.walk.parts import rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
-    keys_in,
+    keys_at,
     launch_of,
+    line_place,
     lists_of,
-    pages_of,
-    place_of,
+    range_of,
     side_of,
     slots_of,
     split_range,
@@ -125,105 +131,56 @@ def attend(
     """
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
-    PAGE: tl.constexpr = FORM.PAGE
     DV_PADDED: tl.constexpr = FORM.DV_PADDED
     q, k, v = inputs
     out, lse, row_max, row_sum = outputs
     sinks, q_scale, k_scale, v_scale = per_head
     cu_q, cu_k, block_table, key_lengths = sequences
     q_strides, k_strides, v_strides, out_strides = strides
-    if cu_q is None:
-        tile, line = slot_of(tiles, section, batch * heads, FORM.REVERSED)
-        b, h = line // heads, line % heads
-        m0, M, N = tile * BM, queries, keys
-        begin_q, begin_k = 0, 0
-        at = tl.cast(line, tl.int64) * queries
-    else:
-        tile, h = slot_of(tiles, section, heads, FORM.REVERSED)
-        b, m0, begin_q = place_of(tile, cu_q, batch, BM)
-        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
-        M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
-        at = tl.cast(h, tl.int64) * queries + begin_q
+    lines = heads if cu_q is not None else batch * heads
+    tile, line = slot_of(tiles, section, lines, FORM.REVERSED)
+    b, h, begin_q, begin_k, M, N, m0 = line_place(
+        tile, line, (cu_q, cu_k), batch, heads, queries, keys, BM, False
+    )
     if m0 >= M:
         return
     m = m0 + tl.arange(0, BM)
-    q_head = head_of(q, q_strides, b, h, begin_q)
-    b_k, pages = b, 0
-    if PAGE > 0:
-        N = keys_in(key_lengths, b, keys)
-        b_k = 0  # no sequence has a place of its own
-        pages = pages_of(block_table, b, keys, last_page, PAGE)
+    b_k, pages, N = keys_at(block_table, key_lengths, b, N, keys, last_page, FORM.PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     begin_v = begin_k
     if FORM.TRANSPOSED and cu_q is not None:
         begin_v = begin_transposed(begin_k, b)
     v_head = head_of(v, v_strides, b_k, h // group, begin_v)
-    q_tile = (q_head, q_strides, m0, 0, M)
-    if FORM.PART == 0:
-        q_tile = rows_of(q_tile, BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
-        q_tile = decoded(q_tile, FORM)
+    q_tile = queries_at(head_of(q, q_strides, b, h, begin_q), q_strides, m0, M, FORM)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
     if FORM.FOLDED and (q_scale is not None or k_scale is not None):
         q_tile, scale = folded(q_tile, scale)
 
-    state = (
-        tl.zeros([BM, DV_PADDED], tl.float32),
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
-    )
-    place = (b, h, m[:, None], M, N)
     seed_low, seed_high = seed_words(seed)
-    numbers = (scale, seed_low, seed_high, drop_below)
-    low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
-    if KEYS_OF is not None:
-        low, full_low, full_high, high = KEYS_OF(
-            b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
-        )
+    row = ((b, h, m[:, None], M, N), (scale, seed_low, seed_high, drop_below))
+    low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
     start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
     k_side = side_of(k_head, k_strides, pages, k_rows, start)
     v_side = side_of(v_head, v_strides, pages, v_rows, start)
-    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
-    whole, partial = walks_of(spans, lists, b, h, m0 // BM, BN)
-    if not FORM.BLIND:
-        state = walk_keys(
-            state,
-            q_tile,
-            sides,
-            whole,
-            place,
-            numbers,
-            captured,
-            None,
-            SCORE,
-            False,
-            FORM,
-        )
+    walks = walks_of(spans, lists, b, h, m0 // BM, BN)
+    sides = (k_side, v_side, low, high)
+    state = nothing_seen(FORM)
     acc, top, total = walk_keys(
-        state,
-        q_tile,
-        sides,
-        partial,
-        place,
-        numbers,
-        captured,
-        SEEN,
-        SCORE,
-        True,
-        FORM,
+        state, q_tile, sides, walks, row, captured, absorb, SEEN, SCORE, FORM
     )
 
     sink = None if sinks is None else tl.load(sinks + h)
     total = lowered(total, FORM)
-    weight, row = settled(top, total, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT)
+    weight, numbers = settled(top, total, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT)
     weight = lowered(weight, FORM)
     if v_scale is not None:
         of_values = tl.load(v_scale + b * (heads // group) + h // group)
         weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
     store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, FORM.DV, DV_PADDED)
-    store_numbers((lse, row_max, row_sum), at + m, m < M, row, total)
+    at = tl.cast(line, tl.int64) * queries + begin_q + m
+    store_numbers((lse, row_max, row_sum), at, m < M, numbers, total)
 
 
 class Grid(NamedTuple):

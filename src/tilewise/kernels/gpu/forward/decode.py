@@ -26,18 +26,23 @@ from tilewise.kernels.gpu.forward.arguments import (
     tensors_of,
 )
 from tilewise.kernels.gpu.forward.merge import empty_partials, merge_launch, split_size
-from tilewise.kernels.gpu.forward.online import settled, store_numbers, walk_keys
+from tilewise.kernels.gpu.forward.online import (
+    absorb,
+    nothing_seen,
+    settled,
+    store_numbers,
+    walk_keys,
+    walks_of,
+)
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, with_codes
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
-    counts_in,
     head_of,
-    keys_in,
+    keys_at,
     launch_of,
     lists_of,
-    pages_of,
     split_range,
 )
 from tilewise.problem import Operands, Problem, Result
@@ -97,7 +102,6 @@ def attend_split(
     """
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
-    PAGE: tl.constexpr = FORM.PAGE
     D_PADDED: tl.constexpr = FORM.D_PADDED
     DV_PADDED: tl.constexpr = FORM.DV_PADDED
     q, k, v = inputs
@@ -110,9 +114,8 @@ def attend_split(
     split = program // blocks % slots
     line = program // blocks // slots
     b, kv_head = line // kv_heads, line % kv_heads
-    M, N = queries, keys
-    if PAGE > 0:
-        N = keys_in(key_lengths, b, keys)
+    M = queries
+    b_k, pages, N = keys_at(block_table, key_lengths, b, keys, keys, last_page, FORM.PAGE)
     size, splits = split_size(N, SPLITTING)
     if split >= splits:
         return
@@ -129,55 +132,23 @@ def attend_split(
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
-    state = (
-        tl.zeros([BM, DV_PADDED], tl.float32),
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
-    )
-    place = (b, h[:, None], m[:, None], M, N)
     seed_low, seed_high = seed_words(seed)
     numbers = (scale, seed_low, seed_high, drop_below)
+    place = ((b, h[:, None], m[:, None], M, N), numbers)
     begin = split * size
     end = tl.minimum(begin + size, N)
     low, full_low, full_high, high = begin, begin, end, end
     if KEYS_OF is not None:
         low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
-    b_k, pages = b, 0
-    if PAGE > 0:
-        b_k = 0  # no sequence has a place of its own
-        pages = pages_of(block_table, b, keys, last_page, PAGE)
     k_head = head_of(k, k_strides, b_k, kv_head, 0)
     v_head = head_of(v, v_strides, b_k, kv_head, 0)
     sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
-    whole, partial = counts_in(spans, BN)
-    if not FORM.BLIND:
-        state = walk_keys(
-            state,
-            q_tile,
-            sides,
-            (spans, whole),
-            place,
-            numbers,
-            captured,
-            None,
-            SCORE,
-            False,
-            FORM,
-        )
+    walks = walks_of(spans, (None, None, None), b, kv_head, 0, BN)
+    state = nothing_seen(FORM)
     acc, top, total = walk_keys(
-        state,
-        q_tile,
-        sides,
-        (spans, partial),
-        place,
-        numbers,
-        captured,
-        SEEN,
-        SCORE,
-        True,
-        FORM,
+        state, q_tile, sides, walks, place, captured, absorb, SEEN, SCORE, FORM
     )
 
     columns = tl.arange(0, DV_PADDED)

@@ -13,11 +13,21 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.walk.float8 import decoded
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
-from tilewise.kernels.gpu.walk.parts import product_in_parts
+from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, load_keys, load_tile, tile_in
 
 RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def queries_at(head, strides, m0, M, FORM: tl.constexpr):
+    """The tile of queries from row ``m0`` on; if the form has a PART the side of ``rows_of``."""
+    tile = (head, strides, m0, 0, M)
+    if FORM.PART == 0:
+        tile = rows_of(tile, FORM.BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
+        tile = decoded(tile, FORM)
+    return tile
 
 
 @triton.jit
@@ -70,25 +80,38 @@ def scores_of_block(
 
 
 @triton.jit
+def nothing_seen(FORM: tl.constexpr):
+    """The state of rows that ``absorb`` has met no block of: (output, maximum, sum)."""
+    BM: tl.constexpr = FORM.BM
+    DV_PADDED: tl.constexpr = FORM.DV_PADDED
+    return (
+        tl.zeros([BM, DV_PADDED], tl.float32),
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+    )
+
+
+@triton.jit
 def absorb(
     state,
     q,
     sides,
     n0,
-    place,
-    numbers,
+    row,
     captured,
     visible,
     SCORE: tl.constexpr,
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One block of keys in the online softmax; ``visible`` says which pairs attend if MASKED.
+    """One block of keys in the online softmax: a ``STEP`` of ``walk_keys``.
 
-    ``sides`` are (keys, values, low, high): what ``load_keys`` takes.
+    ``sides`` are (keys, values, low, high): what ``load_keys`` takes. ``row`` is (place,
+    numbers); ``visible`` says which pairs attend if MASKED.
     """
     acc, top, total = state
     k_side, v_side, low, high = sides
+    place, numbers = row
     b, h, m, _, _ = place
     scale, seed_low, seed_high, drop_below = numbers
     FP8_WALK: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
@@ -141,31 +164,6 @@ def absorb(
 
 
 @triton.jit
-def take_block(
-    i,
-    state,
-    q,
-    sides,
-    walk,
-    place,
-    numbers,
-    captured,
-    SEEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Block ``i`` of a walk in the online softmax."""
-    b, h, m, M, N = place
-    n0 = block_start(i, walk, MASKED, FORM)
-    visible = None
-    if MASKED:
-        n = (n0 + tl.arange(0, FORM.BN))[None, :]
-        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-    return absorb(state, q, sides, n0, place, numbers, captured, visible, SCORE, MASKED, FORM)
-
-
-@triton.jit
 def walks_of(spans, lists, b, h, tile, BN: tl.constexpr):
     """(whole, partial): the walks over blocks that need no mask, and over those that need one.
 
@@ -205,65 +203,66 @@ def next_met(i, walk, place, captured, SEEN: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def walk_keys(
+def _take(
+    i,
     state,
     q,
     sides,
     walk,
-    place,
-    numbers,
+    row,
     captured,
+    STEP: tl.constexpr,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The blocks of keys of a walk: see ``walks_of``.
+    """The state after block ``i`` of a walk."""
+    b, h, m, M, N = row[0]
+    n0 = block_start(i, walk, MASKED, FORM)
+    visible = None
+    if MASKED:
+        n = (n0 + tl.arange(0, FORM.BN))[None, :]
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+    return STEP(state, q, sides, n0, row, captured, visible, SCORE, MASKED, FORM)
 
-    They are the first ``count`` that are listed, or without a list those of ``spans``. Only if
-    MASKED may some of their pairs be hidden.
 
-    If the form has SKIPS, blocks of which no pair attends may be among them. Neither their keys nor
-    their values are touched then. They are passed over in a loop of their own: a state that went
-    through a branch would take its registers twice.
+@triton.jit
+def walk_keys(
+    state,
+    q,
+    sides,
+    walks,
+    row,
+    captured,
+    STEP: tl.constexpr,
+    SEEN: tl.constexpr,
+    SCORE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The state of rows after the blocks of keys of both walks of ``walks_of``, one STEP for each.
+
+    A walk is the first ``count`` blocks that are listed, or without a list those of ``spans``. Only
+    in the second may some pairs be hidden.
+
+    If the form has SKIPS, blocks of which no pair attends may be among these. Neither their keys
+    nor their values are touched then. They are passed over in a loop of their own: a state that
+    went through a branch would take its registers twice.
     """
-    acc, top, total = state
-    count = walk[1]
-    if MASKED and FORM.SKIPS:
-        i = next_met(count * 0, walk, place, captured, SEEN, FORM)
+    whole, partial = walks
+    if not FORM.BLIND:
+        for i in range(whole[1]):
+            state = _take(i, state, q, sides, whole, row, captured, STEP, None, SCORE, False, FORM)
+    count = partial[1]
+    if FORM.SKIPS:
+        i = next_met(count * 0, partial, row[0], captured, SEEN, FORM)
         while i < count:
-            acc, top, total = take_block(
-                i,
-                (acc, top, total),
-                q,
-                sides,
-                walk,
-                place,
-                numbers,
-                captured,
-                SEEN,
-                SCORE,
-                MASKED,
-                FORM,
-            )
-            i = next_met(i + 1, walk, place, captured, SEEN, FORM)
+            state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)
+            i = next_met(i + 1, partial, row[0], captured, SEEN, FORM)
     else:
-        for i in tl.range(0, count, num_stages=FORM.EDGE_STAGES if MASKED else None):
-            acc, top, total = take_block(
-                i,
-                (acc, top, total),
-                q,
-                sides,
-                walk,
-                place,
-                numbers,
-                captured,
-                SEEN,
-                SCORE,
-                MASKED,
-                FORM,
-            )
-    return acc, top, total
+        for i in tl.range(0, count, num_stages=FORM.EDGE_STAGES):
+            state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)
+    return state
 
 
 @triton.jit

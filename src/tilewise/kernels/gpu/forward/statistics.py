@@ -23,24 +23,23 @@ from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import form_of, functions_of, paging_of, sequences_of
 from tilewise.kernels.gpu.forward.online import (
     beside_sink,
-    block_start,
-    next_met,
+    queries_at,
     scores_of_block,
     tops,
+    walk_keys,
     walks_of,
 )
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.float8 import decoded, scaled_for, with_codes
-from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E, shown
-from tilewise.kernels.gpu.walk.parts import rows_of
+from tilewise.kernels.gpu.walk.float8 import scaled_for, with_codes
+from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
-    keys_in,
+    keys_at,
     launch_of,
-    pages_of,
-    place_of,
+    line_place,
     programs_of,
+    range_of,
     slots_of,
     split_range,
 )
@@ -57,28 +56,23 @@ def describe_block(
     q,
     sides,
     n0,
-    place,
-    scale,
+    row,
     captured,
-    SEEN: tl.constexpr,
+    visible,
     SCORE: tl.constexpr,
     MASKED: tl.constexpr,
-    NAMED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The state of rows with one more block of keys; ``sides`` are what ``load_keys`` takes."""
+    """The state of rows with one more block of keys: a ``STEP`` of ``online.walk_keys``."""
     side, low, high = sides
     top, total, moment, top_key = state
-    b, h, m, M, N = place
+    place, scale = row
     n = (n0 + tl.arange(0, FORM.BN))[None, :]
-    visible = None
-    if MASKED:
-        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     scores = scores_of_block(
         q, side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
     best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
-    if NAMED:
+    if FORM.NAMED:
         # The sign of a key says that its score is NaN, so that the least of all is the first NaN's.
         found = tl.where(scores == best[:, None], n, NEVER)
         first = tl.min(tl.where(scores != scores, n | OF_NAN, found), 1)
@@ -100,61 +94,6 @@ def describe_block(
     moment = moment + tl.sum(p * tl.maximum(exponent, FAR), 1)
     total = total * fade + tl.sum(p, 1)
     return new_top, total, moment, top_key
-
-
-@triton.jit
-def describe_blocks(
-    state,
-    q,
-    sides,
-    walk,
-    place,
-    scale,
-    captured,
-    SEEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    NAMED: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """The blocks of keys of a walk, by the rules of ``online.walk_keys``."""
-    top, total, moment, top_key = state
-    count = walk[1]
-    if MASKED and FORM.SKIPS:
-        i = next_met(count * 0, walk, place, captured, SEEN, FORM)
-        while i < count:
-            top, total, moment, top_key = describe_block(
-                (top, total, moment, top_key),
-                q,
-                sides,
-                block_start(i, walk, MASKED, FORM),
-                place,
-                scale,
-                captured,
-                SEEN,
-                SCORE,
-                MASKED,
-                NAMED,
-                FORM,
-            )
-            i = next_met(i + 1, walk, place, captured, SEEN, FORM)
-    else:
-        for i in range(count):
-            top, total, moment, top_key = describe_block(
-                (top, total, moment, top_key),
-                q,
-                sides,
-                block_start(i, walk, MASKED, FORM),
-                place,
-                scale,
-                captured,
-                SEEN,
-                SCORE,
-                MASKED,
-                NAMED,
-                FORM,
-            )
-    return top, total, moment, top_key
 
 
 @triton.jit
@@ -199,41 +138,21 @@ def describe(
     """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
-    PAGE: tl.constexpr = FORM.PAGE
     q, k = inputs
     row_mean, max_logit, entropy, top_key = outputs
     sinks, q_scale, k_scale = per_head
     cu_q, cu_k, block_table, key_lengths = sequences
     q_strides, k_strides = strides
-    NAMED: tl.constexpr = top_key is not None
-    program = tl.program_id(0)
-    tile, line = program % tiles, program // tiles
-    if cu_q is None:
-        b, h = line // heads, line % heads
-        m0, M, N = tile * BM, queries, keys
-        begin_q, begin_k = 0, 0
-        at = tl.cast(line, tl.int64) * queries
-    else:
-        h = line
-        b, m0, begin_q = place_of(tile, cu_q, batch, BM)
-        begin_k = tl.load(cu_k + b) if PAGE == 0 else 0
-        M = (tl.load(cu_q + b + 1) - begin_q).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32) if PAGE == 0 else keys
-        at = tl.cast(h, tl.int64) * queries + begin_q
+    tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h, begin_q, begin_k, M, N, m0 = line_place(
+        tile, line, (cu_q, cu_k), batch, heads, queries, keys, BM, False
+    )
     if m0 >= M:
         return
     m = m0 + tl.arange(0, BM)
-    b_k, pages = b, 0
-    if PAGE > 0:
-        N = keys_in(key_lengths, b, keys)
-        b_k = 0  # no sequence has a place of its own
-        pages = pages_of(block_table, b, keys, last_page, PAGE)
-    q_head = head_of(q, q_strides, b, h, begin_q)
+    b_k, pages, N = keys_at(block_table, key_lengths, b, N, keys, last_page, FORM.PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
-    q_tile = (q_head, q_strides, m0, 0, M)
-    if FORM.PART == 0:
-        q_tile = rows_of(q_tile, BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
-        q_tile = decoded(q_tile, FORM)
+    q_tile = queries_at(head_of(q, q_strides, b, h, begin_q), q_strides, m0, M, FORM)
     scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
 
     state = (
@@ -242,52 +161,23 @@ def describe(
         tl.zeros([BM], tl.float32),
         tl.full([BM], NEVER, tl.int32),
     )
-    place = (b, h, m[:, None], M, N)
-    low, full_low, full_high, high = m0 * 0, m0 * 0, m0 * 0 + N, m0 * 0 + N
-    if KEYS_OF is not None:
-        low, full_low, full_high, high = KEYS_OF(
-            b, m0, tl.minimum(m0 + BM, M), M, N, captured[0], captured[1]
-        )
+    row = ((b, h, m[:, None], M, N), scale)
+    low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
     sides = ((k_head, k_strides, pages), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
-    whole, partial = walks_of(spans, lists, b, h, m0 // BM, BN)
-    if not FORM.BLIND:
-        state = describe_blocks(
-            state,
-            q_tile,
-            sides,
-            whole,
-            place,
-            scale,
-            captured,
-            None,
-            SCORE,
-            False,
-            NAMED,
-            FORM,
-        )
-    top, total, moment, first_key = describe_blocks(
-        state,
-        q_tile,
-        sides,
-        partial,
-        place,
-        scale,
-        captured,
-        SEEN,
-        SCORE,
-        True,
-        NAMED,
-        FORM,
+    walks = walks_of(spans, lists, b, h, m0 // BM, BN)
+    top, total, moment, first_key = walk_keys(
+        state, q_tile, sides, walks, row, captured, describe_block, SEEN, SCORE, FORM
     )
     sink = None if sinks is None else tl.load(sinks + h)
     highest, mean, spread = of_rows(top, total, moment, sink, scale, FORM.FOLDED)
-    tl.store(max_logit + at + m, highest, mask=m < M)
-    tl.store(row_mean + at + m, mean, mask=m < M)
-    tl.store(entropy + at + m, spread, mask=m < M)
-    if NAMED:
+    at = tl.cast(line, tl.int64) * queries + begin_q + m
+    tl.store(max_logit + at, highest, mask=m < M)
+    tl.store(row_mean + at, mean, mask=m < M)
+    tl.store(entropy + at, spread, mask=m < M)
+    if FORM.NAMED:
         first_key = tl.where(first_key == NEVER, -1, first_key & NEVER)
-        tl.store(top_key + at + m, first_key.to(tl.int64), mask=m < M)
+        tl.store(top_key + at, first_key.to(tl.int64), mask=m < M)
 
 
 class Walk(NamedTuple):
@@ -330,7 +220,9 @@ def statistics_launch(problem: Problem, operands: Operands, result: Result, walk
         "scale": problem.scale,
     }
     form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.fp8)
-    form = form._replace(PART=walk.config.part("forward", problem))
+    form = form._replace(
+        PART=walk.config.part("forward", problem), NAMED=result.top_key is not None
+    )
     constants = {**functions_of(walk.variant), "FORM": form}
     programs = programs_of(problem, problem.heads, tiles)
     return launch_of(describe, (programs,), arguments, constants, blocks)

@@ -46,18 +46,18 @@ def place_of(tile, cu, batch, BLOCK: tl.constexpr):
 def lengths_of(b, starts, queries, keys):
     """(begin, begin_k, M, N) of a batch item, or of a sequence: offsets in memory and lengths.
 
-    ``starts`` are the cu_seqlens of queries and keys, or None twice.
+    ``starts`` are the cu_seqlens of queries and keys: None if dense, for keys also with pages.
     """
     cu_q, cu_k = starts
-    if cu_q is None:
-        begin = b * 0
-        begin_k = b * 0
-        M = queries
-        N = keys
-    else:
+    begin = b * 0
+    begin_k = b * 0
+    M = queries
+    N = keys
+    if cu_q is not None:
         begin = tl.load(cu_q + b)
-        begin_k = tl.load(cu_k + b)
         M = (tl.load(cu_q + b + 1) - begin).to(tl.int32)
+    if cu_k is not None:
+        begin_k = tl.load(cu_k + b)
         N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
     return begin, begin_k, M, N
 
@@ -140,7 +140,7 @@ def load_keys(
     """Load rows ``first`` and on of the keys or the values of a head, as ``load_tile`` does.
 
     ``side`` is (head, strides, pages). If PAGE is 0, rows follow one another from ``head`` on, and
-    ``pages`` is unused. Otherwise ``pages`` (made by ``pages_of``) gives the page of PAGE rows that
+    ``pages`` is unused. Otherwise ``pages`` (made by ``keys_at``) gives the page of PAGE rows that
     holds a row. Pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. If
     MASKED, entries for rows outside of [low, high) are not read. ``first`` is a multiple of BLOCK.
 
@@ -207,12 +207,18 @@ def page_of(pages, slot, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def pages_of(block_table, b, keys, last_page, PAGE: tl.constexpr):
-    """The ``pages`` of sequence ``b`` for ``load_keys``: its row of the block table, the last page.
+def keys_at(block_table, key_lengths, b, N, keys, last_page, PAGE: tl.constexpr):
+    """(b_k, pages, N): of the keys their batch index, ``pages`` for ``load_keys``, and count.
 
-    ``keys`` is the most that a sequence may have, so many entries has a row of the table.
+    With pages no sequence has a place of its own, and its length is clamped to what its row of the
+    block table holds. ``keys`` is the most that a sequence may have, so many entries has a row.
     """
-    return block_table + tl.cast(b, tl.int64) * (keys // PAGE), last_page
+    if PAGE == 0:
+        found = b, 0, N
+    else:
+        table = block_table + tl.cast(b, tl.int64) * (keys // PAGE)
+        found = b * 0, (table, last_page), keys_in(key_lengths, b, keys)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -245,6 +251,24 @@ def head_of(base, strides, b, h, begin):
     """Where the rows of one head of one batch item, or sequence, begin."""
     offset = tl.cast(strides[0], tl.int64) * b + tl.cast(strides[1], tl.int64) * h
     return base + (offset + tl.cast(strides[2], tl.int64) * begin)
+
+
+@triton.jit
+def range_of(
+    b, first, M, N, captured, RANGE: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr
+):
+    """(low, full_low, full_high, high): the keys that a mask leaves a tile of queries.
+
+    The tile begins at ``first``. BY_KEYS: the queries that a tile of keys is left. ``RANGE`` is
+    ``keys_of`` or ``queries_of`` of a ``Variant``; without a mask all are left.
+    """
+    low, full_low = first * 0, first * 0
+    high = low + (M if BY_KEYS else N)
+    full_high = high
+    if RANGE is not None:
+        last = tl.minimum(first + BLOCK, N if BY_KEYS else M)
+        low, full_low, full_high, high = RANGE(b, first, last, M, N, captured[0], captured[1])
+    return low, full_low, full_high, high
 
 
 @triton.jit

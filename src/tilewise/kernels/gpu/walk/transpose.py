@@ -22,8 +22,8 @@ from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
     launch_of,
+    line_place,
     load_tile,
-    place_of,
     programs_of,
     slots_of,
     store_tile,
@@ -63,13 +63,11 @@ def transpose_kernel(
     """A tile of values of one head, from its rows to where the keys are next to one another."""
     program = tl.program_id(0)
     slot, line = program % slots, program // slots
-    if cu_k is None:
-        b, h, n0, N = line // heads, line % heads, slot * BLOCK, keys
-        begin, begin_there = 0, 0
-    else:
-        h = line
-        b, n0, begin = place_of(slot, cu_k, batch, BLOCK)
-        N = (tl.load(cu_k + b + 1) - begin).to(tl.int32)
+    b, h, begin, _, _, N, n0 = line_place(
+        slot, line, (cu_k, cu_k), batch, heads, keys, keys, BLOCK, True
+    )
+    begin_there = begin
+    if cu_k is not None:
         begin_there = begin_transposed(begin, b)
     if n0 >= N:
         return

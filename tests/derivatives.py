@@ -13,7 +13,7 @@ from tests.cases import Case
 from tests.contract import assert_exact
 from tests.inputs import Inputs, build
 from tests.oracle import call, problem_of
-from tilelab.oracles.dense import dense
+from tilelab.cases.dense import dense
 
 # out and lse of inputs.
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]

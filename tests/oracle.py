@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.asked import asked
 from tests.contract import InexactError, assert_exact, assert_same_bits
+from tests.extended import extended
 from tilelab.cases.case import Case
+from tilelab.cases.dense import dense
 from tilelab.cases.inputs import Inputs, Sent, build, call, gradients, send
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended
 from tilewise.problem import Operands, Problem
 
 __all__ = ["Sent", "call", "gradients", "send"]  # of the lab, as the tests take them

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tilewise
 from tests.cases import Case
 from tests.contract import assert_same_bits
+from tests.extended import extended
 from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
 from tests.plain import attend
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended
+from tilelab.cases.dense import dense
 from tilewise import BlockMask, masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.problem import Operands

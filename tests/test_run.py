@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -191,6 +192,27 @@ def test_the_build_finds_its_folders_where_a_path_has_a_space(
 
 
 @pytest.mark.slow
+def test_a_package_that_comes_or_goes_means_another_installation(tmp_path: Path) -> None:
+    """An editable install would look for modules in packages that are gone."""
+    state = re.search(r"^state\(\) .*?^}$", (ROOT / "run").read_text(), re.MULTILINE | re.DOTALL)
+    assert state is not None
+    script = f"compiler_candidates() {{ :; }}; root={tmp_path}; {state[0]}; state"
+    package = tmp_path / "lab" / "src" / "tilelab" / "bench"
+    package.mkdir(parents=True)
+    (tmp_path / "src").mkdir()
+
+    def found() -> str:
+        text = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
+        assert text.stdout.count("\n") == 1
+        return text.stdout
+
+    before = found()
+    (package / "suites.py").touch()
+    assert found() == before  # Python sources are live
+    (package / "__init__.py").touch()
+    assert found() != before
+
+
 def test_no_network(run: Run, tools: Path, checkout: Path) -> None:
     real_python(tools)
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 import tilewise
 from tests.contract import assert_exact, assert_same_bits
-from tilelab.oracles.dense import dense
+from tilelab.cases.dense import dense
 from tilewise import masks, scores
 from tilewise.engine.call import with_scales
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported

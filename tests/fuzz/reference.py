@@ -2,7 +2,7 @@
 
 The plain formula (``tests/plain.py``) is evaluated over the trees' own meaning in torch, so that it
 shares nothing with the library but the random numbers of dropout. Problems in float64 are judged
-by ``tilelab.oracles.extended`` (numpy's long double); the plain formula in float64 then says
+by ``tests.extended`` (numpy's long double); the plain formula in float64 then says
 whether that one was asked the right question.
 """
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.asked import asked
+from tests.extended import extended
 from tests.fuzz.build import Call, differentiate, keywords
 from tests.fuzz.case import Case, Node
 from tests.plain import attend, attend_packed, joined
-from tilelab.oracles.extended import extended
 from tilewise.variants.values import as_mask, as_score
 
 

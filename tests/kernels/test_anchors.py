@@ -18,7 +18,7 @@ from tests.contract import assert_exact
 from tests.inputs import Inputs
 from tests.kernels.targets import Target
 from tests.oracle import attend, problem_of
-from tilelab.oracles.dense import dense
+from tilelab.cases.dense import dense
 from tilewise import masks, scores
 
 

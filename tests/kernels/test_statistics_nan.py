@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_same_bits
+from tests.extended import extended
 from tests.kernels.targets import Target
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended
+from tilelab.cases.dense import dense
 from tilewise import masks
 from tilewise.problem import Operands
 from tilewise.validation import dense_problem

@@ -14,9 +14,9 @@ import tilewise
 from tests.cases import Case
 from tests.inputs import Inputs, build
 from tests.oracle import problem_of
+from tests.orders.backward import backward_by_tiles, backward_keys_outside
+from tests.orders.forward import forward_in_parts, forward_keys_outside
 from tests.paged import in_pages, sequences_of
-from tilelab.oracles.orders.backward import backward_by_tiles, backward_keys_outside
-from tilelab.oracles.orders.forward import forward_in_parts, forward_keys_outside
 from tilewise.plan.traffic import Traffic, visits_of
 from tilewise.plan.traffic import tiled as model
 from tilewise.plan.traffic.visits import Visits

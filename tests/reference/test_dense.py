@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tests.cases import TABLE, Case
+from tests.extended import extended, has_extended_precision
 from tests.inputs import Inputs, build
 from tests.oracle import problem_of, refer
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended, has_extended_precision
+from tilelab.cases.dense import dense
 from tilewise.reference.philox import keep_mask
 
 

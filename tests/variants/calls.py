@@ -12,7 +12,7 @@ from tests.asked import asked
 from tests.contract import assert_exact
 from tests.plain import attend
 from tests.variants.making import Sizes, Variant
-from tilelab.oracles.dense import dense
+from tilelab.cases.dense import dense
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import as_mask, as_score
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tests.contract import assert_same_bits
+from tests.extended import extended, has_extended_precision
 from tests.plain import attend_packed, joined
 from tests.variants_catalogue import (
     CATALOGUE,
@@ -20,8 +21,7 @@ from tests.variants_catalogue import (
     assert_all_close,
     check_exact,
 )
-from tilelab.oracles.dense import dense
-from tilelab.oracles.extended import extended, has_extended_precision
+from tilelab.cases.dense import dense
 from tilewise.reference import blocks, tiles
 from tilewise.reference.ledger import Walk
 from tilewise.variants.values import as_score

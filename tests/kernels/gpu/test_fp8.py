@@ -32,7 +32,7 @@ from tests.kernels.gpu.passes import (
 )
 from tests.kernels.gpu.test_decode import SHORT
 from tests.oracle import problem_of
-from tilelab.oracles.dense import dense
+from tilelab.cases.dense import dense
 from tilewise import masks, scores
 from tilewise.engine.call import with_scales
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tilewise
 from tilelab.cases.case import Case
+from tilelab.cases.dense import dense
 from tilelab.cases.inputs import build
 from tilelab.cases.table import LONG, PROBLEMS, find
 from tilelab.common.exactness import judge
@@ -31,7 +32,6 @@ from tilelab.gpu_check.outcomes import (
 )
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.oracles.dense import dense
 from tilewise import masks
 from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import tilewise
 from tilelab.cases.case import Case
+from tilelab.cases.dense import dense
 from tilelab.cases.inputs import Inputs, call, gradients, problem_of, send
 from tilelab.cases.table import find
 from tilelab.gpu_check.setting import Setting
-from tilelab.oracles.dense import dense
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Result
 from tilewise.variants.float8 import FLOAT8, Scales

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tilelab.study.ask.run import RECORD, RunSpec
+from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Watcher
 from tilelab.study.recipes.registry import function_of
 from tilelab.study.records.events import RunRecord

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tilelab.oracles import extended_expressions
+from tests import extended_expressions
 from tilewise.inspect.calls import Block, Part, keep_mask, parts, visible
 from tilewise.problem import Operands, Problem
 from tilewise.variants.program import EXPR

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tilelab.oracles.orders.forward import Visit, Visits
+from tests.orders.forward import Visit, Visits
 from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.reference.ledger import Ledger, Walk

@@ -1,1 +1,0 @@
-"""Slow and exact: dense attention, extended precision, and other loop orders."""

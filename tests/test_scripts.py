@@ -159,7 +159,8 @@ def test_whole_tiers_run_in_a_process_a_core(
     tmp_path: Path, arguments: tuple[str, ...], tier: str
 ) -> None:
     calls, _, done = _test(tmp_path, 0, 0, arguments=arguments)
-    assert calls == [f"{way} -m pytest -m {tier} -q -n 3 --dist loadfile" for way in (0, 1)]
+    # Both run at once, so either may be the first to write.
+    assert sorted(calls) == [f"{way} -m pytest -m {tier} -q -n 3 --dist loadfile" for way in (0, 1)]
     assert done == 0
 
 

@@ -236,7 +236,7 @@ def test_choices_made_by_hand_are_complete() -> None:
         ("", 1, "unknown key"),
         ("optimizer.lrr", 1, r"optimizer\.lrr: .*Did you mean 'lr'\?"),
         ("optimizer.momentum", 0.9, r"optimizer\.momentum: got an unknown option"),
-        ("optimizer.name", "adam", r"optimizer\.name: got 'adam'.*Did you mean 'adamw'\?"),
+        ("optimizer.name", "adam-w", r"optimizer\.name: got 'adam-w'.*Did you mean 'adamw'\?"),
         ("optimizer.name", 3, r"optimizer\.name: got 3"),
         ("optimizer", {"name": ["adamw"]}, r"optimizer\.name"),
         ("optimizer", 3, "optimizer: got 3"),

@@ -242,6 +242,8 @@ def test_choices_made_by_hand_are_complete() -> None:
         ("optimizer", 3, "optimizer: got 3"),
         ("optimizer.lr", 0, "greater than 0"),
         ("optimizer.lr", float("nan"), "finite"),
+        ("optimizer.betas", [0.9], r"betas: got \(0.9,\); required: 2 values, as in \(0.9, 0.95\)"),
+        ("optimizer.betas", [0.9, 0.9, 0.9], r"betas: got .*; required: 2 values"),
         ("optimizer.betas", [0.9, 1.0], r"optimizer\.betas\[1\]: got 1.0; required: less than 1"),
         ("attention.variant.name", "windows", r"variant\.name: .*Did you mean 'window'\?"),
         ("attention.implementation", "flash", "'plain', 'sdpa' or 'tilewise'"),

@@ -1,6 +1,6 @@
 """The measured cases: one frozen row per case and dtype, with its goals.
 
-A new case is a ``_row`` in ``_ROWS``; what masks or scores it takes is a name of ``VARIANTS``.
+A new case is a ``_row`` in ``_ROWS``; its mask or score is a name of ``VARIANTS``.
 The shapes are those of the prototype's study, so that numbers compare. Goals are for a processor
 with AVX-512 and BF16 and without AMX, on one thread.
 """

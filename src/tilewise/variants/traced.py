@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from tilewise.checks import INTEGERS
 from tilewise.errors import InvalidArgument, InvalidType
@@ -331,9 +331,8 @@ class Traced:
         handler = DISPATCHED.get(func)
         if handler is None:
             required = f"one of: {', '.join(sorted(METHODS))}"
-            raise InvalidArgument(
-                recording.argument, f"{func} of a traced value", required, whereabouts()
-            )
+            came = f"{resolve_name(func) or func} of a traced value"
+            raise InvalidArgument(recording.argument, came, required, whereabouts())
         return handler(recording, *args, **kwargs)
 
     def __bool__(self) -> NoReturn:

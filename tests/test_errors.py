@@ -144,6 +144,18 @@ VALUES: dict[str, tuple[Call, str]] = {
     ),
     "mask batch": (with_keywords(mask=torch.ones(3, 1, 1, 5, dtype=torch.bool)), "^mask: got"),
     "float mask": (with_keywords(mask=torch.zeros(3, 5)), "^mask: .*float32.*scores.bias"),
+    "integer mask": (
+        with_keywords(mask=torch.ones(3, 5, dtype=torch.int64)),
+        r"^mask: got a tensor of torch.int64; .*mask\.bool\(\)",
+    ),
+    "padding without heads": (
+        with_keywords(mask=torch.ones(2, 5, dtype=torch.bool)),
+        r"^mask: got shape \(2, 5\).*x\[:, None, None, :\]",
+    ),
+    "pairs without heads": (
+        with_keywords(mask=torch.ones(2, 3, 5, dtype=torch.bool)),
+        r"^mask: got shape \(2, 3, 5\).*x\[:, None\]",
+    ),
     "mask rank": (with_keywords(mask=torch.ones(1, 1, 1, 3, 5, dtype=torch.bool)), "^mask: got"),
     "mask device": (
         with_keywords(mask=torch.ones(3, 5, dtype=torch.bool, device="meta")),

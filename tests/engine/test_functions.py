@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tilewise
-from tilewise import attention, scores
+from tilewise import attention, masks, scores
 
 B, H, M, N, D = 2, 4, 37, 53, 16
 
@@ -77,6 +77,28 @@ def test_functions_train_under_torch_compile(dynamic: bool | None) -> None:
         mine = torch.autograd.grad(out, inputs, weights)
         for one, other in zip(mine, torch.autograd.grad(expected, inputs, weights), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "mask_of_size",
+    [
+        masks.window,
+        masks.prefix,
+        lambda size: lambda b, h, m, n: (m // size + n // size) % 2 == 0,
+        lambda size: lambda b, h, m, n: m - n - size < 0,
+    ],
+    ids=["window", "prefix", "blocks", "distance"],
+)
+def test_a_changed_whole_number_is_not_a_stale_one(mask_of_size: Any) -> None:
+    torch._dynamo.reset()
+    q, k, v = operands(torch.float32)
+
+    def attend(size: int) -> Tensor:
+        return attention(q, k, v, mask=mask_of_size(size))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for size in (8, 3, 5):  # from the second one on torch lets it vary
+        assert torch.equal(compiled(size), attend(size))
 
 
 def test_a_module_reads_its_function_anew_in_every_call() -> None:

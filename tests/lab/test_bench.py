@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tilewise
 from tilelab.bench.cases import CASES, DTYPES, VARIANTS, Case, Goal, find
 from tilelab.bench.goals import CaseResult, GoalRecord, Memory, Overhead, Samples, Scaling
 from tilelab.bench.tables import heading, tables
@@ -92,11 +94,20 @@ def test_operations_are_counted_on_visible_pairs(variant: str, pairs: float) -> 
     assert replace(case, backward=True).flops == 2.5 * case.flops
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_pairs_of_a_variant_are_those_that_its_mask_shows(variant: str) -> None:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "queries": 2048, "keys": 2048}
+    case = Case(cases.Case("pairs", **sizes, **VARIANTS[variant].fields), variant)
+    mask = case.work().masked
+    shown = 2048 * 2048 if mask is None else int(tilewise.visible_pairs(mask, 2048, 2048).sum())
+    assert case.pairs == pytest.approx(shown, rel=1e-3)  # causal: half of all pairs
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("variant", ["full", "causal", "window", "bias", "dropout"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gate_passes_what_is_right(variant: str, backward: bool, dtype: str) -> None:
-    case = replace(MIDDLE, dtype=getattr(torch, dtype), **VARIANTS[variant])
+    case = replace(MIDDLE, dtype=getattr(torch, dtype), **VARIANTS[variant].fields)
     work = Case(case, variant, backward).work()
     given = draw(work)
     assert compare(work, given, ours().make(work, given)).complaint == ""

@@ -225,7 +225,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a new tensor": (lambda b, h, m, n: m.new_ones(3) < n, r"a new tensor of size 3"),
     "a new tensor by keyword": (lambda b, h, m, n: m.new_ones(size=(3,)) < n, r"of size 3"),
     "a new full tensor": (lambda b, h, m, n: m.new_full((2, 3), 1) < n, r"of size \(2, 3\)"),
-    "another function": (lambda b, h, m, n: torch.cumsum(m, 0) < n, "one of: abs, "),
+    "another function": (
+        lambda b, h, m, n: torch.cumsum(m, 0) < n,
+        "got torch.cumsum of .* one of: abs",
+    ),
     "another method": (lambda b, h, m, n: m.median() < n, "operators, or one of: abs, "),
     "bits of floats": (lambda b, h, m, n: (m / 2) & 1, "a float as operand of &"),
     "an integer": (lambda b, h, m, n: m - n, "a function that returns an integer.*Compare"),
@@ -246,6 +249,12 @@ def test_what_is_not_in_the_language_is_refused(name: str) -> None:
         trace_mask(function)
     assert str(caught.value).startswith("mask")
     assert isinstance(caught.value, InvalidArgument | InvalidType)
+
+
+def test_a_score_is_no_condition() -> None:
+    with pytest.raises(InvalidType, match=r"^score: .* returns a boolean; .*Pass .* as mask="):
+        trace_score(lambda s, b, h, m, n: n <= m)
+    trace_score(lambda s, b, h, m, n: n - m)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5)])

@@ -326,5 +326,14 @@ def _four_dims(name: str, tensor: Tensor, extent: Extent) -> Tensor:
             f"shape {tuple(sizes[missing:])}",
             f"broadcastable to [B, Hq, M, N] = {list(full)}"
             + (" (M, N: the longest sequence's, or more)" if extent.ragged else ""),
+            _with_four_dims(tuple(sizes[missing:]), full),
         )
     return tensor
+
+
+def _with_four_dims(shape: tuple[int, ...], full: tuple[int, int, int, int]) -> str:
+    """Say how to write a tensor of one row or one matrix for each batch item."""
+    batch, _, queries, keys = full
+    if shape == (batch, keys):
+        return "If it is padding [B, N], write x[:, None, None, :]."
+    return "If it is [B, M, N], write x[:, None]." if shape == (batch, queries, keys) else ""

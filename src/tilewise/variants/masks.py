@@ -6,6 +6,7 @@ variable-length call all four belong to one sequence. Masks compose with ``&``, 
 Each is a function in the language of ``function``, like a user's own.
 """
 
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -185,5 +186,5 @@ def _bound(name: str, value: int | None) -> int | None:
 
 def _count(name: str, value: object, note: str = "") -> int:
     found = check_whole(name, value, 0, f"an integer, 0 or more{note}")
-    # A method, for torch.compile: of a number that varies, the one that it is now.
-    return min(found.__int__(), LARGEST_COUNT)
+    # For torch.compile: of a number that varies, the one that it is now.
+    return min(operator.index(found), LARGEST_COUNT)

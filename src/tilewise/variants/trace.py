@@ -58,6 +58,9 @@ def _trace(
     if not isinstance(found, Traced) or found.recording is not recording:
         raise InvalidType(argument, f"a function that returns {named(found)}", _RETURNS[kind])
     if kind == "float":
+        if found.kind == "bool":
+            came, fix = "a function that returns a boolean", "Pass a condition as mask=."
+            raise InvalidType(argument, came, _RETURNS[kind], fix)
         found = found.float()
     elif found.kind != "bool":
         number = "an integer" if found.kind == "int" else "a float"

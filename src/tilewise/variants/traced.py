@@ -6,6 +6,7 @@ a function is traced, indexing any tensor with a traced value records a load.
 
 import linecache
 import numbers
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from tilewise.checks import INTEGERS
 from tilewise.errors import InvalidArgument, InvalidType
@@ -61,9 +62,9 @@ class Recording:
         if isinstance(value, bool):
             return Traced(self, self.graph.constant(value))
         # A number that torch.compile lets vary becomes the one that it is now, and another graph is
-        # made for another one: of the ways to say so, dynamo knows these methods.
+        # made for another one: of the ways to say so, dynamo knows these.
         if isinstance(value, int | torch.SymInt):
-            return Traced(self, self.graph.constant(value.__int__()))
+            return Traced(self, self.graph.constant(operator.index(value)))
         if isinstance(value, float | torch.SymFloat):
             return Traced(self, self.graph.constant(value.__float__()))
         if isinstance(value, Tensor):
@@ -330,9 +331,8 @@ class Traced:
         handler = DISPATCHED.get(func)
         if handler is None:
             required = f"one of: {', '.join(sorted(METHODS))}"
-            raise InvalidArgument(
-                recording.argument, f"{func} of a traced value", required, whereabouts()
-            )
+            came = f"{resolve_name(func) or func} of a traced value"
+            raise InvalidArgument(recording.argument, came, required, whereabouts())
         return handler(recording, *args, **kwargs)
 
     def __bool__(self) -> NoReturn:

@@ -134,12 +134,13 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
     """Return the mask that a boolean tensor spells out (True = attend)."""
     if tensor.dtype is not torch.bool:
-        raise InvalidArgument(
-            argument,
-            f"a tensor of {tensor.dtype}",
-            "torch.bool (True = attend)",
-            "An additive mask is a score: pass score=tilewise.scores.bias(tensor).",
+        fix = (
+            "An additive mask is a score: pass score=tilewise.scores.bias(tensor)."
+            if tensor.is_floating_point()
+            else f"If 1 means attend, pass {argument}.bool()."
         )
+        came, required = f"a tensor of {tensor.dtype}", "torch.bool (True = attend)"
+        raise InvalidArgument(argument, came, required, fix)
     if tensor.dim() > 4:
         raise InvalidArgument(
             argument, f"shape {tuple(tensor.shape)}", "broadcastable to [B, Hq, M, N]"

@@ -1,14 +1,15 @@
 """The measured cases: one frozen row per case and dtype, with its goals.
 
+A new case is a ``_row`` in ``_ROWS``; its mask or score is a name of ``VARIANTS``.
 The shapes are those of the prototype's study, so that numbers compare. Goals are for a processor
 with AVX-512 and BF16 and without AMX, on one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,13 +20,28 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Two threads against one, as a share of how well the bare multiply-add loop scales.
 SCALING_GOAL = 0.9
 _WINDOW = 256
-# Which pairs attend, and what happens to their scores; the record has the names.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"mask": ("causal",)},
-    "window": {"mask": (f"window_{_WINDOW}",)},
-    "bias": {"score": ("bias_of_pairs",)},
-    "dropout": {"dropout_p": 0.1},
+
+
+class Variant(NamedTuple):
+    """Which pairs attend, and what happens to their scores."""
+
+    pairs: Callable[[int, int], float]  # how many attend in one head, of M queries and N keys
+    fields: dict[str, Any]  # of the case
+
+
+def _every(queries: int, keys: int) -> float:
+    return float(queries * keys)
+
+
+# By the name that the record has.
+VARIANTS: dict[str, Variant] = {
+    "full": Variant(_every, {}),
+    "causal": Variant(lambda queries, keys: causal_pairs([queries]), {"mask": ("causal",)}),
+    "window": Variant(
+        lambda queries, keys: window_pairs(queries, _WINDOW), {"mask": (f"window_{_WINDOW}",)}
+    ),
+    "bias": Variant(_every, {"score": ("bias_of_pairs",)}),
+    "dropout": Variant(_every, {"dropout_p": 0.1}),
 }
 
 
@@ -51,7 +67,7 @@ class Case:
 
     Args:
         attention: what is measured; its name is the same for every dtype.
-        variant: names its mask and score, e.g. ``"causal"``.
+        variant: names its mask and score in ``VARIANTS``, e.g. ``"causal"``.
         backward: the gradients of q, k and v are measured, and not the forward pass.
         goal: None for a case that is only informative.
         quick: part of ``--quick``.
@@ -87,12 +103,7 @@ class Case:
     @property
     def pairs(self) -> float:
         """Visible (query, key) pairs of one head; causal counts as half, as the field does."""
-        queries, keys = self.attention.queries, self.attention.keys
-        if self.variant == "causal":
-            return causal_pairs([queries])
-        if self.variant == "window":
-            return window_pairs(queries, _WINDOW)
-        return float(queries * keys)
+        return VARIANTS[self.variant].pairs(self.attention.queries, self.attention.keys)
 
     @property
     def flops(self) -> float:
@@ -119,7 +130,7 @@ def _row(
     quick: Sequence[str] = (),
 ) -> list[Case]:
     """Return a case in every dtype that has a goal."""
-    attention = cases.Case(name, *sizes, sizes[-1], **VARIANTS[variant])
+    attention = cases.Case(name, *sizes, sizes[-1], **VARIANTS[variant].fields)
     return [
         Case(attention.of(getattr(torch, dtype)), variant, backward, goal, dtype in quick)
         for dtype, goal in zip(DTYPES, goals, strict=False)

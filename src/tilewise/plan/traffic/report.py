@@ -93,9 +93,7 @@ def _chip_line(chip: Chip | None, account: Account) -> str:
     try:
         ridge = balance(chip, dtype)
     except InvalidArgument as error:
-        return (
-            f"{chip.name}; no time is predicted: {error.required} is missing. {error.fix}".strip()
-        )
+        return f"{chip.name}; no time is predicted without {error.required}. {error.fix}".strip()
     peak = chip.peak(dtype) or 0.0
     bandwidth = amount(chip.bandwidth_bytes_s or 0.0, "B/s")
     return (

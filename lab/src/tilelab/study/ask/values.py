@@ -154,6 +154,11 @@ def _options(entry: Entry, given: Mapping[str, Any]) -> dict[str, Value]:
         known = entry.defaults
         required = f"one of {', '.join(known) or 'none: it has no options'}"
         raise InvalidArgument(path, "an unknown option", required, nearest(str(option), known))
+    if first["type"] in ("missing", "too_long"):  # of a tuple
+        standard = entry.defaults[str(option)]
+        assert isinstance(standard, tuple)
+        required = f"{len(standard)} values, as in {standard}"
+        raise InvalidArgument(path, repr(first["input"]), required)
     at = "".join(f"[{each}]" for each in place)
     required = first["msg"].removeprefix("Input should be ")
     raise InvalidArgument(path + at, repr(first["input"]), required)

@@ -2,10 +2,16 @@
 
 Where its parts are made:
 
-- the sentence above a table of verdicts: ``verdicts.meaning``;
+- the page as a whole, every chart and table in its order: ``content`` (``_experiment``,
+  ``_figures``);
+- the sentence above the table of arms: ``verdicts.meaning``;
 - the reason beside an arm: ``verdict/decide.py``;
-- the rows of the table: ``verdicts.row_of``; its drawing: ``templates/parts.html``, ``report.md``;
-- the tables and figures below it: ``tables``, ``lines``, ``costs``, ``tuning``, ``attention``.
+- the rows of the table of arms: ``verdicts.row_of``, its intervals: ``verdicts.forest_of``; its
+  drawing: ``templates/parts.html``, ``report.md``;
+- the tables below it: ``tables.evidence_tables``, columns by ``verdict/measures.py``;
+- the charts: curves and paired differences in ``lines``; memory, target, survival and cost in
+  ``costs``; effects and sweeps in ``tuning``; layers of attention in ``attention``. matplotlib
+  draws them, and ``common/svg.finish`` makes an ``<svg>`` of each.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ to ``registered.py``. The function's keyword-only parameters are the task's opti
 (``task.name``, ``task.folder``, ...). A task that classifies sequences should start from
 ``Classification`` (``classification.py``). It only says where examples come from, how many classes
 there are and which metrics count. ``Classification`` has batches without padding, the BERT with its
-head, the objective and the evaluation. A model of another shape is a new file in ``lab/models`` and
-a new value of ``config.Model.family``; its inputs are whatever ``Batch.inputs`` holds.
+head, the objective and the evaluation. A model of another shape is a new file in ``tilelab/models``
+and a new value of ``config.Model.family``; its inputs are whatever ``Batch.inputs`` holds.
 
 An option that only some tasks know belongs to the task, never to ``RunConfig``: what is not in a
 config's task cannot be set wrongly.

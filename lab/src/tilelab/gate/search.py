@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 
 from tilelab.cases.case import Case as Attention
-from tilelab.gate.cases import backward, call, forward
+from tilelab.cases.table import training_size
+from tilelab.gate.cases import backward, forward
 from tilelab.gate.record import TARGETS, Case, Target, faults, target_named
 from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
@@ -78,7 +79,7 @@ def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterat
 
 def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Attention, ...]:
     few = options.pass_name == "decode"
-    full = call("full", options.width, dtype)
+    full = training_size("full", options.width, dtype)
     if few:
         full = replace(full, queries=4)
     causal = replace(full, name="causal", mask=("causal",))
@@ -92,7 +93,7 @@ def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Attention, 
     )
     if few:
         return heavy
-    varlen = call("causal varlen", options.width, dtype, mask=("causal",), varlen=True)
+    varlen = training_size("causal varlen", options.width, dtype, mask=("causal",), varlen=True)
     return (*heavy, replace(full, name="head bias", score=("bias_of_heads",)), varlen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_operations_are_counted_on_visible_pairs(mask: tuple[str, ...], pairs: f
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "bias", "dropout"])
 def test_the_gate_passes_what_is_right(kind: str, backward: bool, dtype: str) -> None:
     case = next(case for case in CASES if case.kind == kind)
-    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "queries": 300, "keys": 300}
+    sizes: dict[str, Any] = {"batch": 1, "heads": 4, "kv_heads": 2, "queries": 300, "keys": 300}
     sizes |= {"head_dim": 16, "value_dim": 16}
     passes = "backward" if backward else "forward"
     work = work_of(case, **sizes, dtype=getattr(torch, dtype), passes=passes)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from tilelab.cases.case import Case
+from tilelab.cases.table import rows
 from tilelab.common.record import COMPLETE
 from tilelab.gpu_check import timed
 from tilelab.gpu_check.record import Record, Row
@@ -16,7 +17,7 @@ MACHINE = {"chip": "Chip 9", "torch": "2.11", "triton": "3.6.0"}
 
 def timed_case(kind: str, width: int, length: int) -> Case:
     """A row of the table as the check times it."""
-    found = [*timed.rows("lengths"), *timed.rows("widths"), *timed.rows("one width")]
+    found = [*rows("lengths"), *rows("widths"), *rows("one width")]
     return timed.sized(REAL, next(row for row in found if row.name == kind), width, length)
 
 

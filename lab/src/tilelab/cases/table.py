@@ -265,113 +265,81 @@ _TUNED = _used(
 )
 
 
-def training_size(
-    name: str, width: int, dtype: torch.dtype = torch.bfloat16, *, varlen: bool = False, **more: Any
-) -> Case:
-    """Return a case of training size, which Triton sees the divisible strides of.
+def _compiled(words: str, *widths: int, quick: Sequence[int] = (), **more: Any) -> list[Case]:
+    """Return a row for each width, of training size: Triton sees strides that 16 divides.
 
     Args:
-        name: of the case.
-        width: of queries, keys and values.
-        dtype: of all of them; float8 has a forward pass only.
-        varlen: whether the batch is packed sequences.
-        more: other fields of the case. Fewer queries than keys are the last ones.
+        words: of its name.
+        widths: of queries, keys and values.
+        quick: those widths that ``--quick`` has.
+        more: other fields. Few queries are the last ones. Float8 has no backward pass.
     """
-    batch, length = 2, 4096
+    varlen, dtype = "sequences" in more, more.get("dtype", torch.bfloat16)
     fields: dict[str, Any] = {
-        "batch": batch,
-        "heads": 16,
-        "kv_heads": 8,
-        "queries": length,
-        "keys": length,
-        "head_dim": width,
-        "value_dim": width,
         "layout": "contiguous" if varlen else "bshd",
-        "sequences": ((length, length),) * batch if varlen else None,
         "passes": "forward" if dtype is FLOAT8 or "statistics" in more else "both",
+        "queries": 4096,
+        "uses": ("gate",),
     }
-    return Case(name, dtype=dtype, **{**fields, **more})
+    fields |= {"dtype": dtype, **more}
+    return [
+        Case(
+            f"D{width} {words}",
+            batch=2,
+            heads=16,
+            kv_heads=8,
+            keys=4096,
+            head_dim=width,
+            value_dim=width,
+            quick=width in quick,
+            **fields,
+        )
+        for width in widths
+    ]
 
 
 _EACH = ("document_each", "causal", "and")
-_GATE = _used(
-    "gate",
-    training_size("D64 full fp8", 64, FLOAT8),
-    training_size("D64 causal fp8", 64, FLOAT8, mask=_CAUSAL),
-    training_size("D128 full fp8", 128, FLOAT8),
-    training_size("D128 causal fp8", 128, FLOAT8, mask=_CAUSAL),
-    training_size("D256 full fp8", 256, FLOAT8),
-    training_size("D256 causal fp8", 256, FLOAT8, mask=_CAUSAL),
-    # Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and
-    # float32.
-    training_size("D64 full", 64),
-    training_size("D64 causal", 64, mask=_CAUSAL, quick=True),
-    training_size("D128 full", 128),
-    training_size("D128 causal", 128, mask=_CAUSAL, quick=True),
-    training_size("D256 full", 256),
-    training_size("D256 causal", 256, mask=_CAUSAL),
-    training_size("D512 causal", 512, mask=_CAUSAL),
-    training_size("D64 causal fp16", 64, torch.float16, mask=_CAUSAL),
-    training_size("D128 causal fp16", 128, torch.float16, mask=_CAUSAL),
-    training_size("D64 causal fp32", 64, torch.float32, mask=_CAUSAL),
-    training_size("D128 causal fp32", 128, torch.float32, mask=_CAUSAL),
-    training_size("D256 causal fp32", 256, torch.float32, mask=_CAUSAL),
-    training_size("D512 causal fp32", 512, torch.float32, mask=_CAUSAL),
-    training_size("D64 alibi softcap causal fp32", 64, torch.float32, mask=_CAUSAL, score=_CAPPED),
-    training_size(
-        "D128 alibi softcap causal fp32", 128, torch.float32, mask=_CAUSAL, score=_CAPPED
-    ),
-    training_size("D80 causal", 80, mask=_CAUSAL),
-    training_size("D128 window", 128, mask=("window_1k",)),
-    training_size("D64 document", 64, mask=_EACH),
-    training_size("D128 document", 128, mask=_EACH),
-    training_size("D256 document", 256, mask=_EACH),
-    training_size("D128 table", 128, mask=(*_EACH, "tiles")),
-    training_size("D128 alibi softcap causal", 128, mask=_CAUSAL, score=_CAPPED, quick=True),
-    training_size("D256 alibi softcap causal", 256, mask=_CAUSAL, score=_CAPPED),
-    training_size("D512 alibi softcap causal", 512, mask=_CAUSAL, score=_CAPPED),
-    training_size("D64 bias", 64, score=("bias_heads",)),
-    training_size("D128 bias", 128, score=("bias_heads",)),
-    training_size("D128 raw causal", 128, mask=_CAUSAL, score=("raw",)),
-    training_size("D64 head bias", 64, score=("bias_of_heads",)),
-    training_size("D128 head bias", 128, score=("bias_of_heads",)),
-    training_size("D64 head bias fp32", 64, torch.float32, score=("bias_of_heads",)),
-    training_size("D128 dropout causal", 128, mask=_CAUSAL, dropout_p=0.1),
-    training_size("D128 varlen causal", 128, mask=_CAUSAL, varlen=True),
-    training_size("D64 sinks statistics", 64, mask=_CAUSAL, sinks=True, statistics="top1"),
-    training_size("D128 sinks statistics", 128, mask=_CAUSAL, sinks=True, statistics="top1"),
-    *(
-        training_size(f"D{width}{few} causal", width, mask=_CAUSAL, score=(score,), kind="captured")
-        for width in (64, 128, 256)
-        for few, score in (("", "learned"), (" few", "few_places"))
-    ),
-    training_size("D64 causal", 64, mask=_CAUSAL, queries=1, kind="decode"),
-    training_size("D128 causal", 128, mask=_CAUSAL, queries=1, quick=True, kind="decode"),
-    training_size("D256 causal", 256, mask=_CAUSAL, queries=1, kind="decode"),
-    training_size("D128 causal fp32", 128, torch.float32, mask=_CAUSAL, queries=1, kind="decode"),
-    training_size(
-        "D128 document", 128, mask=("few_documents", "causal", "and"), queries=4, kind="decode"
-    ),
-    training_size(
-        "D128 alibi softcap causal", 128, mask=_CAUSAL, score=_CAPPED, queries=4, kind="decode"
-    ),
-    training_size(
-        "D128 sinks statistics", 128, sinks=True, statistics="top1", queries=1, kind="decode"
-    ),
-    training_size("D128 causal fp8", 128, FLOAT8, mask=_CAUSAL, queries=1, kind="decode"),
-    training_size(
-        "D128 causal pages of 16", 128, mask=_CAUSAL, queries=1, page_size=16, kind="decode"
-    ),
-    training_size(
-        "D128 causal pages of 128", 128, mask=_CAUSAL, queries=1, page_size=128, kind="decode"
-    ),
-    training_size("D128 causal pages of 16", 128, mask=_CAUSAL, page_size=16, passes="forward"),
-    training_size("D128 causal pages of 128", 128, mask=_CAUSAL, page_size=128, passes="forward"),
-    training_size(
-        "D128 causal pages of 16 fp8", 128, FLOAT8, mask=_CAUSAL, page_size=16, passes="forward"
-    ),
+_FEW = ("few_documents", "causal", "and")
+_EIGHT: dict[str, Any] = {"dtype": FLOAT8}
+_SINGLE: dict[str, Any] = {"dtype": torch.float32}
+_ONE: dict[str, Any] = {"queries": 1, "kind": "decode"}
+_FOUR: dict[str, Any] = {"queries": 4, "kind": "decode"}
+_CAP: dict[str, Any] = {"mask": _CAUSAL, "score": _CAPPED}
+_FACTS: dict[str, Any] = {"sinks": True, "statistics": "top1"}
+# Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
+_GATE = (
+    _compiled("full fp8", 64, 128, 256, **_EIGHT),
+    _compiled("causal fp8", 64, 128, 256, mask=_CAUSAL, **_EIGHT),
+    _compiled("full", 64, 128, 256),
+    _compiled("causal", 64, 80, 128, 256, 512, mask=_CAUSAL, quick=(64, 128)),
+    _compiled("causal fp16", 64, 128, mask=_CAUSAL, dtype=torch.float16),
+    _compiled("causal fp32", 64, 128, 256, 512, mask=_CAUSAL, **_SINGLE),
+    _compiled("alibi softcap causal fp32", 64, 128, **_CAP, **_SINGLE),
+    _compiled("window", 128, mask=("window_1k",)),
+    _compiled("document", 64, 128, 256, mask=_EACH),
+    _compiled("table", 128, mask=(*_EACH, "tiles")),
+    _compiled("alibi softcap causal", 128, 256, 512, **_CAP, quick=(128,)),
+    _compiled("bias", 64, 128, score=("bias_heads",)),
+    _compiled("raw causal", 128, mask=_CAUSAL, score=("raw",)),
+    _compiled("head bias", 64, 128, score=("bias_of_heads",)),
+    _compiled("head bias fp32", 64, score=("bias_of_heads",), **_SINGLE),
+    _compiled("dropout causal", 128, mask=_CAUSAL, dropout_p=0.1),
+    _compiled("varlen causal", 128, mask=_CAUSAL, sequences=((4096, 4096),) * 2),
+    _compiled("sinks statistics", 64, 128, mask=_CAUSAL, **_FACTS),
+    _compiled("causal", 64, 128, 256, mask=_CAUSAL, score=("learned",), kind="captured"),
+    _compiled("few causal", 64, 128, 256, mask=_CAUSAL, score=("few_places",), kind="captured"),
+    _compiled("causal", 64, 128, 256, mask=_CAUSAL, quick=(128,), **_ONE),
+    _compiled("causal fp32", 128, mask=_CAUSAL, **_SINGLE, **_ONE),
+    _compiled("document", 128, mask=_FEW, **_FOUR),
+    _compiled("alibi softcap causal", 128, **_CAP, **_FOUR),
+    _compiled("sinks statistics", 128, **_FACTS, **_ONE),
+    _compiled("causal fp8", 128, mask=_CAUSAL, **_EIGHT, **_ONE),
+    _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, **_ONE),
+    _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, **_ONE),
+    _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, passes="forward"),
+    _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, passes="forward"),
+    _compiled("causal pages of 16 fp8", 128, mask=_CAUSAL, page_size=16, **_EIGHT),
 )
-
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Which pairs attend, and what happens to their scores; the record has the names.
@@ -542,4 +510,4 @@ _SIZED = (
     ),
 )
 
-ROWS = (*_TESTS, *_ACCURACY, *_TUNED, *_GATE, *chain.from_iterable(_GOALS), *_SIZED)
+ROWS = (*_TESTS, *_ACCURACY, *_TUNED, *chain(*_GATE, *_GOALS), *_SIZED)

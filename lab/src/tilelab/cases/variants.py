@@ -184,7 +184,7 @@ def _sparse(pattern: Callable[[int], Mask]) -> Maker:
 
 
 def _stride(length: int) -> int:
-    return max(1, round(length**0.5))
+    return max(1, round(math.sqrt(length)))
 
 
 MASK_FUNCTIONS: dict[str, Maker] = {

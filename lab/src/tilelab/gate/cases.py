@@ -19,7 +19,7 @@ from tilelab.cases.inputs import build, problem_of
 from tilelab.cases.table import rows
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import FAMILIES, Launch, Overrides, holds
+from tilewise.inspect.gpu import FAMILIES, Launch, Overrides, holds, place_of
 from tilewise.problem import Grads, Needs, Operands, Problem, output_like
 from tilewise.variants.float8 import FLOAT8
 
@@ -38,6 +38,11 @@ def operands_of(case: Attention) -> tuple[Problem, Operands]:
         scales = {name: meta(case.batch, count) for name, count in heads.items()}
     problem, operands = problem_of(inputs, None, **scales)
     return _in_pages(case, problem, operands) if case.page_size else (problem, operands)
+
+
+def kind_of(case: Attention) -> str:
+    """Return which blocks of the table serve a case: "plain", "+" or "*"."""
+    return place_of("forward", operands_of(case)[0]).kind
 
 
 def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Needs, Grads]:

@@ -129,8 +129,8 @@ class Setting:
 
     def work(self, case: Case, **more: Any) -> Work:
         """Return a case to measure here, in the dtype of timed calls."""
-        here = {"backend": self.backend, "dtype": self.dtype}
-        return work_of(case, device=self.device.type, **here, **more)
+        more = {"backend": self.backend, "dtype": self.dtype, **more}
+        return work_of(case, device=self.device.type, **more)
 
     def square(self, name: str, length: int, heads: int, width: int, **more: Any) -> Work:
         """Return a work of one batch item and as many keys as queries."""

@@ -13,9 +13,9 @@ import torch
 
 from tilelab.cases.case import Case, Use
 from tilelab.cases.table import rows
-from tilelab.gate.cases import operands_of
+from tilelab.gate.cases import kind_of
 from tilelab.gate.search import ladder
-from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, place_of, tiles_for
+from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, tiles_for
 from tilewise.plan.tuned import Place
 
 
@@ -93,12 +93,7 @@ _SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40
 
 def _rows(use: Use, job: Job) -> list[Case]:
     """Return the rows of the job's kind of call."""
-    return [case for case in rows(use) if _kind(case) == job.kind]
-
-
-def _kind(case: Case) -> str:
-    problem, _ = operands_of(case)
-    return place_of("forward", problem).kind
+    return [case for case in rows(use) if kind_of(case) == job.kind]
 
 
 def small(job: Job, tiny: bool) -> list[Case]:

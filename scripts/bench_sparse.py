@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tilelab.cases.case import Pass
 from tilelab.common.clock import Call, interleave, once, repeats_for
 from tilelab.peers.methods import ours
-from tilelab.peers.work import Pass, Work, call_of
+from tilelab.peers.work import Work, call_of
 from tilelab.peers.work import draw as drawn
 from tilewise import BlockMask, masks, patterns
 from tilewise.chips import detect
@@ -127,7 +128,9 @@ def both_passes(length: int, heads: int, mask: BlockMask | None) -> dict[str, Ca
     """The forward pass, and the backward pass by q, k and v."""
     found: dict[str, Call] = {}
     for each in PASSES:
-        work = Work("sparse", each, length, "float32", heads, heads, WIDTH, passes=each, mask=mask)
+        sizes = (1, heads, heads, length, length, WIDTH, WIDTH)
+        made = () if mask is None else (lambda _: mask,)
+        work = Work(each, *sizes, mask=made, passes=each)
         given = drawn(work)
         found[each] = call_of(work, given, ours().make(work, given))
     return found

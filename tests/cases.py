@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from tilelab.cases.case import Case
-from tilelab.cases.table import TABLE
+from tilelab.cases.table import rows
 from tilelab.cases.variants import MASKS, SCORES
 
 __all__ = ["FLOATS", "LAYOUTS", "LENGTHS", "TABLE", "WIDTHS", "Case", "cases", "mask_words"]
@@ -18,6 +18,7 @@ __all__ = ["FLOATS", "LAYOUTS", "LENGTHS", "TABLE", "WIDTHS", "Case", "cases", "
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "bshd", "strided", "expanded", "sliced")
 
+TABLE = rows("tests")
 WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256, 512)
 LENGTHS = (0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 129, 191, 200, 257)
 

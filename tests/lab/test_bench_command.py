@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tilelab.bench import children, command, main
-from tilelab.bench.cases import SCALING_GOAL, find
-from tilelab.bench.goals import Scaling, measure
+from tilelab.bench.goals import SCALING_GOAL, Scaling, cases, key_of, measure
+from tilelab.cases.case import Pass
 from tilelab.common.worker import Child
 from tilelab.peers.plain import Measured
-from tilelab.peers.work import Pass
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks
@@ -148,7 +147,8 @@ def test_a_failure_late_keeps_what_is_done(
         raise TilewiseError(f"the memory process failed in {tmp_path}")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "CASES", (find("short 33 float32"),))
+    short = [case for case in cases() if key_of(case) == "short 33 float32"]
+    monkeypatch.setattr(command, "cases", lambda: short)
     monkeypatch.setattr("tilelab.bench.children.memory", broken)
     monkeypatch.setattr("tilelab.bench.children.scaling", lambda *_: SCALED)
     assert main([]) == 1

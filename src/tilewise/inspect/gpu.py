@@ -26,6 +26,7 @@ from tilewise.kernels.gpu.config import (
     decodes,
     family_of,
     holds,
+    place_of,
     shared_need,
     tiles_for,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "family_of",
     "forward_launches",
     "holds",
+    "place_of",
     "run",
     "shared_need",
     "tiles_for",

@@ -116,12 +116,12 @@ def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     from tilelab.gpu_check.setting import Setting
 
     setting = Setting()
-    known = {case.name for case in table.PROBLEMS}
+    known = {case.name for case in table.rows("accuracy")}
     for job in accuracy.jobs(setting):
         kind, _, name = job.partition(" ")
         if name not in known or (names and job not in names):
             continue
-        case = outcomes.sized(setting, table.find(name)).of(getattr(torch, kind))
+        case = outcomes.sized(setting, table.find("accuracy", name)).of(getattr(torch, kind))
         before = stub.launches
         outcomes.attend(setting, inputs.build(case), backward=True)
         yield {"name": job, "launches": stub.launches - before}

@@ -24,10 +24,10 @@ from tilelab.bench.page import ABOUT, html, markdown
 from tilelab.bench.points import Point, SuiteRecord
 from tilelab.bench.sentences import crossing, crossings_in_words, sentences
 from tilelab.bench.steps import Step
-from tilelab.bench.suites import FEW, layer
+from tilelab.bench.suites import FEW, catalogue, layer
 from tilelab.bench.tables import suite_tables
-from tilelab.bench.variants import catalogue
 from tilelab.common.record import COMPLETE, INTERRUPTED
+from tilelab.peers.flex import flex_mask, flex_score
 from tilelab.peers.methods import OURS, own_masks, rivals
 from tilelab.peers.work import Work, draw
 from tilewise import attention, visible_pairs
@@ -207,37 +207,41 @@ def test_models(tmp_path: Path) -> None:
 def test_variants(tmp_path: Path) -> None:
     values = run("variants", tmp_path)
     ours = {p["case"] for p in values["points"] if p["method"] == "tilewise" and p["samples"]}
-    names = {each.case for each in catalogue(64, "cpu")}
+    names = {each.name for each in catalogue(64, "cpu")}
     assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
     assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
 
 
-@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.case)
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
 def test_functions_for_flex_mean_the_same(variant: Work) -> None:
     m, n = torch.arange(40)[:, None], torch.arange(40)
+    mask, score = flex_mask(variant), flex_score(variant)
+    assert (score is None) == (variant.score == ())
     for h in range(4):
-        if variant.flex_mask is not None:
-            seen = visible_pairs(variant.mask, 40, 40, heads=4)[0, h]
-            assert torch.equal(seen, variant.flex_mask(0, h, m, n).expand(40, 40))
-        if variant.flex_score is not None:
+        if mask is not None:
+            seen = visible_pairs(variant.drawn_mask, 40, 40, heads=4)[0, h]
+            assert torch.equal(seen, mask(0, h, m, n).expand(40, 40))
+        if score is not None:
             q, k = torch.zeros(2, 1, 4, 40, 2).unbind(0)
             v = torch.eye(40).expand(1, 4, 40, 40)
-            got = attention(q, k, v, score=variant.score)[0, h]
-            expected = variant.flex_score(torch.zeros(40, 40), 0, h, m, n).softmax(-1)
+            keywords = {"mask": variant.drawn_mask, "score": variant.drawn_score}
+            got = attention(q, k, v, **keywords)[0, h]
+            shown = mask(0, h, m, n) if mask is not None else torch.ones(40, 40).bool()
+            logits = score(torch.zeros(40, 40), 0, h, m, n).masked_fill(~shown, -torch.inf)
+            expected = logits.softmax(-1)
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.case)
+@pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)
 def test_flex_gets_a_block_mask_for_every_head_that_has_its_own(variant: Work) -> None:
-    work = Work("variants", "x", 40, mask=variant.mask, heads=4, kv_heads=4, head_dim=8)
-    if work.masked is None:
+    if not variant.mask:
         return
-    own = own_masks(work, draw(work))
-    assert own == (None, 4 if variant.case == "window of a head" else None)
+    own = own_masks(variant, draw(variant))
+    assert own == (None, 4 if variant.name == "window of a head" else None)
 
 
 def test_a_layer_is_attention_between_projections() -> None:
-    work = Work("models", "x", 9, heads=4, kv_heads=2, head_dim=8)
+    work = Work("x", 1, 4, 2, 9, 9, 8, 8)
     shapes = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -263,7 +267,7 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_predicted_memory_is_beyond_the_operands() -> None:
-    work = Work("memory", "forward", 128, heads=2, head_dim=64)
+    work = Work("forward", 1, 2, 2, 128, 128, 64, 64)
     matrix, operand = 2 * 128 * 128 * 4, 2 * 128 * 64 * 4
     assert predicted(work, "plain") == 2 * matrix + operand
     assert predicted(work, "tilewise") == operand + 3 * 2 * 128 * 4

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tilelab.cases.case import Case
+from tilelab.cases.table import rows
 from tilelab.common.record import COMPLETE
 from tilelab.gpu_check import timed
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import REAL
-from tilelab.gpu_check.timed import Timed
 
 MACHINE = {"chip": "Chip 9", "torch": "2.11", "triton": "3.6.0"}
 
 
-def speed_row(
-    case: Timed, direction: str = "forward", rates: dict[str, float] | None = None
-) -> Row:
+def timed_case(kind: str, width: int, length: int) -> Case:
+    """A row of the table as the check times it."""
+    found = [*rows("lengths"), *rows("widths"), *rows("one width")]
+    return timed.sized(REAL, next(row for row in found if row.name == kind), width, length)
+
+
+def speed_row(case: Case, direction: str = "forward", rates: dict[str, float] | None = None) -> Row:
     """A row whose ways run at these rates, in tera-units per second."""
     rates = (
         {"ours": 410.0, "cudnn": 590.0, "flex": 390.0, "plain": 40.0} if rates is None else rates
@@ -26,7 +31,7 @@ def speed_row(
         "direction": direction,
         "kind": case.kind,
         "head_dim": case.head_dim,
-        "length": case.length,
+        "length": case.keys,
         "unit": "TB/s" if case.kind == "decode" else "TFLOP/s",
         "amount": amount,
         "absent": {"flash": "RuntimeError: no kernel"},
@@ -56,7 +61,7 @@ def whole() -> Record:
     rows = [Row("smoke", "machine", values=dict(MACHINE)), *ceilings()]
     for case in timed.cases(REAL):
         rows.append(speed_row(case))
-        if case.has_backward:
+        if case.passes == "both":
             rows.append(speed_row(case, "backward", {"ours": 250.0, "flex": 300.0}))
     rows += [
         Row("accuracy", f"case {i}", values={"ratios": {"out": 0.1 * i}, "errors": {"out": 1e-3}})

@@ -13,17 +13,17 @@ from torch import Tensor
 import tilewise
 from tilelab.cases.case import Case
 from tilelab.cases.inputs import build
-from tilelab.cases.table import LONG, PROBLEMS, find
+from tilelab.cases.table import find, rows
 from tilelab.common.exactness import judge
 from tilelab.gpu_check import accuracy, speed, timed
 from tilelab.gpu_check.outcomes import refer, sized
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.timed import Timed
 from tilelab.peers.methods import Method
 from tilelab.peers.work import Attend, Given, Work
 from tilewise.reference.philox import keep_mask
 
+PROBLEMS = rows("accuracy")
 TILED = Setting("tiled", self_test=True)
 
 
@@ -48,7 +48,7 @@ def test_problems_are_many_and_named_once() -> None:
     names = [case.name for case in PROBLEMS]
     assert len(set(names)) == len(names) > 40
     assert {case.head_dim for case in PROBLEMS} >= {64, 128, 256, 80, 3, 192}
-    real = [sized(Setting(), case) for case in LONG]
+    real = [accuracy.long_case(Setting(), case.name) for case in rows("long")]
     assert {(case.queries, case.keys, case.head_dim) for case in real} == {(16384, 16384, 128)}
     tiny = [sized(TILED, case) for case in PROBLEMS]
     assert max(max(case.queries, case.keys) for case in tiny) <= 97
@@ -66,7 +66,7 @@ def test_the_reference_backend_is_exact(case: Case) -> None:
 
 
 def test_inputs_are_the_same_every_time() -> None:
-    case = sized(TILED, find("everything")).of(torch.float16)
+    case = sized(TILED, find("accuracy", "everything")).of(torch.float16)
     first, second = (build(case) for _ in range(2))
     assert torch.equal(first.q, second.q)
     assert first.leaves.keys() == second.leaves.keys()
@@ -75,7 +75,7 @@ def test_inputs_are_the_same_every_time() -> None:
 
 
 def test_the_oracle_is_float64_and_the_plain_one_is_not() -> None:
-    inputs = build(sized(TILED, find("causal D64")).of(torch.float16))
+    inputs = build(sized(TILED, find("accuracy", "causal D64")).of(torch.float16))
     assert refer(inputs, torch.float64)["out"].dtype == torch.float64
     assert refer(inputs, torch.float16)["out"].dtype == torch.float16
 
@@ -95,7 +95,7 @@ def _changed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _changed(monkeypatch, 1.02)
-    case = sized(TILED, find("full D64"))
+    case = sized(TILED, find("accuracy", "full D64"))
     forward, backward = accuracy.check(TILED, "accuracy", "x", case)
     assert forward.status == backward.status == "wrong"
     assert "out: " in forward.note
@@ -111,7 +111,7 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return found._replace(lse=found.lse * (1 + 2e-7 * next(turns)))
 
     monkeypatch.setattr(tilewise, "attention", attention)
-    case = sized(TILED, find("full D64")).of(torch.float16)
+    case = sized(TILED, find("accuracy", "full D64")).of(torch.float16)
     forward, _ = accuracy.check(TILED, "accuracy", "x", case)
     assert forward.status == "wrong"
     assert "lse differs when it is done again" in forward.note
@@ -169,7 +169,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert [row.status for row in speed.measure("speed", TILED, name)] == ["ok", "ok"]
     ours = timed.ours
 
-    def wrong(setting: Setting, case: Timed) -> dict[str, Method]:
+    def wrong(case: Case) -> dict[str, Method]:
         def larger(method: Method) -> Method:
             def make(work: Work, given: Given) -> Attend:
                 attend = method.make(work, given)
@@ -177,7 +177,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
             return replace(method, make=make)
 
-        return {name: larger(method) for name, method in ours(setting, case).items()}
+        return {name: larger(method) for name, method in ours(case).items()}
 
     monkeypatch.setattr(timed, "ours", wrong)
     rows: list[Row] = list(speed.measure("speed", TILED, name))

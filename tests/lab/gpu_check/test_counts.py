@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.lab.gpu_check.records import ceilings, speed_row
+from tests.lab.gpu_check.records import ceilings, speed_row, timed_case
+from tilelab.cases.case import Case
+from tilelab.cases.variants import uneven
 from tilelab.gpu_check import timed
 from tilelab.gpu_check.record import Goal, best, fraction, goal_for, met, rate, summary
 from tilelab.gpu_check.setting import REAL, TINY, Setting
-from tilelab.gpu_check.timed import Timed
+from tilelab.peers.flex import flex_mask
 from tilelab.peers.work import causal_pairs, flops, window_pairs
 from tilewise import visible_pairs
 
@@ -20,8 +23,9 @@ SELF_TEST = Setting(self_test=True)
 
 def test_two_products_forward_and_five_backward() -> None:
     """16k, 16 heads of 128: 4 N^2 D a head; the backward pass is 2.5 times that."""
-    assert flops(16384**2, 16, 128) == 4 * 16384**2 * 128 * 16
-    assert flops(16384**2, 16, 128, backward=True) == 2.5 * flops(16384**2, 16, 128)
+    case = Case("full", 1, 16, 16, 16384, 16384, 128, 128)
+    assert flops(case) == 4 * 16384**2 * 128 * 16
+    assert flops(replace(case, passes="backward")) == 2.5 * flops(case)
 
 
 def test_causal_is_half() -> None:
@@ -36,25 +40,24 @@ def test_pairs_of_a_window_are_counted(length: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("case", timed.cases(TINY), ids=lambda case: case.name)
-def test_the_amount_is_that_of_the_visible_pairs(case: Timed) -> None:
+def test_the_amount_is_that_of_the_visible_pairs(case: Case) -> None:
     """Causal parts count as half of their square; everything else pair by pair."""
-    work = timed.work_of(SELF_TEST, case)
-    found = timed.amount(SELF_TEST, case, work)
+    work = SELF_TEST.work(case, passes="forward")
+    found = timed.amount(work)
     if case.kind == "decode":
         assert found == 2 * 8 * TINY.decode_keys * case.head_dim * 2  # bytes of k and v, float16
         return
-    heads, batch = TINY.hidden // case.head_dim, TINY.tokens // case.length
-    m, n = torch.arange(case.length)[:, None], torch.arange(case.length)
-    seen = work.flex_mask
-    pairs = float(case.length**2) if seen is None else float(seen(0, 0, m, n).sum())
+    heads, batch = TINY.hidden // case.head_dim, TINY.tokens // case.keys
+    m, n = torch.arange(case.keys)[:, None], torch.arange(case.keys)
+    seen = flex_mask(work) if case.mask else None
+    pairs = float(case.keys**2) if seen is None else float(seen(0, 0, m, n).sum())
     if seen is not None:
-        shown = visible_pairs(work.mask, case.length, case.length)[0, 0]
+        shown = visible_pairs(work.drawn_mask, case.keys, case.keys)[0, 0]
         assert torch.equal(shown, seen(0, 0, m, n)), "FlexAttention is given the same mask"
     if case.kind in ("causal", "alibi", "document", "varlen"):
-        pairs -= case.length / 2  # the diagonal, half of which the convention leaves out
+        pairs -= case.keys / 2  # the diagonal, half of which the convention leaves out
     assert found == 4 * pairs * batch * heads * case.head_dim
-    backward = timed.work_of(SELF_TEST, case, "backward")
-    assert timed.amount(SELF_TEST, case, backward) == 2.5 * found
+    assert timed.amount(SELF_TEST.work(case, passes="backward")) == 2.5 * found
 
 
 def test_every_case_is_there_once() -> None:
@@ -65,13 +68,13 @@ def test_every_case_is_there_once() -> None:
     kinds = {case.kind for case in timed.with_goals(REAL)}
     assert kinds == {"full", "causal", "alibi", "document", "window", "varlen", "decode", "fp8"}
     plain = [case for case in timed.cases(REAL) if case.kind in ("full", "causal")]
-    assert {case.length for case in plain} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {case.keys for case in plain} == {512, 1024, 2048, 4096, 8192, 16384}
     assert {case.head_dim for case in plain} == {64, 128, 256}
     assert len(plain) == 2 * 6 * 3
 
 
 def test_documents_cover_the_length() -> None:
-    ends = timed.ends_of(SELF_TEST, Timed("document", 16, 64)).tolist()
+    ends = uneven(64)
     assert (ends[0], ends[-1]) == (0, 64)
     assert len({last - first for first, last in pairwise(ends)}) > 1
 
@@ -86,7 +89,9 @@ def test_goals_are_those_of_long_problems() -> None:
 
 
 def test_rates_and_fractions() -> None:
-    row = speed_row(Timed("full", 128, 8192), rates={"ours": 400.0, "table": 410.0, "flex": 300.0})
+    row = speed_row(
+        timed_case("full", 128, 8192), rates={"ours": 400.0, "table": 410.0, "flex": 300.0}
+    )
     ours = best(row)
     assert ours is not None
     assert ours.median == pytest.approx(410)
@@ -95,7 +100,7 @@ def test_rates_and_fractions() -> None:
     assert rate(row, "cudnn") is None
     assert fraction([row, *ceilings(matrix=820.0)], row) == pytest.approx(0.5)
     assert fraction([row], row) is None
-    decode = speed_row(Timed("decode", 128, 32768), rates={"ours": 3.0})
+    decode = speed_row(timed_case("decode", 128, 32768), rates={"ours": 3.0})
     assert fraction(ceilings(copy=4.0), decode) == pytest.approx(0.75)
 
 
@@ -115,15 +120,15 @@ def test_rates_and_fractions() -> None:
     ],
 )
 def test_goals_met(direction: str, kind: str, rates: dict[str, float], expected: str) -> None:
-    assert met(speed_row(Timed(kind, 128, 16384), direction, rates)) == expected
+    assert met(speed_row(timed_case(kind, 128, 16384), direction, rates)) == expected
 
 
 def test_short_problems_are_not_judged() -> None:
-    assert met(speed_row(Timed("full", 128, 512), rates={"ours": 1.0, "flex": 2.0})) == ""
+    assert met(speed_row(timed_case("full", 128, 512), rates={"ours": 1.0, "flex": 2.0})) == ""
 
 
 def test_the_summary_says_it_in_numbers() -> None:
-    row = speed_row(Timed("causal", 128, 16384))
+    row = speed_row(timed_case("causal", 128, 16384))
     (said,) = summary([*ceilings(), row])
     assert said["name"] == "forward D128 causal 16384"
     assert said["rates"]["cudnn"].median == pytest.approx(590)

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lab.gpu_check.records import speed_row, whole
+from tests.lab.gpu_check.records import speed_row, timed_case, whole
 from tilelab.gpu_check.command import main
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.table import table
-from tilelab.gpu_check.timed import Timed
 from tilewise.errors import InvalidArgument
 
 SHORT = 11_000  # what a reply of the machine carries, with something to spare
@@ -77,7 +76,7 @@ def test_failures_and_refusals_are_named() -> None:
 
 def test_a_wrong_case_shows_no_speed_of_ours() -> None:
     record = whole()
-    row = speed_row(Timed("full", 128, 16384), rates={"cudnn": 600.0})
+    row = speed_row(timed_case("full", 128, 16384), rates={"cudnn": 600.0})
     record.rows = [replace(row, status="wrong", note="out: 9 times")]
     cells = line_of(table(record), "fwd D128 full 16k").split()
     assert cells == ["fwd", "D128", "full", "16k", "-", "600", "450", "WRONG"]

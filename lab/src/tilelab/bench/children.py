@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilelab.bench.cases import find
-from tilelab.bench.goals import Memory, Scaling
+from tilelab.bench.goals import Memory, Scaling, cases, key_of
+from tilelab.cases.case import Pass
 from tilelab.common.clock import once, plan
 from tilelab.common.memory import held_bytes, highest
 from tilelab.common.torch_private import softmax_backward_data
 from tilelab.common.worker import Child, environment, serve
 from tilelab.peers.methods import OURS, method_named, ours
-from tilelab.peers.work import Pass, Work, call_of, draw
-from tilewise import masks
+from tilelab.peers.work import Work, call_of, draw, work_of
 from tilewise.errors import TilewiseError
 from tilewise.inspect import peaks as processor
 
@@ -47,19 +46,19 @@ _WARM = 64  # rows of a small call that loads code and workspaces
 
 
 Job = dict[str, Any]  # of a process, for JSON
+_SENT = ("name", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 
 
 def job_of(work: Work, method: str, rows: int = 0) -> Job:
     """Return the job that measures the peak of a method.
 
     Args:
-        work: whose mask is the causal one, or none.
+        work: without a score and without functions.
         method: its name; "step by step" for the operations of plain attention.
         rows: of a chunk, for a cure; 0 for the usual number.
     """
-    bare = replace(work, mask=None, score=None, flex_mask=None, flex_score=None)
-    causal = work.mask is not None
-    return {"method": method, "rows": rows, "causal": causal, "work": asdict(bare)}
+    fields = {name: getattr(work, name) for name in (*_SENT, "mask", "passes", "device")}
+    return {"method": method, "rows": rows, "dtype": work.type_name, "work": fields}
 
 
 class Peak(NamedTuple):
@@ -85,9 +84,10 @@ def scaling(child: Child, key: str, budget_s: float) -> Scaling:
 def memory(length: int, dtype: str, direction: Pass) -> Generator[Memory]:
     """Yield the peak memory of a pass, ours and torch's: two heads of width 64."""
     name = f"{direction} {length // 1024}k D64"
-    work = Work("memory", name, length, dtype, passes=direction)
+    sizes = (1, 2, 2, length, length, 64, 64)
+    work = Work(name, *sizes, getattr(torch, dtype), passes=direction)
     outputs = 1 if direction == "forward" else 3
-    size = outputs * work.heads * length * work.head_dim * getattr(torch, dtype).itemsize
+    size = outputs * work.heads * length * work.head_dim * work.dtype.itemsize
     jobs = [job_of(work, method) for method in (OURS, "sdpa")]
     for side, found in zip(("ours", "torch"), peaks(jobs, "cpu"), strict=True):
         if isinstance(found, str):
@@ -130,12 +130,12 @@ def _perform(job: Job) -> Iterator[Any]:
 
 def _scaling(key: str, budget_s: float) -> Scaling:
     """Time one and two threads in turn on one case, with the bare loop beside them."""
-    case = find(key)
-    work = case.work()
+    case = next(case for case in cases() if key_of(case) == key)
+    work = work_of(case, "speed")
     given = draw(work)
     call = call_of(work, given, ours().make(work, given))
-    kind = processor.loop(case.dtype, processor.isa())
-    found = Scaling(case.name, case.dtype, [], [], [], [], [], [], case.goal is not None)
+    kind = processor.loop(case.type_name, processor.isa())
+    found = Scaling(case.name, case.type_name, [], [], [], [], [], [], case.goal is not None)
     torch.set_num_threads(2)
     once(call)  # starts the team, and gives it its memory
     torch.set_num_threads(1)
@@ -186,10 +186,10 @@ def _attempt(job: Job) -> list[Peak] | str:
 
 def _measured(job: Job) -> Iterator[Peak]:
     """Do a job in this process."""
-    work = Work(**job["work"])
-    if job["causal"]:
-        work = replace(work, mask=masks.causal())
-    small = replace(work, length=min(_WARM, work.length), padding=0)
+    fields = {**job["work"], "mask": tuple(job["work"]["mask"])}
+    work = Work(**fields, dtype=getattr(torch, job["dtype"]))
+    length = min(_WARM, work.keys)
+    small = replace(work, queries=length, keys=length)
     if job["method"] == STEP_BY_STEP:
         list(_step_by_step(small))
         yield from _step_by_step(work)

@@ -18,20 +18,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tilelab.bench import children, compare, memory, suites, variants
-from tilelab.bench.cases import CASES, DTYPES, Case
-from tilelab.bench.goals import GoalRecord, measure, overhead
+from tilelab.bench import children, compare, memory, suites
+from tilelab.bench.goals import DTYPES, GoalRecord, cases, key_of, measure, overhead
 from tilelab.bench.page import html, markdown, pictures
 from tilelab.bench.points import SuiteRecord
 from tilelab.bench.sentences import sentences
 from tilelab.bench.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step, conduct
 from tilelab.bench.tables import heading, suite_heading, suite_tables, tables
+from tilelab.cases.case import Case, Pass
 from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
 from tilelab.common.tables import show_tables
 from tilelab.common.terminal import crowded, interrupts_ignored, positive
 from tilelab.common.worker import Child, environment
 from tilelab.peers.methods import OURS
-from tilelab.peers.work import Pass
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence
@@ -42,7 +41,7 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "accuracy": suites.accuracy,
     "paper": suites.paper,
     "models": suites.models,
-    "variants": variants.steps,
+    "variants": suites.variants,
 }
 _SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement
@@ -87,15 +86,15 @@ def _run_goals(argv: Sequence[str]) -> int:
         record = GoalRecord.read(options.source)
         show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
         return _status(record, options.check)
-    cases = [
+    chosen = [
         case
-        for case in CASES
-        if case.dtype in (options.dtype or DTYPES)
-        and (options.cases or "") in case.key
+        for case in cases()
+        if case.type_name in (options.dtype or DTYPES)
+        and (options.cases or "") in key_of(case)
         and (case.quick or not options.quick)
     ]
-    if not cases:
-        names = ", ".join(dict.fromkeys(case.name for case in CASES))
+    if not chosen:
+        names = ", ".join(dict.fromkeys(case.name for case in cases()))
         parser.error(f"no case matches --cases {options.cases!r}; the cases: {names}")
     _check_core()
     if warning := crowded(options.threads):
@@ -108,7 +107,7 @@ def _run_goals(argv: Sequence[str]) -> int:
     rounds = (options.rounds, options.rounds) if options.rounds else None
     with Child(children.MODULE) as child:
         cores = record.machine["cores"] if everything else 0
-        steps = _steps(cases, options, rounds, child, cores)
+        steps = _steps(chosen, options, rounds, child, cores)
         unlimited, console = Budget(float("inf")), Console(stderr=True)
         conduct(record, [("cpu", steps)], unlimited, None, console, options.threads)
     show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
@@ -124,7 +123,7 @@ def _run_goals(argv: Sequence[str]) -> int:
 
 
 def _steps(
-    cases: Sequence[Case],
+    chosen: Sequence[Case],
     options: argparse.Namespace,
     rounds: tuple[int, int] | None,
     child: Child,
@@ -137,7 +136,7 @@ def _steps(
     def one(case: Case, _: Budget) -> list[Finding]:
         return [measure(case, *effort, options.threads)]
 
-    steps = [Step(case.key, partial(one, case)) for case in cases]
+    steps = [Step(key_of(case), partial(one, case)) for case in chosen]
     if cores or options.quick:
         steps.append(Step("the cost of a call", lambda _: overhead(effort[1][1])))
     if not cores:
@@ -147,7 +146,8 @@ def _steps(
         return [children.scaling(child, key, _SCALING_S)]
 
     if cores > 1:
-        steps += [Step(f"two threads: {case.key}", partial(scaling, case.key)) for case in cases]
+        keys = [key_of(case) for case in chosen]
+        steps += [Step(f"two threads: {key}", partial(scaling, key)) for key in keys]
     passes: tuple[Pass, ...] = ("forward", "backward")
     for dtype, way in product(("float32", "bfloat16"), passes):
         steps.append(Step(f"memory: {way}, {dtype}", partial(_weigh, dtype, way)))

@@ -13,19 +13,33 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.cases import SCALING_GOAL, Case, Goal
 from tilelab.bench.points import BenchRecord
+from tilelab.cases.case import Case, Goal
+from tilelab.cases.table import rows
 from tilelab.common import environment
 from tilelab.common.clock import Call, Spread, Times, interleave, once, plan
 from tilelab.common.record import NOT_FINISHED, Finding
 from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.plain import compare
-from tilelab.peers.work import call_of, draw
+from tilelab.peers.work import call_of, draw, flops, work_of
 from tilewise.chips import detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
+DTYPES = ("float32", "bfloat16", "float16")
+# Two threads against one, as a share of how well the bare multiply-add loop scales.
+SCALING_GOAL = 0.9
 _TINY = (1, 1, 8, 16)  # small enough that the call itself is all that costs
+
+
+def cases() -> list[Case]:
+    """Return the cases that have goals, by dtype."""
+    return sorted(rows("goals"), key=lambda case: DTYPES.index(case.type_name))
+
+
+def key_of(case: Case) -> str:
+    """Return what names a case alone, e.g. ``"forward causal 2k bfloat16"``."""
+    return f"{case.name} {case.type_name}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,11 @@ class CaseResult(Finding):
     """One case, measured or found wrong.
 
     Args:
-        name, dtype, backward, variant, shape, flops, goal: as in ``cases.Case``.
+        name, dtype, goal: of the case.
+        backward: the gradients of q, k and v were measured, and not the forward pass.
+        variant: names its mask and score, e.g. ``"causal"``.
+        shape: batch, heads, kv_heads, queries, keys and head_dim.
+        flops: operations of one call.
         clock: which of the two times the numbers follow from: processor time of the one thread, or
             wall time of more than one.
         wrong: why it was not timed; empty if it was.
@@ -78,8 +96,18 @@ class CaseResult(Finding):
     @classmethod
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
         """Return the result of a case."""
-        names = ("name", "dtype", "backward", "variant", "shape", "flops", "goal")
-        return cls(**{name: getattr(case, name) for name in names}, clock=clock, **measured)
+        names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")
+        return cls(
+            case.name,
+            case.type_name,
+            case.passes == "backward",
+            case.kind,
+            {name: getattr(case, name) for name in names},
+            flops(case),
+            case.goal,
+            clock,
+            **measured,
+        )
 
     def seconds(self, side: Samples) -> list[float]:
         """Return the samples of the clock that counts."""
@@ -311,7 +339,7 @@ def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) 
         threads: of torch, as set. One is timed by its own processor time, more by the wall.
     """
     clock: Clock = "cpu" if threads == 1 else "wall"
-    work = case.work()
+    work = work_of(case, "speed")
     given = draw(work)
     attend = ours().make(work, given)
     wrong = compare(work, given, attend).complaint
@@ -321,7 +349,7 @@ def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) 
         "ours": call_of(work, given, attend),
         "torch": call_of(work, given, sdpa().make(work, given)),
     }
-    kind = peaks.loop(case.dtype, peaks.isa())
+    kind = peaks.loop(case.type_name, peaks.isa())
     found: list[float] = []
 
     def measure_peak() -> None:

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, job_of, peaks
 from tilelab.bench.points import Point, Status
 from tilelab.bench.steps import Budget, Settings, Step, key_of, why_skipped
+from tilelab.cases.case import Case, Pass
 from tilelab.common.memory import too_large
 from tilelab.peers.methods import OURS, Method, exact
-from tilelab.peers.work import Pass, Work, draw, problem_of
+from tilelab.peers.work import Work, draw, problem_of
 from tilewise.plan.traffic.memory import plain_held, tiled_held
 
 DOUBLE = "plain attention, step by step"
@@ -30,12 +29,12 @@ def steps(settings: Settings) -> list[Step]:
     found = []
     for length in settings.lengths:
         for dtype in settings.dtypes:
-            base = settings.work("memory", "", length, dtype)
+            base = settings.work("memory", Case(""), length, dtype)
             ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
-            works = [replace(base, passes=passes, case=case) for passes, case in ways]
+            works = [replace(base, passes=passes, name=name) for passes, name in ways]
             found.append(Step(f"memory, {length}, {dtype}", partial(weigh, works, methods)))
     length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
-    fixed = settings.work("memory", DOUBLE, length, settings.dtypes[0])
+    fixed = settings.work("memory", Case(DOUBLE), length, settings.dtypes[0])
     return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
 
 
@@ -57,7 +56,7 @@ def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> I
                 yield Point.without(work, method, "bytes", status, result)
                 continue
             (peak,) = result
-            budget.took(key_of(work, method), work.length, peak.seconds)
+            budget.took(key_of(work, method), work.keys, peak.seconds)
             said = predicted(work, method.name)
             yield _point(work, method.name, peak.extra_bytes, exact=method.exact, predicted=said)
 
@@ -74,11 +73,11 @@ def predicted(work: Work, method: str) -> float | None:
     held = {OURS: tiled_held, "plain": plain_held}.get(method)
     if held is None:
         return None
-    small = replace(work, length=1, padding=0)
+    small = replace(work, queries=1, keys=1)
     problem, _ = problem_of(small, draw(small))
-    problem = problem._replace(queries=work.length, keys=work.length)
+    problem = problem._replace(queries=work.queries, keys=work.keys)
     training = work.passes != "forward"
-    size = problem.dtype.itemsize * work.batch * work.length * work.head_dim
+    size = problem.dtype.itemsize * work.batch * work.keys * work.head_dim
     operands = size * (work.heads + 2 * work.kv_heads + (work.heads if training else 0))
     return float(held(problem, training).peak() - operands)
 
@@ -89,8 +88,8 @@ def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
     if reason:
         yield Point.of(work, STEPS[0][0], quantity="bytes", status="skipped", note=reason)
         return
-    cure = replace(work, case=CURE)
-    sizes = sorted({min(rows, work.length) for rows in (*_CHUNKS, work.length)})
+    cure = replace(work, name=CURE)
+    sizes = sorted({min(rows, work.keys) for rows in (*_CHUNKS, work.keys)})
     jobs = [job_of(work, STEP_BY_STEP)]
     jobs += [job_of(cure, "plain, chunked", rows) for rows in sizes]
     with closing(peaks(jobs, work.device)) as found:
@@ -114,8 +113,7 @@ def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
         yield Point.of(work, name, quantity="bytes", status="failed", note=result)
         return
     (peak,) = result
-    itemsize = getattr(torch, work.dtype).itemsize
-    output = work.batch * work.heads * work.length * work.head_dim * itemsize
-    part = 2 * work.matrix_bytes * rows / work.length
+    output = work.batch * work.heads * work.keys * work.head_dim * work.dtype.itemsize
+    part = 2 * work.matrix_bytes * rows / work.keys
     yield _point(work, name, peak.extra_bytes, predicted=part + output)
     yield Point.of(work, name, samples=(peak.seconds,))

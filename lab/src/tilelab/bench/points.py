@@ -58,7 +58,7 @@ class Point(Finding):
     @classmethod
     def of(cls, work: Work, method: str, **found: Any) -> Point:
         """Return a point of a work."""
-        about = work.suite, work.case, work.length, work.dtype, method
+        about = work.suite, work.name, work.keys, work.type_name, method
         return cls(*about, shape=work.shape, **found)
 
     @classmethod

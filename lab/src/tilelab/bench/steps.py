@@ -16,13 +16,14 @@ import torch
 from rich.console import Console
 
 from tilelab.bench.points import BenchRecord, Point, Quantity, Status
+from tilelab.cases.case import Case
 from tilelab.common.clock import race, seconds_of
 from tilelab.common.memory import too_large
 from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
 from tilelab.common.terminal import Progress, in_words
 from tilelab.peers.methods import OURS, Method
 from tilelab.peers.plain import Measured, compare
-from tilelab.peers.work import Attend, Given, Work, call_of, draw
+from tilelab.peers.work import Attend, Given, Work, call_of, draw, work_of
 from tilewise.errors import TilewiseError
 
 LENGTHS = tuple(2**power for power in range(7, 17))  # 128 to 64k
@@ -103,15 +104,17 @@ class Settings:
     flex: bool = True
     models: tuple[str, ...] = ()
 
-    def work(self, suite: str, case: str, length: int, dtype: str, **more: Any) -> Work:
-        """Return a work of a sweep.
+    def work(self, suite: str, case: Case, length: int, dtype: str, **more: Any) -> Work:
+        """Return a case at a length of a sweep.
 
         Heads are few on a single CPU thread. The batch is the same at every length, so that times
         can be compared along it.
         """
         heads, batch = (8, 2) if self.device == "cuda" else (2, 1)
-        sizes = {"heads": heads, "kv_heads": heads, "batch": batch, "device": self.device}
-        return Work(suite, case, length, dtype, **{**sizes, **more})
+        sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "queries": length}
+        sizes |= {"keys": length, "head_dim": 64, "value_dim": 64}
+        more = {**sizes, "dtype": getattr(torch, dtype), **more}
+        return work_of(case, suite, self.device, **more)
 
 
 def conduct(
@@ -185,7 +188,7 @@ def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of
     """Return a step for each work, which times all methods on it; arguments as of ``time_all``."""
     return [
         Step(
-            f"{work.case}, {work.length}, {work.dtype}",
+            f"{work.name}, {work.keys}, {work.type_name}",
             partial(time_all, work, methods, wrap=wrap),
         )
         for work in works
@@ -214,7 +217,7 @@ def time_all(
             yield found
             continue
         once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
-        budget.took(key_of(work, method), work.length, found.seconds, once_s)
+        budget.took(key_of(work, method), work.keys, found.seconds, once_s)
         ready.append(found)
     samples = race(
         {each.method.name: each.call for each in ready},
@@ -256,7 +259,7 @@ def attempted(
 
 def key_of(work: Work, method: Method) -> tuple[str, ...]:
     """Return the name of a method on a case, whatever the length."""
-    return work.suite, work.case, work.dtype, method.name
+    return work.suite, work.name, work.type_name, method.name
 
 
 def why_skipped(work: Work, method: Method, budget: Budget) -> str:
@@ -265,7 +268,7 @@ def why_skipped(work: Work, method: Method, budget: Budget) -> str:
         return "it gives no statistics"
     return (
         method.why_not(work)
-        or budget.too_long(key_of(work, method), work.length)
+        or budget.too_long(key_of(work, method), work.keys)
         or too_large(method.bytes(work), work.device)
     )
 

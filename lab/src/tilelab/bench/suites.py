@@ -3,12 +3,14 @@
 ``speed``: exact methods side by side, and the cases that have goals. ``accuracy``: the largest
 error of every exact method, and what the 2x rule allows. ``paper``: the runtime figures of Dao, Fu,
 Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
-``models``: one attention layer of well-known models, from its input to its output.
+``models``: one attention layer of well-known models, from its input to its output. ``variants``:
+masks and scores of the table, against none and against others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilelab.bench.cases import CASES, Case
-from tilelab.bench.goals import CaseResult, measure
+from tilelab.bench.goals import CaseResult, cases, key_of, measure
 from tilelab.bench.memory import weigh
 from tilelab.bench.points import Point
 from tilelab.bench.steps import Budget, Settings, Step, attempted, timed
+from tilelab.cases.case import Case, Pass
+from tilelab.cases.table import rows
+from tilelab.cases.variants import softcap, window
 from tilelab.peers.methods import OURS, Method, exact, rivals
 from tilelab.peers.plain import compare
-from tilelab.peers.work import Attend, Given, Pass, Work, draw
-from tilewise import masks, scores
+from tilelab.peers.work import Attend, Given, Work, draw, work_of
 from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.inspect.peaks import absence
 
@@ -40,10 +43,9 @@ def speed(settings: Settings) -> list[Step]:
 
 
 def _sweep(settings: Settings, lengths: Sequence[int]) -> list[Step]:
-    kinds = (("full", None), ("causal", masks.causal()))
     works = [
-        settings.work("speed", f"{way}, {kind}", length, dtype, passes=way, mask=mask)
-        for length, dtype, way, (kind, mask) in product(lengths, settings.dtypes, _PASSES, kinds)
+        settings.work("speed", row, length, dtype, name=f"{way}, {row.name}", passes=way)
+        for length, dtype, way, row in product(lengths, settings.dtypes, _PASSES, rows("sweep"))
     ]
     return timed(works, exact(settings.device, with_flex=settings.flex))
 
@@ -57,11 +59,11 @@ def _with_goals(settings: Settings) -> list[Step]:
         return points_of(measure(case, 0.8, (3, 9), 1))
 
     return [
-        Step(case.key, partial(points, case))
-        for case in CASES
-        if case.dtype in settings.dtypes
+        Step(key_of(case), partial(points, case))
+        for case in cases()
+        if case.type_name in settings.dtypes
         and (case.quick or not settings.quick)
-        and max(case.attention.queries, case.attention.keys) <= longest
+        and max(case.queries, case.keys) <= longest
     ]
 
 
@@ -98,17 +100,16 @@ def accuracy(settings: Settings) -> list[Step]:
     methods = exact(settings.device, with_flex=False)
     works: list[tuple[Work, float]] = []
     for length, dtype, passes in product(settings.lengths, settings.dtypes, _PASSES):
-        more: dict[str, Any] = {"passes": passes, "mask": masks.causal()}
         for words, factor in _FACTORS:
-            case = f"{passes}, {words}"
-            works.append((settings.work("accuracy", case, length, dtype, **more), factor))
+            case = Case(f"{passes}, {words}", mask=("causal",), passes=passes)
+            works.append((settings.work("accuracy", case, length, dtype), factor))
     for (queries, width), dtype, passes in product(FEW, settings.dtypes, _PASSES):
-        case = f"{passes}, {queries} queries of {width}, large scores"
-        more = {"head_dim": width, "passes": passes, "queries": queries, "batch": 1}
+        case = Case(f"{passes}, {queries} queries of {width}, large scores", passes=passes)
+        more = {"head_dim": width, "value_dim": width, "queries": queries, "batch": 1}
         more |= {"heads": _FEW_HEADS, "kv_heads": _FEW_HEADS}
         works.append((settings.work("accuracy", case, _FEW_KEYS, dtype, **more), _LARGE))
     return [
-        Step(f"{work.case}, {work.length}, {work.dtype}", partial(_errors, work, factor, methods))
+        Step(f"{work.name}, {work.keys}, {work.type_name}", partial(_errors, work, factor, methods))
         for work, factor in works
     ]
 
@@ -142,35 +143,23 @@ def _errors(
         )
 
 
-_DROPOUT = 0.1
-_PADDED = 8  # an eighth of the keys is padding
-_EXTRAS = ((0.0, False), (_DROPOUT, True), (_DROPOUT, False), (0.0, True))
-
-
 def paper(settings: Settings) -> list[Step]:
     """Times with and without dropout and padding along the length, and memory of both passes."""
     methods = [*exact(settings.device, with_flex=False), *rivals()]
     passes: list[tuple[Pass, str]] = [("both", "forward and backward")]
     if not settings.quick:
         passes += [(each, each) for each in _PASSES]
-    found = []
+    found, dtype = [], settings.dtypes[0]
     for length in settings.lengths:
-        for (way, words), (dropout_p, padded) in product(passes, _EXTRAS):
-            if settings.quick and bool(dropout_p) != padded:
+        for (way, words), row in product(passes, rows("paper")):
+            if settings.quick and not row.quick:
                 continue
-            extras = ["dropout"] * bool(dropout_p) + ["padding"] * padded
-            work = settings.work(
-                "paper",
-                f"{words}, {' and '.join(extras)}" if extras else words,
-                length,
-                settings.dtypes[0],
-                passes=way,
-                padding=length // _PADDED if padded else 0,
-                dropout_p=dropout_p,
+            name = words if row.name == "full" else f"{words}, {row.name}"
+            found += timed(
+                [settings.work("paper", row, length, dtype, name=name, passes=way)], methods
             )
-            found += timed([work], methods)
-        case = "memory, forward and backward"
-        both = settings.work("paper", case, length, settings.dtypes[0], passes="both")
+        case = Case("memory, forward and backward", passes="both")
+        both = settings.work("paper", case, length, dtype)
         found.append(Step(f"memory, {length}", partial(weigh, [both], methods)))
     return found
 
@@ -194,17 +183,15 @@ def models(settings: Settings) -> list[Step]:
 
 
 def _of_model(
-    model: KnownModel, case: str, length: int, dtype: str, passes: Pass, device: str
+    model: KnownModel, name: str, length: int, dtype: str, passes: Pass, device: str
 ) -> Work:
-    variant: dict[str, Any] = {"mask": masks.causal() if model.causal else None}
+    mask: Any = ("causal",) if model.causal else ()
     if model.window is not None:
-        variant["mask"] = masks.window(model.window, 0)
-    if model.softcap is not None:
-        cap = model.softcap
-        variant["score"] = scores.softcap(cap)
-        variant["flex_score"] = lambda s, b, h, m, n: cap * torch.tanh(s / cap)
-    heads = model.heads, model.kv_heads, model.head_dim
-    return Work("models", case, length, dtype, *heads, passes=passes, device=device, **variant)
+        mask = (window(model.window, 0),)
+    score = () if model.softcap is None else (softcap(model.softcap),)
+    sizes = (1, model.heads, model.kv_heads, length, length, model.head_dim, model.head_dim)
+    case = Case(name, *sizes, getattr(torch, dtype), mask, score, passes=passes)
+    return work_of(case, "models", device)
 
 
 def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
@@ -222,13 +209,13 @@ def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
         made = torch.randn(*size, generator=generator) * scale
         return made.to(dtype).to(work.device).requires_grad_(training)
 
-    x = drawn(work.batch, work.length, width)
+    x = drawn(work.batch, work.keys, width)
     inwards, outwards = (drawn(out, width, scale=width**-0.5) for out in (rows, width))
     grad = torch.ones_like(x)
 
     def forward() -> Tensor:
         made = torch.nn.functional.linear(x, inwards)
-        made = made.view(work.batch, work.length, -1, work.head_dim)
+        made = made.view(work.batch, work.keys, -1, work.head_dim)
         sizes = [work.heads, work.kv_heads, work.kv_heads]
         q, k, v = (part.transpose(1, 2) for part in torch.split(made, sizes, dim=2))
         return torch.nn.functional.linear(attend(q, k, v).transpose(1, 2).flatten(2), outwards)
@@ -236,3 +223,27 @@ def layer(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
     if not training:
         return forward
     return lambda: torch.autograd.grad(forward(), (x, inwards, outwards), grad)
+
+
+_LENGTHS = {"cpu": 1024, "cuda": 4096}  # the longest
+_HEADS = 4
+
+
+def variants(settings: Settings) -> list[Step]:
+    """Return every variant, forward and backward, at one length."""
+    longest = _LENGTHS[settings.device]
+    length = max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
+    works = [
+        replace(each, name=f"{each.name}, {direction}", passes=direction)
+        for dtype in (settings.dtypes[:1] if settings.quick else settings.dtypes)
+        for direction in _PASSES
+        for each in catalogue(length, settings.device, dtype)
+    ]
+    return timed(works, exact(settings.device, with_flex=settings.flex))
+
+
+def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:
+    """Return a work for each variant, none first."""
+    sizes = {"batch": 1, "heads": _HEADS, "kv_heads": _HEADS}
+    settings = Settings(device)
+    return [settings.work("variants", row, length, dtype, **sizes) for row in rows("variants")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from tilelab.bench.cases import SCALING_GOAL
-from tilelab.bench.goals import CaseResult, GoalRecord
+from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord
 from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.sentences import crossings, where
 from tilelab.common.clock import Spread

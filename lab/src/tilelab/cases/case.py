@@ -1,13 +1,45 @@
-"""One attention problem in a few words: a row that tests, gate, GPU check and tuner can take."""
+"""One attention problem in a few words: what every room takes, and what a row of the table is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
-from tilelab.cases.variants import MaskMaker, ScoreMaker
+from tilelab.cases.variants import Maker
 from tilewise.problem import Statistics
+
+Pass = Literal["forward", "backward", "both"]
+# The rooms that select rows. Those from "sweep" on say the sizes themselves.
+Use = Literal[
+    "tests",  # of the repository
+    "accuracy",  # of the GPU check; lengths are divided by the setting's ``shrink``
+    "gate",  # compiled for chips that are not here
+    "goals",  # of ``tilewise bench cpu``
+    "tune small",  # whose results in other blocks are compared
+    "sweep",  # of ``bench speed``: along the length
+    "paper",  # of ``bench paper``: along the length
+    "variants",  # of ``bench variants``: at one length
+    "long",  # whole long problems of the GPU check
+    "one width",  # timed by the GPU check
+    "widths",  # timed by it at two widths
+    "lengths",  # timed by it at every width and length
+    "tune large",  # that are timed in other blocks
+]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The goals of a case on a processor.
+
+    Args:
+        ratio: torch's time over ours, at least.
+        peak: fraction of the measured peak, at least; None where only the ratio counts.
+    """
+
+    ratio: float
+    peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -15,7 +47,7 @@ class Case:
     """One attention problem. The tensors follow from ``repr``: ``inputs.build`` makes them.
 
     Args:
-        name: of the case.
+        name: of the case, unique among the rows of a use.
         batch, heads, kv_heads, queries, keys, head_dim, value_dim: its shape.
         dtype: of q, k and v.
         mask: postfix over the names of ``variants``, ``and``, ``or``, ``not``, and ``tiles``,
@@ -32,6 +64,11 @@ class Case:
         statistics: of the rows, that a call gives too.
         page_size: of the pages that keys and values lie in; 0: they do not.
         every_dtype: whether the GPU check runs it in float32 and float16 too.
+        passes: what is measured: the output, the gradients of q, k and v, or both.
+        kind: what records of measurements call its mask and score.
+        uses: the rooms that select it; of a row.
+        goal: on a processor; None where there is none.
+        quick: part of ``--quick`` of bench and gate.
     """
 
     name: str
@@ -43,8 +80,8 @@ class Case:
     head_dim: int = 32
     value_dim: int = 32
     dtype: torch.dtype = torch.float32
-    mask: tuple[str | MaskMaker, ...] = ()
-    score: tuple[str | ScoreMaker, ...] = ()
+    mask: tuple[str | Maker, ...] = ()
+    score: tuple[str | Maker, ...] = ()
     sinks: bool = False
     dropout_p: float = 0.0
     scale: float | None = None
@@ -54,10 +91,20 @@ class Case:
     statistics: Statistics = field(default="", repr=False)
     page_size: int = field(default=0, repr=False)
     every_dtype: bool = field(default=False, repr=False)
+    passes: Pass = field(default="forward", repr=False)
+    kind: str = field(default="full", repr=False)
+    uses: tuple[Use, ...] = field(default=(), repr=False)
+    goal: Goal | None = field(default=None, repr=False)
+    quick: bool = field(default=False, repr=False)
 
     def of(self, dtype: torch.dtype) -> Case:
         """Return the same case in another dtype."""
         return replace(self, dtype=dtype)
 
+    @property
+    def type_name(self) -> str:
+        """The dtype of q, k and v without "torch.", as records have it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}-{self.type_name}"

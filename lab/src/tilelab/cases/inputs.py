@@ -19,7 +19,7 @@ from tilelab.cases.variants import (
     SCORE_FUNCTIONS,
     SCORES,
     Draw,
-    MaskMaker,
+    Maker,
     tabled,
 )
 from tilewise.inspect.calls import lowered
@@ -127,7 +127,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.to(dtype).as_strided(tensor.shape, tensor.stride())
 
 
-def _postfix(words: Sequence[str | MaskMaker], draw: Draw) -> Mask | None:
+def _postfix(words: Sequence[str | Maker], draw: Draw) -> Mask | None:
     stack: list[Mask] = []
     known = MASKS | MASK_FUNCTIONS
     for word in words:
@@ -139,8 +139,7 @@ def _postfix(words: Sequence[str | MaskMaker], draw: Draw) -> Mask | None:
             second, first = stack.pop(), stack.pop()
             stack.append(first & second if word == "and" else first | second)
         else:
-            make = known[word] if isinstance(word, str) else word
-            stack.append(as_mask(make(draw)))
+            stack.append(as_mask(_made(word, known, draw)))
     return stack.pop() if stack else None
 
 
@@ -165,20 +164,26 @@ def _lengths(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return queries, keys
 
 
-def _variant(case: Case, drawn: Draw) -> tuple[Mask | None, Score | None]:
-    mask = _postfix(case.mask, drawn)
-    known = SCORES | SCORE_FUNCTIONS
-    makers = [known[word] if isinstance(word, str) else word for word in case.score]
-    parts = [make(drawn) for make in makers]
-    return mask, as_score(parts) if parts else None
+def _made(word: str | Maker, known: Mapping[str, Maker], drawn: Draw) -> Any:
+    return (known[word] if isinstance(word, str) else word)(drawn)
 
 
-def variant_of(case: Case, device: torch.device | str) -> tuple[Mask | None, Score | None]:
-    """Return the mask and the score of a case alone, without gradients."""
-    mask, score = _variant(case, _draw(case, 0, device))
-    if score is not None:
-        score = Score(score.program, tuple(each.detach() for each in score.captured))
-    return mask, score
+def _steps(case: Case, drawn: Draw) -> list[Any]:
+    return [_made(word, SCORES | SCORE_FUNCTIONS, drawn) for word in case.score]
+
+
+def variant_of(case: Case, device: torch.device | str) -> tuple[Any, Any]:
+    """Return the mask and the score of a case alone, as ``tilewise.attention`` takes them.
+
+    They are without gradients, and one that is a Python function stays one.
+    """
+    drawn = _draw(case, 0, device)._replace(learns=False)
+    if len(case.mask) == 1:
+        mask = _made(case.mask[0], MASKS | MASK_FUNCTIONS, drawn)
+    else:
+        mask = _postfix(case.mask, drawn)
+    scores = _steps(case, drawn)
+    return mask, scores[0] if len(scores) == 1 else scores or None
 
 
 def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inputs:
@@ -202,7 +207,8 @@ def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inpu
     q = tensor(case.heads, sum(queries), case.head_dim, q_layout, case.gain)
     k = tensor(case.kv_heads, sum(keys), case.head_dim, case.layout, case.gain)
     v = tensor(case.kv_heads, sum(keys), case.value_dim, case.layout, 1.0)
-    mask, score = _variant(case, drawn)
+    mask = _postfix(case.mask, drawn)
+    score = as_score(steps) if (steps := _steps(case, drawn)) else None
     sinks = None
     if case.sinks:
         dtype = torch.float64 if case.dtype == torch.float64 else torch.float32

@@ -1,16 +1,44 @@
-"""The rows of cases: small ones for the tests, and larger ones for the check on a GPU."""
+"""The rows: every attention that is tested, checked, compiled, tuned or measured.
+
+A row says which rooms select it (``Case.uses``), and ``rows`` is how they do. Sections differ in
+the sizes of their rows. A row of one section may name uses beside the section's own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeAlias
 
-from tilelab.cases.case import Case
+import torch
 
+from tilelab.cases.case import Case, Goal, Pass, Use
+from tilewise.variants.float8 import FLOAT8
+
+
+def rows(use: Use) -> list[Case]:
+    """Return the rows of a use, in order."""
+    return [case for case in ROWS if use in case.uses]
+
+
+def find(use: Use, name: str) -> Case:
+    """Return the row of that name."""
+    return next(case for case in rows(use) if case.name == name)
+
+
+def _used(use: Use, *cases: Case) -> tuple[Case, ...]:
+    """Return rows with one more use."""
+    return tuple(replace(case, uses=(use, *case.uses)) for case in cases)
+
+
+_CAUSAL = ("causal",)
 _WIDE: dict[str, Any] = {"queries": 200, "keys": 200}
 _GROUPED: dict[str, Any] = {"heads": 6, "kv_heads": 2}
 
-# The cases of the tests, in float32 (``of`` gives the other dtypes).
-TABLE = (
+# In float32 (``of`` gives the other dtypes).
+_TESTS = _used(
+    "tests",
     Case("plain", **_WIDE),
     Case("one-row", queries=1, keys=257, head_dim=64, value_dim=64),
     Case("one-key", queries=33, keys=1),
@@ -115,7 +143,7 @@ TABLE = (
 )
 
 
-def problem(name: str, **changes: Any) -> Case:
+def _problem(name: str, **changes: Any) -> Case:
     """Return a case of the size that the GPU check and the tuner take where they say no other.
 
     No tile divides its lengths. There are as many keys as queries, key heads as heads, and values
@@ -123,8 +151,7 @@ def problem(name: str, **changes: Any) -> Case:
 
     Args:
         name: of the case.
-        changes: its other fields. Queries and widths of -1 are the setting's long ones, keys of
-            -1 one more than the setting decodes with.
+        changes: its other fields. Keys of -1 are one more than the setting decodes with.
     """
     fields: dict[str, Any] = {"heads": 4, "queries": 321, "head_dim": 64} | changes
     usual = {
@@ -135,35 +162,35 @@ def problem(name: str, **changes: Any) -> Case:
     return Case(name, **{**usual, **fields})
 
 
-_CAUSAL = ("causal",)
 _DOCUMENTS = ("documents_of_40", "causal", "and")
 _GROUPED_8: dict[str, Any] = {"heads": 8, "kv_heads": 2}
 _SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0), (200, 200))
 
 # Every feature once.
-PROBLEMS = (
-    problem("full D64", every_dtype=True),
-    problem("causal D64", mask=_CAUSAL, every_dtype=True),
-    problem("full D128", head_dim=128),
-    problem("causal D128", head_dim=128, mask=_CAUSAL, every_dtype=True),
-    problem("full D256", head_dim=256, heads=2),
-    problem("causal D256", head_dim=256, heads=2, mask=_CAUSAL),
-    problem("grouped 8:2", **_GROUPED_8, mask=_CAUSAL, head_dim=128),
-    problem("multi-query", heads=5, kv_heads=1, keys=200),
-    problem("window", mask=("window_share",), every_dtype=True),
-    problem("document", mask=_DOCUMENTS, every_dtype=True),
-    problem("alibi", mask=_CAUSAL, score=("alibi",), every_dtype=True),
-    problem("table of tiles", mask=(*_DOCUMENTS, "tiles")),
-    problem("varlen", sequences=_SEQUENCES, mask=_CAUSAL, every_dtype=True, **_GROUPED_8),
-    problem("dropout", dropout_p=0.2, every_dtype=True),
-    problem("sinks", sinks=True, mask=_CAUSAL),
-    problem("softcap", score=("softcap_tight",)),
-    problem("bias", score=("bias_wide",), every_dtype=True),
-    problem("odd widths", head_dim=80, value_dim=40, mask=_CAUSAL),
-    problem("narrow", head_dim=3, value_dim=111),
-    problem("D192 Dv128", head_dim=192, value_dim=128, mask=_CAUSAL),
-    problem("one row", queries=1, keys=1000, **_GROUPED_8, head_dim=128),
-    problem(
+_ACCURACY = _used(
+    "accuracy",
+    _problem("full D64", every_dtype=True),
+    _problem("causal D64", mask=_CAUSAL, every_dtype=True),
+    _problem("full D128", head_dim=128),
+    _problem("causal D128", head_dim=128, mask=_CAUSAL, every_dtype=True),
+    _problem("full D256", head_dim=256, heads=2),
+    _problem("causal D256", head_dim=256, heads=2, mask=_CAUSAL),
+    _problem("grouped 8:2", **_GROUPED_8, mask=_CAUSAL, head_dim=128),
+    _problem("multi-query", heads=5, kv_heads=1, keys=200),
+    _problem("window", mask=("window_share",), every_dtype=True),
+    _problem("document", mask=_DOCUMENTS, every_dtype=True),
+    _problem("alibi", mask=_CAUSAL, score=("alibi",), every_dtype=True),
+    _problem("table of tiles", mask=(*_DOCUMENTS, "tiles")),
+    _problem("varlen", sequences=_SEQUENCES, mask=_CAUSAL, every_dtype=True, **_GROUPED_8),
+    _problem("dropout", dropout_p=0.2, every_dtype=True),
+    _problem("sinks", sinks=True, mask=_CAUSAL),
+    _problem("softcap", score=("softcap_tight",)),
+    _problem("bias", score=("bias_wide",), every_dtype=True),
+    _problem("odd widths", head_dim=80, value_dim=40, mask=_CAUSAL),
+    _problem("narrow", head_dim=3, value_dim=111),
+    _problem("D192 Dv128", head_dim=192, value_dim=128, mask=_CAUSAL),
+    _problem("one row", queries=1, keys=1000, **_GROUPED_8, head_dim=128),
+    _problem(
         "one row, long keys",
         queries=1,
         keys=-1,
@@ -172,7 +199,7 @@ PROBLEMS = (
         mask=_CAUSAL,
         every_dtype=True,
     ),
-    problem(
+    _problem(
         "few rows, long keys",
         queries=7,
         keys=-1,
@@ -182,61 +209,305 @@ PROBLEMS = (
         score=("alibi",),
         sinks=True,
     ),
-    problem("few rows, dropout", queries=16, keys=-1, mask=_CAUSAL, dropout_p=0.2),
-    problem("few rows, window", queries=5, keys=-1, mask=("window_share",), head_dim=256),
-    problem("one key", queries=33, keys=1),
-    problem("no rows", queries=0, keys=65),
-    problem("dead rows", keys=100, mask=_CAUSAL, sinks=True),
-    problem("long keys", queries=65, keys=700, mask=_CAUSAL),
-    problem("prefix", mask=("prefix",)),
-    problem("lengths", batch=4, mask=("lengths",)),
-    problem("boolean tensor", mask=("bool",)),
-    problem("layout of tiles", mask=("layout",)),
-    problem("dilated", mask=("dilated",)),
-    problem("windows of heads", mask=("windows_of_heads",)),
-    problem("bias of keys", score=("bias_keys",), mask=_CAUSAL),
-    problem("relative table", score=("relative",), every_dtype=True),
-    problem("buckets", score=("buckets",)),
-    problem("temperature", score=("temperature",), mask=_CAUSAL),
-    problem("rows and keys", score=("rows_keys",)),
-    problem(
+    _problem("few rows, dropout", queries=16, keys=-1, mask=_CAUSAL, dropout_p=0.2),
+    _problem("few rows, window", queries=5, keys=-1, mask=("window_share",), head_dim=256),
+    _problem("one key", queries=33, keys=1),
+    _problem("no rows", queries=0, keys=65),
+    _problem("dead rows", keys=100, mask=_CAUSAL, sinks=True),
+    _problem("long keys", queries=65, keys=700, mask=_CAUSAL),
+    _problem("prefix", mask=("prefix",)),
+    _problem("lengths", batch=4, mask=("lengths",)),
+    _problem("boolean tensor", mask=("bool",)),
+    _problem("layout of tiles", mask=("layout",)),
+    _problem("dilated", mask=("dilated",)),
+    _problem("windows of heads", mask=("windows_of_heads",)),
+    _problem("bias of keys", score=("bias_keys",), mask=_CAUSAL),
+    _problem("relative table", score=("relative",), every_dtype=True),
+    _problem("buckets", score=("buckets",)),
+    _problem("temperature", score=("temperature",), mask=_CAUSAL),
+    _problem("rows and keys", score=("rows_keys",)),
+    _problem(
         "everything",
         score=("temperature", "softcap", "relative", "alibi"),
         mask=_DOCUMENTS,
         sinks=True,
         **_GROUPED_8,
     ),
-    problem("dropout, grouped", dropout_p=0.5, mask=_CAUSAL, sinks=True, **_GROUPED_8),
-    problem(
+    _problem("dropout, grouped", dropout_p=0.5, mask=_CAUSAL, sinks=True, **_GROUPED_8),
+    _problem(
         "varlen, variants",
         sequences=_SEQUENCES,
         mask=("window_share",),
         score=("alibi",),
         sinks=True,
     ),
-    problem("varlen, dropout", sequences=_SEQUENCES, dropout_p=0.3),
-    problem("heads last", layout="bshd", mask=_CAUSAL, **_GROUPED_8),
-    problem("strided", layout="strided", queries=129),
-    problem("scale below 0", scale=-0.3, mask=_CAUSAL),
-    problem("D512", head_dim=512, batch=1, heads=2, queries=129),
+    _problem("varlen, dropout", sequences=_SEQUENCES, dropout_p=0.3),
+    _problem("heads last", layout="bshd", mask=_CAUSAL, **_GROUPED_8),
+    _problem("strided", layout="strided", queries=129),
+    _problem("scale below 0", scale=-0.3, mask=_CAUSAL),
+    _problem("D512", head_dim=512, batch=1, heads=2, queries=129),
 )
 
-# One head: the whole matrix in float64 is 2 GB, and the reference has a dozen of them.
-LONG = tuple(
-    problem(name, batch=1, heads=1, queries=-1, head_dim=-1, **variant)
-    for name, variant in (
-        ("full", {}),
-        ("causal", {"mask": _CAUSAL}),
-        ("alibi", {"mask": _CAUSAL, "score": ("alibi",)}),
-        ("document", {"mask": _DOCUMENTS}),
-        ("window", {"mask": ("window_share",)}),
-        ("table of tiles", {"mask": (*_DOCUMENTS, "tiles")}),
-        ("dropout", {"dropout_p": 0.1}),
-        ("relative table", {"score": ("relative",)}),
-    )
+_TUNED_DOCUMENTS = ("documents_of_1k", "causal", "and")
+_CAPPED = ("alibi", "softcap")
+
+_TUNED = _used(
+    "tune small",
+    _problem("causal", mask=_CAUSAL, keys=400, kv_heads=2),
+    _problem("full", keys=200, kv_heads=2),
+    _problem("causal alibi softcap", mask=_CAUSAL, score=_CAPPED, kv_heads=2),
+    _problem("bias", score=("bias_wide",), keys=200),
+    _problem("causal dropout", mask=_CAUSAL, dropout_p=0.2),
+    _problem("causal varlen", mask=_CAUSAL, sequences=_SEQUENCES[:5], kv_heads=2),
+    _problem("causal in pages", mask=_CAUSAL, keys=400, kv_heads=2, page_size=16),
+    _problem("document", mask=_TUNED_DOCUMENTS, keys=400, kv_heads=2),
+    _problem("document alibi dropout", mask=_TUNED_DOCUMENTS, score=("alibi",), dropout_p=0.2),
 )
 
 
-def find(name: str) -> Case:
-    """Return the problem of that name."""
-    return next(case for case in PROBLEMS if case.name == name)
+def _compiled(words: str, *widths: int, quick: Sequence[int] = (), **more: Any) -> list[Case]:
+    """Return a row for each width, of training size: Triton sees strides that 16 divides.
+
+    Args:
+        words: of its name.
+        widths: of queries, keys and values.
+        quick: those widths that ``--quick`` has.
+        more: other fields. Few queries are the last ones. Float8 has no backward pass.
+    """
+    varlen, dtype = "sequences" in more, more.get("dtype", torch.bfloat16)
+    fields: dict[str, Any] = {
+        "layout": "contiguous" if varlen else "bshd",
+        "passes": "forward" if dtype is FLOAT8 or "statistics" in more else "both",
+        "queries": 4096,
+        "uses": ("gate",),
+    }
+    fields |= {"dtype": dtype, **more}
+    return [
+        Case(
+            f"D{width} {words}",
+            batch=2,
+            heads=16,
+            kv_heads=8,
+            keys=4096,
+            head_dim=width,
+            value_dim=width,
+            quick=width in quick,
+            **fields,
+        )
+        for width in widths
+    ]
+
+
+_EACH = ("document_each", "causal", "and")
+_FEW = ("few_documents", "causal", "and")
+_EIGHT: dict[str, Any] = {"dtype": FLOAT8}
+_SINGLE: dict[str, Any] = {"dtype": torch.float32}
+_ONE: dict[str, Any] = {"queries": 1, "kind": "decode"}
+_FOUR: dict[str, Any] = {"queries": 4, "kind": "decode"}
+_CAP: dict[str, Any] = {"mask": _CAUSAL, "score": _CAPPED}
+_FACTS: dict[str, Any] = {"sinks": True, "statistics": "top1"}
+# Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
+_GATE = (
+    _compiled("full fp8", 64, 128, 256, **_EIGHT),
+    _compiled("causal fp8", 64, 128, 256, mask=_CAUSAL, **_EIGHT),
+    _compiled("full", 64, 128, 256),
+    _compiled("causal", 64, 80, 128, 256, 512, mask=_CAUSAL, quick=(64, 128)),
+    _compiled("causal fp16", 64, 128, mask=_CAUSAL, dtype=torch.float16),
+    _compiled("causal fp32", 64, 128, 256, 512, mask=_CAUSAL, **_SINGLE),
+    _compiled("alibi softcap causal fp32", 64, 128, **_CAP, **_SINGLE),
+    _compiled("window", 128, mask=("window_1k",)),
+    _compiled("document", 64, 128, 256, mask=_EACH),
+    _compiled("table", 128, mask=(*_EACH, "tiles")),
+    _compiled("alibi softcap causal", 128, 256, 512, **_CAP, quick=(128,)),
+    _compiled("bias", 64, 128, score=("bias_heads",)),
+    _compiled("raw causal", 128, mask=_CAUSAL, score=("raw",)),
+    _compiled("head bias", 64, 128, score=("bias_of_heads",)),
+    _compiled("head bias fp32", 64, score=("bias_of_heads",), **_SINGLE),
+    _compiled("dropout causal", 128, mask=_CAUSAL, dropout_p=0.1),
+    _compiled("varlen causal", 128, mask=_CAUSAL, sequences=((4096, 4096),) * 2),
+    _compiled("sinks statistics", 64, 128, mask=_CAUSAL, **_FACTS),
+    _compiled("causal", 64, 128, 256, mask=_CAUSAL, score=("learned",), kind="captured"),
+    _compiled("few causal", 64, 128, 256, mask=_CAUSAL, score=("few_places",), kind="captured"),
+    _compiled("causal", 64, 128, 256, mask=_CAUSAL, quick=(128,), **_ONE),
+    _compiled("causal fp32", 128, mask=_CAUSAL, **_SINGLE, **_ONE),
+    _compiled("document", 128, mask=_FEW, **_FOUR),
+    _compiled("alibi softcap causal", 128, **_CAP, **_FOUR),
+    _compiled("sinks statistics", 128, **_FACTS, **_ONE),
+    _compiled("causal fp8", 128, mask=_CAUSAL, **_EIGHT, **_ONE),
+    _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, **_ONE),
+    _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, **_ONE),
+    _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, passes="forward"),
+    _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, passes="forward"),
+    _compiled("causal pages of 16 fp8", 128, mask=_CAUSAL, page_size=16, **_EIGHT),
+)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Which pairs attend, and what happens to their scores; the record has the names.
+_KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": _CAUSAL},
+    "window": {"mask": ("window_256",)},
+    "bias": {"score": ("bias_of_pairs",)},
+    "dropout": {"dropout_p": 0.1},
+}
+_Sizes: TypeAlias = tuple[int, int, int, int, int, int]  # B, Hq, Hk, M, N, D
+
+
+def _square(batch: int, heads: int, length: int, width: int, kv_heads: int = 0) -> _Sizes:
+    return batch, heads, kv_heads or heads, length, length, width
+
+
+def _on_cpu(
+    name: str,
+    sizes: _Sizes,
+    goals: Sequence[Goal],
+    kind: str = "full",
+    *,
+    backward: bool = False,
+    quick: Sequence[str] = (),
+) -> list[Case]:
+    """Return a row in every dtype that has a goal."""
+    passes: Pass = "backward" if backward else "forward"
+    row = Case(name, *sizes, sizes[-1], kind=kind, passes=passes, uses=("goals",), **_KINDS[kind])
+    return [
+        replace(row, dtype=getattr(torch, dtype), goal=goal, quick=dtype in quick)
+        for dtype, goal in zip(_DTYPES, goals, strict=False)
+    ]
+
+
+# The shapes are those of the prototype's study, so that numbers compare. Goals are for a processor
+# with AVX-512 and BF16 and without AMX, on one thread.
+_HALF = Goal(1.5)  # float16, forward
+_FULL_64 = (Goal(1.25, 0.86), Goal(2.4, 0.78), _HALF)
+_FULL_128 = (Goal(1.18, 0.86), Goal(2.25, 0.78), _HALF)
+_SHORT = (Goal(1.35), Goal(2.5))
+_NEVER_SLOWER = (Goal(1.0), Goal(1.0), Goal(1.0))
+
+_GOALS = (
+    _on_cpu("forward full 2k D64", _square(1, 16, 2048, 64), _FULL_64, quick=_DTYPES),
+    _on_cpu("forward full 4k D64", _square(1, 8, 4096, 64), _FULL_64),
+    _on_cpu("forward full 8k D64", _square(1, 8, 8192, 64), _FULL_64),
+    _on_cpu("forward full 16k D64", _square(1, 4, 16384, 64), _FULL_64),
+    _on_cpu("forward full 2k D128", _square(1, 16, 2048, 128), _FULL_128, quick=_DTYPES[:2]),
+    _on_cpu("forward full 4k D128", _square(1, 4, 4096, 128), _FULL_128),
+    _on_cpu("forward full 8k D128", _square(1, 4, 8192, 128), _FULL_128),
+    _on_cpu("forward full 16k D128", _square(1, 2, 16384, 128), _FULL_128),
+    _on_cpu(
+        "forward causal 512",
+        _square(4, 8, 512, 64),
+        (Goal(2.2), Goal(4.0), _HALF),
+        "causal",
+        quick=_DTYPES,
+    ),
+    _on_cpu(
+        "forward causal 2k",
+        _square(1, 16, 2048, 64),
+        (Goal(1.5), Goal(2.8), _HALF),
+        "causal",
+        quick=_DTYPES[:2],
+    ),
+    _on_cpu(
+        "forward causal 16k", _square(1, 4, 16384, 64), (Goal(1.35), Goal(2.5), _HALF), "causal"
+    ),
+    _on_cpu(
+        "backward full 2k",
+        _square(1, 8, 2048, 64),
+        (Goal(1.4, 0.85), Goal(1.5, 0.60), Goal(8.0)),
+        backward=True,
+        quick=_DTYPES[:2],
+    ),
+    _on_cpu(
+        "backward causal 2k",
+        _square(1, 8, 2048, 64),
+        (Goal(1.7, 0.82), Goal(2.0, 0.60), Goal(8.0)),
+        "causal",
+        backward=True,
+        quick=_DTYPES[:2],
+    ),
+    _on_cpu("window 256 at 2k", _square(1, 8, 2048, 64), (Goal(9.0), Goal(15.0)), "window"),
+    _on_cpu("additive mask 2k", _square(1, 8, 2048, 64), (Goal(1.35), Goal(2.2)), "bias"),
+    _on_cpu("dropout 0.1 at 2k", _square(1, 8, 2048, 64), (Goal(5.0), Goal(6.0)), "dropout"),
+    _on_cpu("grouped 32:4 at 2k", _square(1, 32, 2048, 64, 4), (Goal(1.25), Goal(2.4))),
+    _on_cpu("short 129", _square(1, 64, 129, 64), _SHORT, quick=_DTYPES[:2]),
+    _on_cpu("short 64", _square(1, 64, 64, 64), _SHORT),
+    _on_cpu("short 33", _square(1, 64, 33, 64), _SHORT),
+    *(
+        _on_cpu(f"decode 8 heads, {keys} keys", (1, 8, 8, 1, keys, 64), _NEVER_SLOWER[:2])
+        for keys in (64, 256, 512)
+    ),
+    *(
+        _on_cpu(f"decode 32:4, D128, {keys} keys", (1, 32, 4, 1, keys, 128), _NEVER_SLOWER[:2])
+        for keys in (64, 256, 512)
+    ),
+    _on_cpu("decode 8 heads, 16k keys", (1, 8, 8, 1, 16384, 64), (Goal(1.0), Goal(7.0))),
+    _on_cpu("decode 32:4, D128, 16k keys", (1, 32, 4, 1, 16384, 128), (Goal(6.0), Goal(20.0))),
+    _on_cpu("decode 4 rows, 32:4, 4k keys", (1, 32, 4, 4, 4096, 128), _NEVER_SLOWER),
+    _on_cpu("decode 16 x 32:8, 1k keys", (16, 32, 8, 1, 1024, 128), _NEVER_SLOWER),
+)
+
+
+_FIFTHS, _UNEVEN = "documents_fifths", ("documents_uneven", "causal", "and")
+
+# Each room says batch, heads, lengths and widths.
+_SIZED = (
+    _problem("none", uses=("variants",)),
+    _problem(
+        "full", passes="both", uses=("sweep", "paper", "long", "lengths", "tune large"), quick=True
+    ),
+    _problem(
+        "causal",
+        mask=_CAUSAL,
+        passes="both",
+        uses=("sweep", "variants", "long", "lengths", "tune large"),
+    ),
+    _problem(
+        "alibi",
+        mask=_CAUSAL,
+        score=("alibi",),
+        passes="both",
+        uses=("long", "widths", "tune large"),
+    ),
+    _problem("causal varlen", mask=_CAUSAL, sequences=((4096, 4096),) * 4, uses=("tune large",)),
+    _problem("document", mask=_TUNED_DOCUMENTS, uses=("tune large",)),
+    _problem("document", mask=_DOCUMENTS, uses=("long",)),
+    _problem("window", mask=("window_share",), uses=("long",)),
+    _problem("table of tiles", mask=(*_DOCUMENTS, "tiles"), uses=("long",)),
+    _problem("dropout and padding", dropout_p=0.1, mask=("padded",), uses=("paper",), quick=True),
+    _problem("dropout", dropout_p=0.1, uses=("paper", "long")),
+    _problem("padding", mask=("padded",), uses=("paper",)),
+    # The GPU check times these. A packed row is one sequence to methods that know no packed ones.
+    _problem("document", mask=_UNEVEN, passes="both", uses=("widths",)),
+    _problem("window", mask=("window_1k",), passes="both", uses=("widths",)),
+    _problem("decode", queries=1, keys=-1, heads=32, kv_heads=8, uses=("one width",)),
+    _problem("fp8", uses=("one width",)),
+    _problem("varlen", mask=_UNEVEN, layout="bshd", passes="both", uses=("one width",)),
+    # Spellings in Python are what the recogniser does not know.
+    *_used(
+        "variants",
+        _problem("window", mask=("window_eighth",)),
+        _problem("causal window", mask=("window_eighth_before",)),
+        _problem("prefix", mask=("prefix_eighth",)),
+        _problem("documents", mask=(_FIFTHS,)),
+        _problem("documents, causal", mask=(_FIFTHS, "causal", "and")),
+        _problem("checkerboard", mask=("checkerboard",)),
+        _problem("window of a head", mask=("window_by_head",)),
+        _problem("dilated", mask=("sparse_dilated",)),
+        _problem("strided", mask=("sparse_strided",)),
+        _problem("fixed", mask=("sparse_fixed",)),
+        _problem("butterfly", mask=("sparse_butterfly",)),
+        _problem("Longformer", mask=("sparse_longformer",)),
+        _problem("BigBird", mask=("sparse_bigbird",)),
+        _problem("ALiBi, causal", mask=_CAUSAL, score=("alibi",)),
+        _problem("softcap", score=("softcap",)),
+        _problem("bias", score=("bias_wide",)),
+        _problem("relative table", score=("relative",), uses=("long",)),
+        _problem("Gaussian", score=("gaussian",)),
+        _problem("ALiBi in Python", score=("alibi_in_python",)),
+        _problem("softcap in Python", score=("softcap_in_python",)),
+        _problem("window as a score", score=("window_as_score",)),  # no tile is skipped
+        _problem("statistics", statistics="rows"),
+        _problem("statistics and top key", statistics="top1"),
+    ),
+)
+
+ROWS = (*_TESTS, *_ACCURACY, *_TUNED, *chain(*_GATE, *_GOALS), *_SIZED)

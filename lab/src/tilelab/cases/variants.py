@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import BlockMask, masks, scores
+from tilewise import BlockMask, masks, patterns, scores
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, as_mask
 
@@ -28,6 +28,7 @@ class Draw(NamedTuple):
         dtype: of q, k and v.
         device: of the tensors. On "meta" they have no values.
         generator: of the numbers, on that device; None on "meta".
+        learns: whether what a score captures requires a gradient.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Draw(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator | None
+    learns: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -50,8 +52,8 @@ class Draw(NamedTuple):
         return made.to(dtype)
 
     def learned(self, *size: int) -> Tensor:
-        """Return standard normal numbers that require a gradient, float32."""
-        return self.normal(*size).requires_grad_()
+        """Return standard normal numbers that may require a gradient, float32."""
+        return self.normal(*size).requires_grad_(self.learns)
 
     def uniform(self, *size: int) -> Tensor:
         """Return numbers in [0, 1), float32."""
@@ -69,8 +71,7 @@ class Draw(NamedTuple):
         return found
 
 
-MaskMaker: TypeAlias = Callable[[Draw], Any]
-ScoreMaker: TypeAlias = Callable[[Draw], Any]
+Maker: TypeAlias = Callable[[Draw], Any]  # of a mask or a score
 
 
 def _documents(draw: Draw, each: bool) -> Mask:
@@ -88,7 +89,7 @@ def _many_documents(draw: Draw, mean: int) -> Mask:
     return masks.document(ids[:, : draw.keys], ids[:, -draw.queries :])
 
 
-def _dense(*dims: int) -> MaskMaker:
+def _dense(*dims: int) -> Maker:
     """A random boolean tensor that has the named dimensions of [B, Hq, M, N], 1 in the others."""
 
     def make(draw: Draw) -> Mask:
@@ -98,7 +99,7 @@ def _dense(*dims: int) -> MaskMaker:
     return make
 
 
-MASKS: dict[str, MaskMaker] = {
+MASKS: dict[str, Maker] = {
     "causal": lambda _: masks.causal(),
     "causal_top": lambda _: masks.causal(align="top_left"),
     "window": lambda _: masks.window(20, 7),
@@ -132,15 +133,84 @@ def _layout(draw: Draw) -> BlockMask:
     return BlockMask.from_layout(draw.whole(0, 2, *size) == 0, (64, 64))
 
 
-MASK_FUNCTIONS: dict[str, MaskMaker] = {
-    "window_256": lambda _: masks.window(255, 0),
-    "window_1k": lambda _: masks.window(1023, 0),
+def _few_documents(draw: Draw) -> Mask:
+    """Documents whose queries have ids of their own, not the first ones of the keys."""
+    keys, queries = (draw.whole(0, 6, draw.batch, size) for size in (draw.keys, draw.queries))
+    return masks.document(keys, queries)
+
+
+def uneven(length: int) -> list[int]:
+    """Return where documents end that are half of a mean and one and a half of it in turn.
+
+    Args:
+        length: of all together. The mean is a quarter of it, at most 1024.
+    """
+    mean = max(1, min(1024, length // 4))
+    ends, long = [0], False
+    while ends[-1] < length:
+        ends.append(min(length, ends[-1] + (3 * mean // 2 if long else max(1, mean // 2))))
+        long = not long
+    return ends
+
+
+def _uneven(draw: Draw) -> Mask:
+    sizes = torch.tensor(uneven(draw.keys), device=draw.device).diff()
+    ids = torch.arange(len(sizes), device=draw.device)
+    return masks.document(torch.repeat_interleave(ids, sizes, output_size=draw.keys))
+
+
+def _fifths(draw: Draw) -> Mask:
+    return masks.document(torch.arange(draw.keys, device=draw.device) // max(1, draw.keys // 5))
+
+
+def _padded(draw: Draw) -> Mask:
+    kept = draw.keys - draw.keys // 8
+    return masks.lengths(torch.full((draw.batch,), kept, device=draw.device))
+
+
+def _growing(draw: Draw) -> Any:
+    wide = max(1, draw.keys // 8)
+    return lambda b, h, m, n: (n <= m) & (m - n <= wide * (h + 1))
+
+
+def window(left: int | None, right: int | None) -> Maker:
+    """Return what makes a window; for the parameters of a model."""
+    return lambda _: masks.window(left, right)
+
+
+def _sparse(pattern: Callable[[int], Mask]) -> Maker:
+    """A pattern that may depend on the length, with its table of tiles."""
+    return lambda draw: BlockMask.of(pattern(draw.keys), draw.queries, draw.keys).to(draw.device)
+
+
+def _stride(length: int) -> int:
+    return max(1, round(math.sqrt(length)))
+
+
+MASK_FUNCTIONS: dict[str, Maker] = {
+    "window_256": window(255, 0),
+    "window_1k": lambda draw: masks.window(max(1, min(1024, draw.keys // 4)) - 1, 0),
     "window_share": lambda draw: masks.window(max(1, draw.keys // 6), max(1, draw.keys // 20)),
+    "window_eighth": lambda draw: masks.window(max(1, draw.keys // 8), max(1, draw.keys // 8)),
+    "window_eighth_before": lambda draw: masks.window(max(1, draw.keys // 8), 0),
+    "window_by_head": _growing,
+    "prefix_eighth": lambda draw: masks.prefix(max(1, draw.keys // 8)),
+    "padded": _padded,
     "documents_of_40": lambda draw: _many_documents(draw, 40),
     "documents_of_1k": lambda draw: _many_documents(draw, max(1, min(1024, draw.keys // 4))),
+    "documents_uneven": _uneven,
+    "documents_fifths": _fifths,
+    "few_documents": _few_documents,
     "dilated": _dilated,
+    "checkerboard": lambda _: lambda b, h, m, n: (m + n) % 2 == 0,
     "windows_of_heads": _windows_of_heads,
     "layout": _layout,
+    "sparse_dilated": _sparse(lambda _: patterns.dilated(32, 4)),
+    "sparse_strided": _sparse(lambda length: patterns.strided(_stride(length))),
+    "sparse_fixed": _sparse(lambda length: patterns.fixed(_stride(length))),
+    "sparse_butterfly": _sparse(lambda _: patterns.butterfly(64)),
+    "sparse_longformer": _sparse(lambda _: patterns.local_global(64, 16)),
+    "sparse_bigbird": _sparse(patterns.bigbird),
 }
 
 
@@ -158,7 +228,7 @@ def tabled(mask: Mask, draw: Draw) -> Mask:
     return Mask((*mask.program, table), (*mask.captured, covers))
 
 
-def _bias(*dims: int, holes: float | None = None, wide: bool = False) -> ScoreMaker:
+def _bias(*dims: int, holes: float | None = None, wide: bool = False) -> Maker:
     """A random bias with the named dimensions; ``holes`` is what a third of it is set to."""
 
     def make(draw: Draw) -> Any:
@@ -167,7 +237,7 @@ def _bias(*dims: int, holes: float | None = None, wide: bool = False) -> ScoreMa
         bias = draw.normal(*sizes, dtype=dtype)
         if holes is not None:
             bias[draw.uniform(*sizes) < 1 / 3] = holes
-        return scores.bias(bias.requires_grad_())
+        return scores.bias(bias.requires_grad_(draw.learns))
 
     return make
 
@@ -177,7 +247,7 @@ def _alibi(draw: Draw) -> Any:
     return scores.alibi(2.0 ** (-8.0 * steps / draw.heads))
 
 
-SCORES: dict[str, ScoreMaker] = {
+SCORES: dict[str, Maker] = {
     "alibi": _alibi,
     "alibi_each": lambda draw: scores.alibi(draw.uniform(draw.batch, draw.heads)),
     "softcap": lambda _: scores.softcap(30.0),
@@ -231,7 +301,31 @@ def _few_places(draw: Draw) -> Any:
     return lambda s, b, h, m, n: s + few[places[m, n]]
 
 
-SCORE_FUNCTIONS: dict[str, ScoreMaker] = {
+# Spellings that the recogniser does not know: what an expression costs.
+def _alibi_in_python(draw: Draw) -> Any:
+    slopes = 2.0 ** (-8.0 * torch.arange(1, draw.heads + 1, device=draw.device) / draw.heads)
+    return lambda s, b, h, m, n: s + slopes[h] * (n - m)
+
+
+def _window_as_score(draw: Draw) -> Any:
+    wide = max(1, draw.keys // 2)
+    return lambda s, b, h, m, n: torch.where((m - n < wide) & (n - m < wide), s, -math.inf)
+
+
+def _raw(draw: Draw) -> Any:
+    """A score in Triton, a weight of each head."""
+    from tilelab.cases.raw import weigh, weigh_slope
+
+    scores.register_triton("gate_weigh", weigh, weigh_slope)
+    return scores.raw("gate_weigh", torch.empty(draw.heads, device=draw.device))
+
+
+def softcap(cap: float) -> Maker:
+    """Return what makes a soft cap; for the parameters of a model."""
+    return lambda _: scores.softcap(cap)
+
+
+SCORE_FUNCTIONS: dict[str, Maker] = {
     "bias_of_heads": _bias(1),
     "bias_of_pairs": _bias(2, 3),
     "relative": _relative,
@@ -240,4 +334,9 @@ SCORE_FUNCTIONS: dict[str, ScoreMaker] = {
     "rows_keys": _rows_keys,
     "learned": _learned,
     "few_places": _few_places,
+    "gaussian": lambda draw: lambda s, b, h, m, n: s - ((m - n) / (draw.keys / 4)) ** 2,
+    "alibi_in_python": _alibi_in_python,
+    "softcap_in_python": lambda _: lambda s, b, h, m, n: 30.0 * torch.tanh(s * (1 / 30.0)),
+    "window_as_score": _window_as_score,
+    "raw": _raw,
 }

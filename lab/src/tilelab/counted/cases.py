@@ -22,7 +22,10 @@ _LARGEST_TASK = 512  # queries of a task where threads do not ask for smaller on
 
 @dataclass(frozen=True)
 class Case:
-    """One attention behind one cache, float32, one batch item.
+    """One attention behind one cache, float32, one batch item: a run of the native driver.
+
+    It is no row of ``cases.table``, since its fields are the driver's arguments and the stored
+    JSON's, and most of its rows are one attention behind other caches.
 
     Args:
         method: the C++ core, or plain attention.

@@ -1,7 +1,7 @@
-"""One Launch compiled for a chip that need not be there; kernels of the gate itself.
+"""One Launch compiled for a chip that need not be there; the probe of a chip that is left out.
 
-The kernels are a score for its cases, and the probe of a chip that is left out: a product of two
-small matrices. Does Triton make matrix instructions for it at all? This module imports Triton.
+The probe is a product of two small matrices. Does Triton make matrix instructions for it at all?
+This module imports Triton.
 """
 
 from __future__ import annotations
@@ -21,18 +21,6 @@ from triton.runtime.jit import create_function_from_signature
 from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
 from tilelab.gate.record import Case, Record, Target
 from tilewise.inspect.gpu import Launch
-
-
-@triton.jit
-def weigh(s, b, h, m, n, M, N, tensors, shapes):
-    """The score times a weight of each head."""
-    return s * tl.load(tensors[0] + h * shapes[1])
-
-
-@triton.jit
-def weigh_slope(s, b, h, m, n, M, N, tensors, shapes):
-    """The weight."""
-    return tl.load(tensors[0] + h * shapes[1])
 
 
 @triton.jit

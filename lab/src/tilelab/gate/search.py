@@ -19,11 +19,13 @@ from dataclasses import replace
 import torch
 
 from tilelab.cases.case import Case as Attention
-from tilelab.gate.cases import backward, call, forward
+from tilelab.cases.table import rows
+from tilelab.gate.cases import backward, forward, kind_of
 from tilelab.gate.record import TARGETS, Case, Target, faults, target_named
 from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
 
 _FORWARD = ("forward", "decode")
+_WIDTH = 128  # of the rows that stand for all widths
 _ROWS = 16  # of a block of the pass "decode"
 _SIDES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (32, 16), (16, 16))
 _MOST = 240  # accumulators of a thread, in registers; AMD's wide warps have twice as many
@@ -76,24 +78,17 @@ def ladder(family: Family, pass_name: Pass, width: int, itemsize: int) -> Iterat
                     yield blocks
 
 
-def _calls(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Attention, ...]:
-    few = options.pass_name == "decode"
-    full = call("full", options.width, dtype)
-    if few:
-        full = replace(full, queries=4)
-    causal = replace(full, name="causal", mask=("causal",))
-    if not options.heavy:
-        return causal, full
-    heavy = (
-        replace(full, name="document", mask=("document_each", "causal", "and")),
-        replace(causal, name="causal alibi softcap", score=("alibi", "softcap")),
-        replace(causal, name="causal dropout", dropout_p=0.1),
-        replace(full, name="bias", score=("bias_heads",)),
-    )
-    if few:
-        return heavy
-    varlen = call("causal varlen", options.width, dtype, mask=("causal",), varlen=True)
-    return (*heavy, replace(full, name="head bias", score=("bias_of_heads",)), varlen)
+def _calls(options: argparse.Namespace, dtype: torch.dtype) -> list[Attention]:
+    """Return the gate's rows of these blocks, at the width and in the dtype."""
+    kind = "decode" if options.pass_name == "decode" else "full"
+    sizes = {"head_dim": options.width, "value_dim": options.width, "dtype": dtype}
+    return [
+        replace(row, **sizes)
+        for row in rows("gate")
+        if (row.kind, row.dtype, row.head_dim) == (kind, torch.bfloat16, _WIDTH)
+        and (kind_of(row) != "plain") == options.heavy
+        and (options.pass_name in _FORWARD or row.passes == "both")
+    ]
 
 
 def _wrong(target: Target, pass_name: Pass, calls: Sequence[Attention], blocks: Blocks) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ import tilewise
 from tilelab.cases.case import Case
 from tilelab.cases.dense import dense
 from tilelab.cases.inputs import build
-from tilelab.cases.table import LONG, PROBLEMS, find
+from tilelab.cases.table import find, rows
 from tilelab.common.exactness import judge
 from tilelab.gpu_check.outcomes import (
     PAGE_SIZES,
@@ -36,14 +37,12 @@ from tilewise import masks
 from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales
 
-STEP = "accuracy"
+STEP: Literal["accuracy"] = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
 _PAGES = "pages"
-_LONG = "long"
+_LONG: Literal["long"] = "long"
 _HUGE = "past 2^31 elements"
-LONG_JOBS = [case.name for case in LONG]
-LONG_JOBS.insert(2, _HUGE)
 _HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
 _SEEDS = (0, 2**32, -1, 0x1234_5678_9ABC_DEF0)
 
@@ -52,11 +51,10 @@ def jobs(setting: Setting) -> list[str]:
     """The half type for all problems, other dtypes for some, and what is no such problem."""
     main = str(setting.dtype).removeprefix("torch.")
     others = [name for name in ("float16", "float32") if name != main]
-    found = [f"{main} {case.name}" for case in PROBLEMS]
+    cases = rows(STEP)
+    found = [f"{main} {case.name}" for case in cases]
     found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
-    return found + [
-        f"{each} {case.name}" for each in others for case in PROBLEMS if case.every_dtype
-    ]
+    return found + [f"{each} {case.name}" for each in others for case in cases if case.every_dtype]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
@@ -71,7 +69,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield from _in_pages(setting)
     else:
         dtype, _, name = job.partition(" ")
-        case = sized(setting, find(name)).of(getattr(torch, dtype))
+        case = sized(setting, find(STEP, name)).of(getattr(torch, dtype))
         yield from check(setting, STEP, job, case)
 
 
@@ -144,7 +142,7 @@ def _statistics(setting: Setting) -> Row:
 
     Where scores are equal but for rounding, another top key is as good: its score counts.
     """
-    case = sized(setting, find("full D64"))
+    case = sized(setting, find(STEP, "full D64"))
     inputs = build(case.of(setting.dtype), device=setting.device)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     stats = tilewise.attention(q, k, v, return_stats="top1", backend=setting.backend).stats
@@ -163,7 +161,7 @@ def _statistics(setting: Setting) -> Row:
 
 def _in_pages(setting: Setting) -> Iterator[Row]:
     """Keys in pages, of packed queries and of few; in another order they must give the bits."""
-    for packed, problem in ((True, find("varlen")), (False, few_queries())):
+    for packed, problem in ((True, find(STEP, "varlen")), (False, few_queries())):
         case = sized(setting, problem)
         inputs = build(case.of(setting.dtype), device=setting.device)
         plain, oracle = (refer(inputs, dtype) for dtype in (setting.dtype, torch.float64))
@@ -182,7 +180,7 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
     those of sm_89 and sm_90 do, have no float32 result that the plain implementation could give.
     """
     for name in _EIGHT_BITS_OF:
-        case = sized(setting, find(name))
+        case = sized(setting, find(STEP, name))
         inputs = build(case, device=setting.device)
         pairs = [quantised(x) for x in (inputs.q, inputs.k, inputs.v)]
         (q, k, v), scales = (x for x, _ in pairs), Scales(*[scale for _, scale in pairs])
@@ -198,13 +196,34 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         yield row
 
 
+def long_jobs(setting: Setting) -> list[str]:
+    """Return the names of whole long problems, and of the one of so many elements."""
+    found = [case.name for case in rows(_LONG)]
+    return [*found[:2], _HUGE, *found[2:]]
+
+
 def run_long(setting: Setting, job: str) -> Iterator[Row]:
     """One row."""
     if job == _HUGE:
         yield _huge(setting)
-        return
-    case = sized(setting, next(case for case in LONG if case.name == job))
-    yield from check(setting, _LONG, job, case.of(setting.dtype))
+    else:
+        yield from check(setting, _LONG, job, long_case(setting, job))
+
+
+def long_case(setting: Setting, name: str) -> Case:
+    """Return a whole long problem of one head: the reference has a dozen matrices of 2 GB."""
+    length, width = setting.sizes.long, setting.sizes.long_width
+    return replace(
+        find(_LONG, name),
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        queries=length,
+        keys=length,
+        head_dim=width,
+        value_dim=width,
+        dtype=setting.dtype,
+    )
 
 
 def _huge(setting: Setting) -> Row:

@@ -44,7 +44,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
 
 def _small(setting: Setting) -> Given:
     """Return the tensors of a problem so small that the host is what takes time."""
-    return draw(setting.work(STEP, "small", 128 // setting.sizes.shrink, 8, 64, passes="both"))
+    return draw(setting.square("small", 128 // setting.sizes.shrink, 8, 64, passes="both"))
 
 
 def _calls(setting: Setting, small: Given) -> dict[str, Call]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilelab.cases.case import Case
 from tilelab.common import clock, worker
-from tilelab.peers.work import Work
+from tilelab.peers.work import Work, work_of
 
 
 class Model(NamedTuple):
@@ -36,9 +37,7 @@ class Sizes(NamedTuple):
 
     Args:
         tokens, hidden: of every speed case: batch = tokens / length, heads = hidden / width.
-        lengths, widths: of the speed cases; the two greatest lengths have goals.
-        variant_length, window, documents: of the cases with variants; documents are the mean
-            length of a document.
+        lengths, widths: of the speed cases, the longest first; the two greatest lengths have goals.
         decode_batch, decode_keys: of decoding, with 32 query heads on 8.
         shrink: what lengths of the accuracy cases are divided by; their widths by the root of it.
         long, long_width: the long accuracy cases.
@@ -53,9 +52,6 @@ class Sizes(NamedTuple):
     hidden: int = 2048
     lengths: tuple[int, ...] = (16384, 8192, 4096, 2048, 1024, 512)
     widths: tuple[int, ...] = (128, 64, 256)
-    variant_length: int = 16384
-    window: int = 1024
-    documents: int = 1024
     decode_batch: int = 16
     decode_keys: int = 32768
     shrink: int = 1
@@ -80,9 +76,6 @@ TINY = Sizes(
     hidden=32,
     lengths=(64, 48, 32),
     widths=(16,),
-    variant_length=64,
-    window=8,
-    documents=16,
     decode_batch=1,
     decode_keys=96,
     shrink=16,
@@ -134,11 +127,14 @@ class Setting:
         """
         return torch.float16 if self.self_test else torch.bfloat16
 
-    def work(self, step: str, case: str, length: int, heads: int, width: int, **more: Any) -> Work:
-        """Return one attention to measure here, in the dtype of timed calls."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        usual = {"kv_heads": heads, "device": self.device.type, "backend": self.backend}
-        return Work(step, case, length, dtype, heads, head_dim=width, **{**usual, **more})
+    def work(self, case: Case, **more: Any) -> Work:
+        """Return a case to measure here, in the dtype of timed calls."""
+        more = {"backend": self.backend, "dtype": self.dtype, **more}
+        return work_of(case, device=self.device.type, **more)
+
+    def square(self, name: str, length: int, heads: int, width: int, **more: Any) -> Work:
+        """Return a work of one batch item and as many keys as queries."""
+        return self.work(Case(name, 1, heads, heads, length, length, width, width), **more)
 
     def environment(self, parallel: bool = False) -> dict[str, str]:
         """Return a worker's environment: in self-tests with Triton's interpreter."""

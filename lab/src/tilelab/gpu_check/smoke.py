@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tilewise
+from tilelab.cases.case import Pass
 from tilelab.cases.table import find
 from tilelab.common.environment import version
 from tilelab.common.memory import highest
@@ -20,7 +21,7 @@ from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.peers.methods import Method, ours, written_out
-from tilelab.peers.work import Pass, call_of, draw
+from tilelab.peers.work import call_of, draw
 from tilewise import masks
 
 STEP = "smoke"
@@ -32,7 +33,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     if job == "machine":
         yield Row(STEP, job, values=_machine(setting))
         return
-    leaves = draw(setting.work(STEP, job, 128 // setting.sizes.shrink, 4, 64, passes="both")).leaves
+    leaves = draw(setting.square(job, 128 // setting.sizes.shrink, 4, 64, passes="both")).leaves
     why = str(tilewise.explain(*leaves, mask=masks.causal(), backend=setting.backend))
     seconds = []
     for _ in range(2):
@@ -41,7 +42,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         setting.synchronize()
         seconds.append(time.perf_counter() - begin)
     yield Row(STEP, job, values={"explain": why, "forward_s": seconds})
-    case = sized(setting, find("causal D64")).of(setting.dtype)
+    case = sized(setting, find("accuracy", "causal D64")).of(setting.dtype)
     yield from check(setting, STEP, job, case)
 
 
@@ -95,9 +96,7 @@ def run_memory(setting: Setting, job: str) -> Iterator[Row]:
 def _extra_bytes(setting: Setting, length: int, direction: str, method: Method) -> int:
     """Return the peak of a pass, less what was held before it and less what it gives."""
     passes: Pass = "forward" if direction == "forward" else "both"
-    work = setting.work(
-        "memory", direction, length, _HEADS, _WIDTH, passes=passes, mask=masks.causal()
-    )
+    work = setting.square(direction, length, _HEADS, _WIDTH, passes=passes, mask=("causal",))
     given = draw(work)
     call = call_of(work, given, method.make(work, given))
     call()  # what is loaded once is no part of it

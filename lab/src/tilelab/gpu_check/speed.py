@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilelab.cases.case import Case
 from tilelab.common.clock import Call, seconds_of
 from tilelab.common.exactness import judge
 from tilelab.common.memory import too_large
@@ -20,15 +21,13 @@ from tilelab.gpu_check import timed
 from tilelab.gpu_check.outcomes import quantised, references
 from tilelab.gpu_check.record import FLEX, OURS, Row, Status, in_short
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.timed import Timed
 from tilelab.peers.methods import Method
 from tilelab.peers.plain import compare, cut, sampled
-from tilelab.peers.work import Attend, Given, Pass, Work, call_of, draw
+from tilelab.peers.work import Attend, Given, Work, call_of, draw
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales
 
 _BUDGET_S = 0.5  # of the rounds of one pass of one case
-_DIRECTIONS: tuple[Pass, ...] = ("forward", "backward")
 _OF_A_SELF_TEST = 2  # cases that are prepared: nothing is compiled
 _TIMES = 8  # of a call whose bits are compared
 
@@ -55,9 +54,9 @@ def prepare(setting: Setting, job: str) -> Iterator[Row]:
     first_s: dict[str, dict[str, float]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
-        for ways in (timed.ours(setting, case), timed.flex(setting, case)):
-            for direction in _DIRECTIONS[: 1 + case.has_backward]:
-                work = timed.work_of(setting, case, direction)
+        for ways in (timed.ours(case), timed.flex(setting, case)):
+            for direction in timed.directions(case):
+                work = setting.work(case, passes=direction)
                 found = _attempt(setting, work, draw(work), ways)
                 first_s.setdefault(direction, {}).update(found.first_s)
             if setting.scratch and FLEX in ways:
@@ -67,17 +66,16 @@ def prepare(setting: Setting, job: str) -> Iterator[Row]:
 
 def to_repeat(setting: Setting) -> list[str]:
     """Return the widest lengths of each kind that has gradients."""
-    length = setting.sizes.variant_length
-    chosen = [case for case in timed.cases(setting.sizes) if case.has_backward]
-    return [case.name for case in chosen if case.length == length]
+    chosen = [case for case in timed.cases(setting.sizes) if case.passes == "both"]
+    return [case.name for case in chosen if case.keys == setting.sizes.lengths[0]]
 
 
 def repeat(setting: Setting, job: str) -> Iterator[Row]:
     """Output and gradients, every time with the bits of the first."""
     case = timed.find(setting.sizes, job)
-    work = timed.work_of(setting, case, "both")
+    work = setting.work(case)
     given = draw(work)
-    attend, leaves = timed.ours(setting, case)["ours"].make(work, given), given.leaves
+    attend, leaves = timed.ours(case)["ours"].make(work, given), given.leaves
     first: tuple[torch.Tensor, ...] = ()
     unequal = 0
     for number in range(2 if setting.self_test else _TIMES):
@@ -104,27 +102,26 @@ def _other_work(setting: Setting) -> None:
 def measure(step: str, setting: Setting, job: str) -> Iterator[Row]:
     """The forward pass of a case, and where it has one the backward pass, for a step."""
     case = timed.find(setting.sizes, job)
-    own, others = timed.ours(setting, case), timed.peers(setting, case)
+    own, others = timed.ours(case), timed.peers(setting, case)
     absent: dict[str, str] = {}
     ready = setting.self_test or not setting.scratch or _marker(setting, case).exists()
     if not ready and others.pop(FLEX, None) is not None:
         absent[FLEX] = "its compilation did not end in time"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
-        for direction in _DIRECTIONS[: 1 + case.has_backward]:
-            work = timed.work_of(setting, case, direction)
-            yield Row(step, f"{direction} {job}", *_pass(setting, case, work, own, others, absent))
+        for direction in timed.directions(case):
+            work = setting.work(case, passes=direction)
+            yield Row(step, f"{direction} {job}", *_pass(setting, work, own, others, absent))
             own.pop(timed.POINTERS, None)  # of the forward pass alone
 
 
-def _marker(setting: Setting, case: Timed) -> Path:
+def _marker(setting: Setting, case: Case) -> Path:
     """The file that says that FlexAttention is compiled for a case."""
     return Path(setting.scratch) / f"flex {case.name}"
 
 
 def _pass(
     setting: Setting,
-    case: Timed,
     work: Work,
     own: dict[str, Method],
     others: dict[str, Method],
@@ -133,7 +130,7 @@ def _pass(
     """Return the status, the note and the values of a row."""
     given = draw(work)
     tried = _attempt(setting, work, given, own)
-    status, note = _verdict(case, work, given, tried)  # before matrices of others take the memory
+    status, note = _verdict(work, given, tried)  # before matrices of others take the memory
     beside = _attempt(setting, work, given, others)
     calls = {name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS}
     return (
@@ -141,18 +138,18 @@ def _pass(
         note,
         {
             "direction": work.passes,
-            "kind": case.kind,
-            "head_dim": case.head_dim,
-            "length": case.length,
-            "unit": "TB/s" if case.kind == "decode" else "TFLOP/s",
-            "amount": timed.amount(setting, case, work),
+            "kind": work.kind,
+            "head_dim": work.head_dim,
+            "length": work.keys,
+            "unit": "TB/s" if work.kind == "decode" else "TFLOP/s",
+            "amount": timed.amount(work),
             "absent": absent | (tried.declined | beside.declined) | (tried.failed | beside.failed),
             "samples_s": setting.race(calls | beside.calls, _BUDGET_S),
         },
     )
 
 
-def _verdict(case: Timed, work: Work, given: Given, tried: _Tried) -> tuple[Status, str]:
+def _verdict(work: Work, given: Given, tried: _Tried) -> tuple[Status, str]:
     """Return whether ours ran at all, and was exact."""
     for name in OURS:
         if name in tried.failed:
@@ -160,7 +157,7 @@ def _verdict(case: Timed, work: Work, given: Given, tried: _Tried) -> tuple[Stat
     for name in OURS:
         if name in tried.attends:
             attend = tried.attends[name]
-            if case.kind == "fp8":
+            if work.kind == "fp8":
                 complaint = _in_float8(given, attend)
             else:
                 complaint = compare(work, given, attend).complaint

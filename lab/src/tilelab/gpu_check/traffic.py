@@ -22,10 +22,11 @@ from dataclasses import asdict
 import torch
 
 import tilewise
+from tilelab.cases.case import Pass
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.peers.methods import ours
-from tilelab.peers.work import Pass, Work, call_of, draw
+from tilelab.peers.work import Work, call_of, draw
 from tilewise.errors import TilewiseError
 from tilewise.plan.traffic.count import Traffic
 
@@ -141,7 +142,7 @@ def _work(setting: Setting, job: str) -> Work:
     """Return a small attention: a kernel that is counted begins with cold caches."""
     length, heads = (_LENGTH, _HEADS) if not setting.self_test else (_TINY_LENGTH, _TINY_HEADS)
     passes: Pass = "backward" if job == "backward" else "forward"
-    return setting.work(STEP, job, length, heads, _WIDTH, passes=passes)
+    return setting.square(job, length, heads, _WIDTH, passes=passes)
 
 
 def _call(setting: Setting, job: str) -> Callable[[], object]:

@@ -18,7 +18,6 @@ from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Model, Setting
 from tilelab.peers.methods import ours, sdpa, written_out
 from tilelab.peers.work import Attend, draw
-from tilewise import masks
 from tilewise.errors import Unsupported
 
 STEP = "training"
@@ -71,9 +70,9 @@ class Transformer(nn.Module):
 
 def attention_kinds(setting: Setting, shape: Model) -> dict[str, Attend]:
     """Return the three kinds of attention, by the names of ``KINDS``."""
-    width, mask = shape.width // shape.heads, masks.causal() if shape.causal else None
-    work = setting.work(
-        STEP, "attention", shape.context, shape.heads, width, batch=shape.batch, mask=mask
+    width, mask = shape.width // shape.heads, ("causal",) if shape.causal else ()
+    work = setting.square(
+        "attention", shape.context, shape.heads, width, batch=shape.batch, mask=mask
     )
     given = draw(work)
     return {

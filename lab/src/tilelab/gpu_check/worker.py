@@ -75,7 +75,7 @@ STEPS = (
     Step("host", 30, 20, _always(*host.JOBS), host.run),
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
-    Step("long", 60, 30, _always(*accuracy.LONG_JOBS), accuracy.run_long),
+    Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),
     Step("traffic", 60, 40, _always(*traffic.JOBS), traffic.run),
     Step("lengths", 200, 30, timed.names(timed.other_lengths), partial(speed.measure, "lengths")),
 )

@@ -28,12 +28,14 @@ from tilelab.peers.approximations import (
     projection,
     reformer,
 )
+from tilelab.peers.flex import flex_mask, flex_score
 from tilelab.peers.plain import chunked, plain, seen_rows
 from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise import masks, patterns
 from tilewise.variants.values import Score
 
 OURS = "tilewise"
+_CAUSAL = ("causal",)
 ROWS = 256  # of a chunk of plain attention
 _WITH_GRADIENTS = 1.6  # three matrices at the softmax's backward in the place of two
 Make = Callable[[Work, Given], Attend]
@@ -77,7 +79,7 @@ def ours() -> Method:
     """tilewise.attention."""
     return Method(
         OURS,
-        lambda work, given: _ours(work, work.masked),
+        lambda work, given: _ours(work, work.drawn_mask),
         same_dropout=True,
         statistics=True,
     )
@@ -87,22 +89,22 @@ def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
     """Ours with a block-sparse pattern on top: fast, and not what the work is."""
 
     def make(work: Work, given: Given) -> Attend:
-        mask = pattern(work.length)
-        if work.masked is not None:
-            mask = mask & work.masked
-        return _ours(
-            work, tilewise.BlockMask.of(mask, work.length, batch=work.batch).to(work.device)
-        )
+        mask = pattern(work.keys)
+        if work.mask:
+            mask = mask & work.drawn_mask
+        return _ours(work, tilewise.BlockMask.of(mask, work.keys, batch=work.batch).to(work.device))
 
     return Method(f"{OURS} {name}", make, exact=False)
 
 
 def _ours(work: Work, mask: Any) -> Attend:
-    keywords: dict[str, Any] = {"mask": mask, "score": work.score, "backend": work.backend}
+    if callable(mask):
+        mask = masks.function(mask)  # called once, and not in every timed call
+    keywords: dict[str, Any] = {"mask": mask, "score": work.drawn_score, "backend": work.backend}
     if work.dropout_p:
         keywords |= {"dropout_p": work.dropout_p, "seed": SEED}
     if work.statistics:
-        keywords["return_stats"] = work.statistics
+        keywords["return_stats"] = "top1" if work.statistics == "top1" else True
         return lambda q, k, v: tilewise.attention(q, k, v, **keywords).out
     return lambda q, k, v: tilewise.attention(q, k, v, **keywords)
 
@@ -132,13 +134,11 @@ def sdpa(name: str = "") -> Method:
         keywords: dict[str, Any] = {"dropout_p": work.dropout_p}
         if work.heads != work.kv_heads:
             keywords["enable_gqa"] = True
-        if _is_causal(work):
+        if work.mask == _CAUSAL:
             keywords["is_causal"] = True
-        elif work.masked is not None:
-            seen = seen_rows(*problem_of(work, given), [range(work.rows)])
-            assert seen is not None
-            keywords["attn_mask"] = ~seen.hidden
-        elif work.score is not None:
+        elif work.mask:
+            keywords["attn_mask"] = _shown(work, given, work.queries)
+        elif work.score:
             keywords["attn_mask"] = _added(work)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,27 +150,20 @@ def sdpa(name: str = "") -> Method:
         return attend
 
     def why_not(work: Work) -> str:
-        if work.score is None or _added(work) is not None:
-            return ""
-        return "it takes no score function"
+        return "it takes no score function" if work.score and _added(work) is None else ""
 
     def matrices(work: Work) -> float:
-        as_matrix = work.masked is not None and not _is_causal(work)
-        return 3.0 if name == "math" else 1.5 if as_matrix else 0.0
+        return 3.0 if name == "math" else 1.5 if work.mask not in ((), _CAUSAL) else 0.0
 
     return Method(f"sdpa {name}".rstrip(), make, True, why_not, matrices)
 
 
 def _added(work: Work) -> Tensor | None:
     """Return the tensor that a score adds, where it does nothing else and there is no mask."""
-    score = work.score
-    if work.masked is not None or not isinstance(score, Score):
+    score = work.drawn_score
+    if work.mask or not isinstance(score, Score):
         return None
     return score.captured[0] if [each.op for each in score.program] == ["bias"] else None
-
-
-def _is_causal(work: Work) -> bool:
-    return not work.padding and isinstance(work.mask, masks.Mask) and work.mask == masks.causal()
 
 
 def written_out() -> Method:
@@ -208,11 +201,12 @@ def flex(*, compiled: bool = True) -> Method:
     def make(work: Work, given: Given) -> Attend:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        block_mask, score = None, work.flex_score or work.score
-        if work.masked is not None:
+        block_mask, score = None, flex_score(work)
+        if work.mask:
             sizes = own_masks(work, given)
+            mask = flex_mask(work) or _looked_up(work, given)
             block_mask = create_block_mask(
-                _flex_mask(work, given), *sizes, work.rows, work.length, device=work.device
+                mask, *sizes, work.queries, work.keys, device=work.device
             )
         function: Any = flex_attention
         if compiled:
@@ -229,34 +223,32 @@ def flex(*, compiled: bool = True) -> Method:
             return "it has no dropout"
         if work.device == "cpu" and work.passes != "forward":
             return "it has no backward on a CPU"
-        if not (work.flex_score or work.score is None or callable(work.score)):
-            return "the score is no function"
-        return ""
+        return "the score is no function" if work.score and flex_score(work) is None else ""
 
     def matrices(work: Work) -> float:
-        return 0.0 if work.masked is None else 1.0  # of its block mask, while it is made
+        return 1.0 if work.mask else 0.0  # of its block mask, while it is made
 
     return Method("flex_attention", make, True, why_not, matrices)
 
 
 def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
     """Return how many batch items and heads have a mask of their own; None where all share one."""
-    seen = seen_rows(*problem_of(work, given), [range(1)])
-    assert seen is not None
-    batches, heads = seen.hidden.shape[:2]
+    batches, heads = _shown(work, given, 1).shape[:2]
     return (batches if batches > 1 else None), (heads if heads > 1 else None)
 
 
-def _flex_mask(work: Work, given: Given) -> Callable[..., Any]:
-    """Return the mask as a function of tensors, or else a lookup in the whole matrix."""
-    function: Callable[..., Any] | None = work.flex_mask or work.mask
-    if callable(function) and not work.padding:
-        return function
-    seen = seen_rows(*problem_of(work, given), [range(work.rows)])
-    assert seen is not None
-    shown = ~seen.hidden
+def _looked_up(work: Work, given: Given) -> Callable[..., Any]:
+    """Return the mask as a lookup in the whole matrix."""
+    shown = _shown(work, given, work.queries)
     batches, heads = shown.shape[:2]
     return lambda b, h, m, n: shown[b if batches > 1 else 0, h if heads > 1 else 0, m, n]
+
+
+def _shown(work: Work, given: Given, rows: int) -> Tensor:
+    """Return which pairs of the first rows attend, [B or 1, Hq or 1, rows, N]."""
+    seen = seen_rows(*problem_of(work, given), [range(rows)])
+    assert seen is not None
+    return ~seen.hidden
 
 
 def rivals() -> list[Method]:
@@ -266,7 +258,7 @@ def rivals() -> list[Method]:
         _published("local", local),
         _published("Longformer", longformer),
         _published("BigBird", bigbird),
-        _published("Linformer", linformer, project=lambda work: projection(work.length)),
+        _published("Linformer", linformer, project=lambda work: projection(work.keys)),
         _published("Reformer", reformer),
         _published("linear attention", linear, drops=False),
         _published("Performer", performer, drops=False, rows=_directions),
@@ -295,9 +287,7 @@ def _published(
 
     def make(work: Work, given: Given) -> Attend:
         more = {key: of(work).to(given.q) for key, of in drawn.items()}
-        keys = None
-        if work.padding:
-            keys = torch.arange(work.length, device=given.q.device) < work.length - work.padding
+        keys = _shown(work, given, 1)[0, 0, 0] if work.mask == ("padded",) else None
         return lambda q, k, v: attend(Operands(q, k, v, keys, work.dropout_p), **more)
 
     def why_not(work: Work) -> str:

@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 def plain(work: Work, given: Given) -> Attend:
     """Attention that writes its matrix, with the mask made before."""
     problem, operands = problem_of(work, given)
-    every = [range(work.rows)]
+    every = [range(work.queries)]
     seen = seen_rows(problem, operands, every)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Atte
     each part is computed again there (checkpointing).
     """
     problem, operands = problem_of(work, given)
-    parts = [range(i, min(i + rows, work.rows)) for i in range(0, work.rows, rows)]
+    parts = [range(i, min(i + rows, work.queries)) for i in range(0, work.queries, rows)]
 
     def one(q: Tensor, k: Tensor, v: Tensor, part: range) -> Tensor:
         seen = seen_rows(problem, operands, [part])
@@ -96,7 +96,7 @@ def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
     sizes = {"batches": range(work.batch), "heads": range(work.heads)}
     keep = torch.cat(
         [
-            keep_mask(SEED, work.dropout_p, **sizes, queries=rows, keys=range(work.length))
+            keep_mask(SEED, work.dropout_p, **sizes, queries=rows, keys=range(work.keys))
             for rows in chunks
         ],
         dim=2,
@@ -211,7 +211,7 @@ def sampled(length: int) -> list[range]:
 
 def compare(work: Work, given: Given, attend: Attend) -> Measured:
     """Run a method once and compare."""
-    chunks = sampled(work.rows)
+    chunks = sampled(work.queries)
     grad = _only(given.grad, chunks)
     got = _results(work, given, attend, grad, chunks)
     with given.q.device:  # the reference makes what it needs on the default device

@@ -1,93 +1,54 @@
-"""The measured work: one attention, its tensors, and the passes that are called."""
+"""The measured work: a case where it is measured, its tensors, and the passes that are called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilelab.cases.case import Case
 from tilelab.cases.inputs import variant_of
-from tilewise import masks
+from tilelab.cases.variants import uneven
+from tilewise import visible_pairs
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
+from tilewise.variants.values import as_mask
 
 SEED = 1234  # of what our dropout drops; the others draw their own
-Pass = Literal["forward", "backward", "both"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Work:
-    """One attention to measure.
+class Work(Case):
+    """A dense case where it is measured; its values are as wide as its keys.
 
     Args:
         suite: whose it is.
-        case: names it among the suite's, the same at every length.
-        length: keys, N, and queries, M, where ``queries`` is 0.
-        dtype: of the operands, e.g. ``"float32"``.
-        heads, kv_heads, head_dim, batch: Hq, Hk, D and B.
-        passes: what one call does: the output, the gradients of q, k and v, or both.
-        mask, score: what ``tilewise.attention`` takes.
-        flex_mask, flex_score: the same as functions that FlexAttention takes, where they are none.
-        padding: keys at the end that nobody sees; instead of a mask.
-        queries: M, where it is not N.
-        dropout_p: the probability of dropping a pair.
-        statistics: which ones of its rows a call gives too, as ``return_stats`` takes it.
-        packed: rows [B, S, H, D] in memory, as sequences one after the other have them.
         device: of the tensors.
         backend: of ours; None for the one that a call takes by itself.
     """
 
-    suite: str
-    case: str
-    length: int
-    dtype: str = "float32"
-    heads: int = 2
-    kv_heads: int = 2
-    head_dim: int = 64
-    batch: int = 1
-    passes: Pass = "forward"
-    mask: Any = None
-    score: Any = None
-    flex_mask: Any = None
-    flex_score: Any = None
-    padding: int = 0
-    queries: int = 0
-    dropout_p: float = 0.0
-    statistics: bool | Literal["top1"] = False
-    packed: bool = False
-    device: str = "cpu"
-    backend: str | None = None
+    suite: str = field(default="", repr=False)
+    device: str = field(default="cpu", repr=False)
+    backend: str | None = field(default=None, repr=False)
 
-    @classmethod
-    def of(cls, case: Case, suite: str, passes: Pass, device: str = "cpu") -> Work:
-        """Return a dense case, whose values are as wide as its keys, as a work."""
-        mask, score = variant_of(case, device)
-        return cls(
-            suite,
-            case.name,
-            case.keys,
-            str(case.dtype).removeprefix("torch."),
-            case.heads,
-            case.kv_heads,
-            case.head_dim,
-            case.batch,
-            passes,
-            mask,
-            score,
-            queries=case.queries,
-            dropout_p=case.dropout_p,
-            device=device,
-        )
+    @cached_property
+    def _variant(self) -> tuple[Any, Any]:
+        return variant_of(self, self.device)
 
     @property
-    def rows(self) -> int:
-        """Queries of a head, M."""
-        return self.queries or self.length
+    def drawn_mask(self) -> Any:
+        """What ``tilewise.attention`` takes as the mask; always the same for the same work."""
+        return self._variant[0]
+
+    @property
+    def drawn_score(self) -> Any:
+        """What ``tilewise.attention`` takes as the score."""
+        return self._variant[1]
 
     @property
     def timer(self) -> str:
@@ -95,28 +56,21 @@ class Work:
         return "cuda" if self.device == "cuda" else "cpu"
 
     @property
-    def masked(self) -> Any:
-        """The mask with the padding in it."""
-        if not self.padding:
-            return self.mask
-        kept = self.length - self.padding
-        return masks.lengths(torch.full((self.batch,), kept, device=self.device))
-
-    @property
     def shape(self) -> dict[str, int]:
         """For the record."""
-        return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-        }
+        names = ("batch", "heads", "kv_heads", "head_dim")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the N x N matrices of all heads, in the operands' dtype."""
-        pairs = self.batch * self.heads * self.rows * self.length
-        return int(pairs * getattr(torch, self.dtype).itemsize)
+        """Bytes of the M x N matrices of all heads, in the operands' dtype."""
+        return self.batch * self.heads * self.queries * self.keys * self.dtype.itemsize
+
+
+def work_of(case: Case, suite: str = "", device: str = "cpu", **more: Any) -> Work:
+    """Return a case as a work; ``more`` are other fields of both."""
+    own = {each.name: getattr(case, each.name) for each in fields(Case)}
+    return Work(**{**own, "suite": suite, "device": device, **more})
 
 
 class Given(NamedTuple):
@@ -141,17 +95,18 @@ def draw(work: Work, factor: float = 1.0) -> Given:
         factor: q is multiplied by it, and so are the scores.
     """
     generator = torch.Generator(work.device).manual_seed(0)
+    packed = work.layout == "bshd"
 
     def drawn(heads: int, rows: int, factor: float = 1.0) -> Tensor:
-        sizes = (rows, heads) if work.packed else (heads, rows)
+        sizes = (rows, heads) if packed else (heads, rows)
         shape = (work.batch, *sizes, work.head_dim)
         made = torch.randn(shape, generator=generator, device=work.device) * factor
-        made = made.to(getattr(torch, work.dtype))
-        return made.transpose(1, 2) if work.packed else made
+        made = made.to(work.dtype)
+        return made.transpose(1, 2) if packed else made
 
-    q = drawn(work.heads, work.rows, factor)
-    k, v = (drawn(work.kv_heads, work.length) for _ in range(2))
-    grad = drawn(work.heads, work.rows)
+    q = drawn(work.heads, work.queries, factor)
+    k, v = (drawn(work.kv_heads, work.keys) for _ in range(2))
+    grad = drawn(work.heads, work.queries)
     needed = work.passes != "forward"
     for x in (q, k, v):
         x.requires_grad_(needed)
@@ -172,7 +127,7 @@ def call_of(work: Work, given: Given, attend: Attend) -> Callable[[], Any]:
 def problem_of(work: Work, given: Given) -> tuple[Problem, Operands]:
     """Return the work as the library's own problem, with everything lowered."""
     q, k, v, _ = (x.detach() for x in given)
-    variant = {"mask": work.masked, "score": work.score}
+    variant = {"mask": work.drawn_mask, "score": work.drawn_score}
     return lowered(q, k, v, **variant, dropout_p=work.dropout_p, seed=SEED)
 
 
@@ -187,17 +142,26 @@ def window_pairs(length: int, width: int) -> float:
     return ramp * (ramp + 1) / 2 + (length - ramp) * float(ramp)
 
 
-def flops(pairs: float, heads: int, head_dim: int, *, backward: bool = False) -> float:
+def pairs(case: Case) -> float:
+    """Return the visible pairs of one head; causal squares count as half, as the field does."""
+    if not case.mask:
+        return float(case.queries * case.keys)
+    if "documents_uneven" in case.mask:
+        return causal_pairs(torch.tensor(uneven(case.keys)).diff().tolist())
+    mask = as_mask(variant_of(case, "cpu")[0])
+    first, *rest = mask.program
+    if first.op == "band" and not rest and case.queries == case.keys:
+        left = int(first.params[0])
+        return causal_pairs([case.queries]) if left < 0 else window_pairs(case.queries, left + 1)
+    seen = visible_pairs(mask, case.queries, case.keys, batch=case.batch, heads=case.heads)
+    return seen.sum().item() / (case.batch * case.heads)
+
+
+def flops(case: Case) -> float:
     """Return the operations of a pass: two products forward, and 2.5 times that backward.
 
     Forward these are ``q k^T`` and ``p v``, 4 D for a visible pair. Backward there are five
     (the scores again, dP, dV, dK, dQ), whatever a kernel does twice.
-
-    Args:
-        pairs: visible pairs of one head, over the whole batch.
-        heads: query heads.
-        head_dim: D, which Dv is too.
-        backward: the gradients of q, k and v alone.
     """
-    forward = 4 * pairs * heads * head_dim
-    return 2.5 * forward if backward else forward
+    forward = 4 * case.batch * pairs(case) * case.heads * case.head_dim
+    return 2.5 * forward if case.passes == "backward" else forward

@@ -1,19 +1,19 @@
 """Tuning jobs: a pass for a dtype, a width and a kind of call, the blocks to try, and problems.
 
-The problems stand for a kind of call: small ones for exactness, large ones for time.
+Rows of the table stand for a kind of call: small ones for exactness, large ones for time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
-from tilelab.cases.case import Case
-from tilelab.cases.table import problem
+from tilelab.cases.case import Case, Use
+from tilelab.cases.table import rows
+from tilelab.gate.cases import kind_of
 from tilelab.gate.search import ladder
 from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, tiles_for
 from tilewise.plan.tuned import Place
@@ -88,42 +88,17 @@ def read_job(words: str) -> tuple[Job, list[Blocks]]:
 
 _HIDDEN, _BATCH, _LENGTH = 2048, 4, 4096
 _CACHED, _KEYS, _GROUP = 1024, 16384, 4  # of decoding: the width of the heads that share keys
-_SEQUENCES = ((321, 321), (1, 1), (65, 130), (0, 5), (7, 0))
-_CAUSAL, _DOCUMENTS = ("causal",), ("documents_of_1k", "causal", "and")
-_CAPPED = ("alibi", "softcap")
-
-_Cases: TypeAlias = dict[str, Sequence[Case]]
-_SMALL: _Cases = {
-    "plain": (
-        problem("causal", mask=_CAUSAL, keys=400, kv_heads=2),
-        problem("full", keys=200, kv_heads=2),
-    ),
-    "+": (
-        problem("causal alibi softcap", mask=_CAUSAL, score=_CAPPED, kv_heads=2),
-        problem("bias", score=("bias_wide",), keys=200),
-        problem("causal dropout", mask=_CAUSAL, dropout_p=0.2),
-        problem("causal varlen", mask=_CAUSAL, sequences=_SEQUENCES, kv_heads=2),
-        problem("causal in pages", mask=_CAUSAL, keys=400, kv_heads=2, page_size=16),
-    ),
-    "*": (
-        problem("document", mask=_DOCUMENTS, keys=400, kv_heads=2),
-        problem("document alibi dropout", mask=_DOCUMENTS, score=("alibi",), dropout_p=0.2),
-    ),
-}
-_LARGE: _Cases = {
-    "plain": (problem("causal", mask=_CAUSAL), problem("full")),
-    "+": (
-        problem("causal alibi", mask=_CAUSAL, score=("alibi",)),
-        problem("causal varlen", mask=_CAUSAL, sequences=((_LENGTH, _LENGTH),) * _BATCH),
-    ),
-    "*": (problem("document", mask=_DOCUMENTS),),
-}
 _SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40
+
+
+def _rows(use: Use, job: Job) -> list[Case]:
+    """Return the rows of the job's kind of call."""
+    return [case for case in rows(use) if kind_of(case) == job.kind]
 
 
 def small(job: Job, tiny: bool) -> list[Case]:
     """Problems whose results are compared with the reference's; lengths that no block divides."""
-    cases = _SMALL[job.kind]
+    cases = _rows("tune small", job)
     if job.pass_name == "decode":
         dense = [case for case in cases if case.sequences is None]
         cases = [replace(case, queries=3, keys=1200, kv_heads=2) for case in dense]
@@ -137,7 +112,7 @@ def large(job: Job, tiny: bool) -> list[Case]:
 
     They have 16k tokens; those of decoding have eight sequences of one query and 16k keys.
     """
-    few, cases = job.pass_name == "decode", _LARGE[job.kind]
+    few, cases = job.pass_name == "decode", _rows("tune large", job)
     if few:  # of one query, causal is full
         ones = [case for case in cases if case.sequences is None and case.name != "causal"]
         cases = [replace(case, queries=1, keys=_KEYS, kv_heads=2) for case in ones]

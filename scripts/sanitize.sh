@@ -17,7 +17,7 @@ compiler=${CXX:-g++}
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 [ -x "$own/bin/python" ] || "$python" -m venv --without-pip "$own"
-site "$python" >"$(site "$own/bin/python")/borrowed.pth"
+printf '%s\n' "$(site "$python")" "$root/lab/src" >"$(site "$own/bin/python")/borrowed.pth"
 CXX=$compiler "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --upgrade \
   --target "$(site "$own/bin/python")" --config-settings=build-dir="$root/build/sanitize/core" \
   --config-settings=cmake.define.TILEWISE_SANITIZE=ON --config-settings=install.strip=false "$root"

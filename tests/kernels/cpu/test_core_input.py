@@ -68,9 +68,10 @@ class Drawn:
         """Most of the captured tensors, most of them described as they are."""
         codes = {torch.int64: 4, torch.bool: 5, torch.float32: 0, torch.float64: 1}
         codes[torch.bfloat16] = 2
-        found = [
-            (x.data_ptr(), tuple(x.stride()), codes[x.dtype], tuple(x.shape)) for x in self.held
-        ]
+        found = []
+        for x in self.held:  # as the backend does: a dimension of size 1 is broadcast
+            strides = [n if size > 1 else 0 for size, n in zip(x.shape, x.stride(), strict=True)]
+            found.append((x.data_ptr(), tuple(strides), codes[x.dtype], tuple(x.shape)))
         pick = self.random.random()
         if pick < 0.1:
             return tuple(found[: self.random.randint(0, 4)])

@@ -1,0 +1,106 @@
+"""What the tables of the language say of an operation, and the terms in which they say it.
+
+``functions.py`` has the functions of one float, ``operations.py`` all others.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+
+from torch import Tensor
+
+from tilewise.variants.float_intervals import Bounds
+
+Kind: TypeAlias = Literal["bool", "int", "float"]
+Constant: TypeAlias = bool | int | float
+
+
+class Builder(Protocol):
+    """The part of ``expr.Graph`` that derivatives use."""
+
+    def apply(self, op: str, *args: int) -> int:
+        """Return the place of an operation on the values at these places."""
+
+    def constant(self, value: Constant) -> int:
+        """Return the place of a constant."""
+
+    def constant_at(self, place: int) -> Constant | None:
+        """Return the value of the constant at a place; None if it is no constant."""
+
+
+class Share(NamedTuple):
+    """The derivative of a score by one of its nodes: ``factor`` times the node at ``place``.
+
+    The factor, which is never 0, gathers what is constant.
+    """
+
+    graph: Builder
+    factor: float
+    place: int
+
+    def scaled(self, factor: float) -> Self:
+        """Return the share, multiplied by a number."""
+        return self._replace(factor=self.factor * factor)
+
+    def times(self, place: int) -> Self:
+        """Return the share, multiplied by a node."""
+        number = self.number(place)
+        if number is not None:
+            return self.scaled(number)
+        return self._replace(place=self.graph.apply("mul", self.place, place))
+
+    def over(self, place: int) -> Self:
+        """Return the share, divided by a node."""
+        number = self.number(place)
+        if number is not None:
+            return self._replace(factor=self.factor / number)
+        return self._replace(place=self.graph.apply("div", self.place, place))
+
+    def where(self, condition: int, *, holds: bool = True) -> Self:
+        """Return the share where a condition holds (or where it does not), else 0."""
+        zero = self.graph.constant(0.0)
+        sides = (self.place, zero) if holds else (zero, self.place)
+        return self._replace(place=self.graph.apply("where", condition, *sides))
+
+    def number(self, place: int) -> float | None:
+        """Return the value of a constant that may become part of a factor: finite and not 0."""
+        value = self.graph.constant_at(place)
+        good = isinstance(value, float) and math.isfinite(value) and value != 0.0
+        return value if good else None
+
+
+class Form(NamedTuple):
+    """An operation on arguments of one kind.
+
+    Args:
+        triton: its code. ``{0}`` and so on are the arguments; ``{bits}`` and ``{type}`` are those
+            of integers, arguments and value alike.
+        interval: what it makes of intervals (of booleans: of what is known of them); None where
+            it may be NaN or anything.
+    """
+
+    triton: str
+    interval: Callable[..., Bounds]
+
+
+class Op(NamedTuple):
+    """An operation: all that Python knows of it.
+
+    Args:
+        torch: its meaning, of tensors: booleans, int64, or floats of one type.
+        forms: by the kind of its arguments, which is one (but a condition is a boolean).
+        count: its arguments.
+        gives: the kind of its value; None for that of its last argument.
+        fold: its value for constants; None where it is not taken ahead.
+        slope: its derivative. From its share, and the places of its arguments and its value: the
+            share of each argument (None for a condition). None for a step, which has none.
+        names: what torch, and Python's operators, call it; None for its own name.
+    """
+
+    torch: Callable[..., Tensor]
+    forms: Mapping[Kind, Form]
+    count: int = 2
+    gives: Kind | None = None
+    fold: Callable[..., Constant] | None = None
+    slope: Callable[..., tuple[Share | None, ...]] | None = None
+    names: tuple[str, ...] | None = None

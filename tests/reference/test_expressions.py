@@ -18,6 +18,7 @@ from tilewise.reference.programs import Cover, cover, visible
 from tilewise.variants.expr import Expr, Graph, encode
 from tilewise.variants.operations import OPS
 from tilewise.variants.program import Instr
+from tilewise.variants.rows import Kind
 from tilewise.variants.trace import trace_mask
 from tilewise.variants.values import as_mask
 
@@ -55,7 +56,7 @@ def by_python(expr: Expr, at: dict[str, int]) -> Any:
 
 @given(data=st.data(), kind=st.sampled_from(("int", "bool")))
 @settings(max_examples=200)
-def test_integers_are_pythons(data: st.DataObject, kind: str) -> None:
+def test_integers_are_pythons(data: st.DataObject, kind: Kind) -> None:
     expr = data.draw(expressions(kind, floats=False))
     (found,) = run(expr, [])
     for _ in range(10):
@@ -75,7 +76,7 @@ def test_no_integer_traps(op: str) -> None:
     args = [graph.load("int", 0, [graph.leaf(name)]) for name in "mn"]
     if op == "where":
         args.insert(0, graph.apply("lt", *args))
-    expr = graph.expr(graph.apply(op, *args[: OPS[op].count]))
+    expr = graph.expr(graph.apply(op, *args[: OPS[op].arity]))
     (found,) = run(expr, [EDGES], extents=EXTENTS._replace(queries=len(EDGES), keys=len(EDGES)))
     assert found.shape[-2:] == (len(EDGES), len(EDGES))
     fold = OPS[op].fold
@@ -83,7 +84,7 @@ def test_no_integer_traps(op: str) -> None:
         for j, second in enumerate(EDGES.tolist()):
             if fold is None or op == "where" or (op in ("floordiv", "mod") and second == 0):
                 continue
-            wanted = fold(*(first, second)[: OPS[op].count])
+            wanted = fold(*(first, second)[: OPS[op].arity])
             if -LIMIT <= wanted < LIMIT:
                 assert found[0, 0, i, j].item() == wanted, (op, first, second)
 

@@ -63,11 +63,11 @@ def quarters(shape: Sequence[int], seed: int) -> Tensor:
 class Drawing:
     """Draws nodes into a graph. Loads of one slot are of one kind and rank."""
 
-    def __init__(self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool, floats: bool) -> None:
-        self.draw = draw
-        self.floats = floats
-        self.kinds = kinds
-        self.with_s = with_s
+    def __init__(
+        self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool, floats: bool, defined: bool
+    ) -> None:
+        self.draw, self.kinds = draw, kinds
+        self.with_s, self.floats, self.defined = with_s, floats, defined
         self.graph = Graph()
 
     def place(self, kind: Kind, depth: int) -> int:
@@ -102,7 +102,9 @@ class Drawing:
         """Any operation that gives a value of a kind, of arguments of any kind that it takes."""
         op, taken = self.draw(st.sampled_from(_GIVING[kind, self.floats]))
         condition = [self.place("bool", depth - 1)] if op == "where" else []
-        rest = [self.place(taken, depth - 1) for _ in range(OPS[op].count - len(condition))]
+        rest = [self.place(taken, depth - 1) for _ in range(OPS[op].arity - len(condition))]
+        if self.defined and op in ("floordiv", "mod", "shl", "shr"):
+            rest[1] = self.graph.constant(self.draw(st.integers(1, 9)))
         return self.graph.apply(op, *condition, *rest)
 
 
@@ -135,8 +137,12 @@ def expressions(
     kinds: Sequence[str] = (),
     with_s: bool = False,
     floats: bool = True,
+    defined: bool = False,
     depth: int = 4,
 ) -> Expr:
-    """An expression of a kind; ``kinds`` says what each slot holds (its rank is of ``SHAPES``)."""
-    drawing = Drawing(draw, kinds, with_s, floats)
+    """An expression of a kind; ``kinds`` says what each slot holds (its rank is of ``SHAPES``).
+
+    Where it is to be ``defined`` there is no division by 0, and no shift too far.
+    """
+    drawing = Drawing(draw, kinds, with_s, floats, defined)
     return drawing.graph.expr(drawing.place(kind, depth))

@@ -66,8 +66,8 @@ def test_derivatives_are_those_of_autograd(expr: Expr, seed: int) -> None:
 
 
 OF_FLOATS = {op: row for op, row in OPS.items() if "float" in row.forms and row.gives is None}
-UNARY = {op: row.torch for op, row in OF_FLOATS.items() if row.count == 1}
-BINARY = {op: row.torch for op, row in OF_FLOATS.items() if row.count == 2 and row.slope}
+UNARY = {op: row.torch for op, row in OF_FLOATS.items() if row.arity == 1}
+BINARY = {op: row.torch for op, row in OF_FLOATS.items() if row.arity == 2 and row.slope}
 POINTS = torch.tensor([-2.0, -1.5, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 3.0]).double()
 
 

@@ -18,6 +18,7 @@ from tilewise.variants import float_intervals
 from tilewise.variants.expr import Expr, Graph
 from tilewise.variants.intervals import EVERY_INT, Bounds, Interval, bounds, every_bound
 from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 from tilewise.variants.trace import trace_mask
 
 KINDS = ("float", "int", "bool", "int", "float", "int")
@@ -88,7 +89,7 @@ def assert_inside(found: Bounds, got: Tensor) -> None:
 
 @given(data=st.data(), kind=st.sampled_from(("bool", "int", "float")), seed=st.integers(0, 9))
 @settings(max_examples=80)
-def test_every_value_is_inside(data: st.DataObject, kind: str, seed: int) -> None:
+def test_every_value_is_inside(data: st.DataObject, kind: Kind, seed: int) -> None:
     """Of each node of random expressions on random boxes, in float32 and in float64."""
     check_every_value(data, kind, seed)
 
@@ -96,11 +97,11 @@ def test_every_value_is_inside(data: st.DataObject, kind: str, seed: int) -> Non
 @pytest.mark.slow
 @given(data=st.data(), kind=st.sampled_from(("bool", "int", "float")), seed=st.integers(0, 9))
 @settings(max_examples=1000)
-def test_every_value_of_many_is_inside(data: st.DataObject, kind: str, seed: int) -> None:
+def test_every_value_of_many_is_inside(data: st.DataObject, kind: Kind, seed: int) -> None:
     check_every_value(data, kind, seed)
 
 
-def check_every_value(data: st.DataObject, kind: str, seed: int) -> None:
+def check_every_value(data: st.DataObject, kind: Kind, seed: int) -> None:
     expr = data.draw(expressions(kind, kinds=KINDS))
     box = {leaf: data.draw(SPANS) for leaf in "bhmn"}
     tensors = [held(*of, seed + i) for i, of in enumerate(zip(KINDS, SHAPES, strict=True))]
@@ -138,7 +139,7 @@ def test_every_operation_on_floats_is_sound_by_itself(op: str) -> None:
     """Infinite, tiny and huge arguments included: NaN only where nothing is known."""
     graph = Graph()
     leaves = [graph.load("float", slot, [graph.leaf("mn"[slot])]) for slot in (0, 1)]
-    arity = OPS[op].count
+    arity = OPS[op].arity
     expr = graph.expr(graph.apply(op, *leaves[:arity]))
     whole = {"b": range(1), "h": range(1), "m": range(len(ENDS)), "n": range(len(ENDS))}
     for dtype in (torch.float32, torch.float64):

@@ -40,7 +40,7 @@ def _argument(graph: Graph, place: int, kind: Kind) -> int:
 def expression(op: str, kind: Kind) -> Graph:
     """The operation's value as a change of the score; the last place is the result."""
     graph = Graph()
-    takes = ["bool", kind, kind] if op == "where" else [kind] * OPS[op].count
+    takes = ["bool", kind, kind] if op == "where" else [kind] * OPS[op].arity
     found = graph.apply(op, *(_argument(graph, place, each) for place, each in enumerate(takes)))
     # Small: exponentials of what a pair has would hide everything else.
     scaled = graph.apply("mul", graph.apply("to_float", found), graph.constant(0.01))

@@ -108,9 +108,9 @@ class _Shares:
         if before is None:
             total = share
         elif before.factor == share.factor:
-            total = before._replace(place=self.graph.apply("add", before.place, share.place))
+            total = before.at(self.graph.apply("add", before.place, share.place))
         elif before.factor == -share.factor:
-            total = before._replace(place=self.graph.apply("sub", before.place, share.place))
+            total = before.at(self.graph.apply("sub", before.place, share.place))
         else:
             both = self.graph.apply("add", self.node(before), self.node(share))
             total = Share(self.graph, 1.0, both)

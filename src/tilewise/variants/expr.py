@@ -290,7 +290,7 @@ _REPEATING = frozenset(
 
 def _taken(op: str, kind: Kind) -> tuple[Kind, ...]:
     """The kinds of an operation's arguments where those that may have any kind have this one."""
-    return ("bool", kind, kind) if op == "where" else (kind,) * OPS[op].count
+    return ("bool", kind, kind) if op == "where" else (kind,) * OPS[op].arity
 
 
 # The kind of every operation's value, for each of the kinds that its arguments may have.

@@ -27,7 +27,7 @@ def _function(
     return Op(
         torch,
         {"float": Form(triton, interval)},
-        count=1,
+        arity=1,
         slope=slope and (lambda share, x, y: (slope(share, x, y),)),
     )
 

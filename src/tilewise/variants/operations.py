@@ -48,7 +48,7 @@ def _extreme_slope(share: Share, a_loses: int, b_loses: int, a: int, b: int) -> 
     """Half to each side of a tie."""
     apply = share.graph.apply
     half = apply("mul", share.graph.constant(0.5), share.place)
-    either = share._replace(place=apply("where", apply("eq", a, b), half, share.place))
+    either = share.at(apply("where", apply("eq", a, b), half, share.place))
     return either.where(a_loses, holds=False), either.where(b_loses, holds=False)
 
 
@@ -158,7 +158,7 @@ OPS: dict[str, Op] = {
             # Triton's minus is a difference from +0.
             "float": Form("{0} * -1.0", reals.opposite),
         },
-        count=1,
+        arity=1,
         fold=operator.neg,
         slope=lambda share, a, value: (share.scaled(-1.0),),
         names=("neg", "negative"),
@@ -169,7 +169,7 @@ OPS: dict[str, Op] = {
             "int": Form("tl.abs({0})", reals.absolute),
             "float": Form("tl.abs({0})", reals.absolute),
         },
-        count=1,
+        arity=1,
         fold=abs,
         slope=lambda share, a, value: (share.times(share.graph.apply("sign", a)),),
         names=("abs", "absolute"),
@@ -180,7 +180,7 @@ OPS: dict[str, Op] = {
             "int": Form("words.sign_int({0})", reals.sign),
             "float": Form("words.sign_float({0})", reals.sign),
         },
-        count=1,
+        arity=1,
         fold=_sign,
     ),
     "div": Op(
@@ -235,7 +235,7 @@ OPS: dict[str, Op] = {
     "not": Op(
         torch.bitwise_not,
         {"bool": Form("{0} == 0", wholes.negated), "int": Form("-1 - {0}", wholes.bits_not)},
-        count=1,
+        arity=1,
         fold=lambda a: not a if isinstance(a, bool) else ~a,
         names=("invert", "bitwise_not"),
     ),
@@ -281,7 +281,7 @@ OPS: dict[str, Op] = {
             "int": Form("tl.where({0}, {1}, {2})", wholes.chosen),
             "float": Form("tl.where({0}, {1}, {2})", wholes.chosen),
         },
-        count=3,
+        arity=3,
         fold=lambda c, a, b: a if c else b,
         slope=lambda share, c, a, b, value: (None, share.where(c), share.where(c, holds=False)),
         names=(),
@@ -293,7 +293,7 @@ OPS: dict[str, Op] = {
             "int": Form("{0}.to(tl.float32)", wholes.as_float),
             "float": Form("{0}", wholes.as_float),
         },
-        count=1,
+        arity=1,
         gives="float",
         fold=float,
         names=(),
@@ -305,7 +305,7 @@ OPS: dict[str, Op] = {
             "int": Form("{0}", wholes.as_int),
             "float": Form("words.to_int({0})", wholes.as_int),
         },
-        count=1,
+        arity=1,
         gives="int",
         names=(),
     ),

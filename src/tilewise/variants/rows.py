@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -38,29 +38,33 @@ class Share(NamedTuple):
     factor: float
     place: int
 
-    def scaled(self, factor: float) -> Self:
+    def scaled(self, factor: float) -> "Share":
         """Return the share, multiplied by a number."""
-        return self._replace(factor=self.factor * factor)
+        return Share(self.graph, self.factor * factor, self.place)
 
-    def times(self, place: int) -> Self:
+    def times(self, place: int) -> "Share":
         """Return the share, multiplied by a node."""
         number = self.number(place)
         if number is not None:
             return self.scaled(number)
-        return self._replace(place=self.graph.apply("mul", self.place, place))
+        return self.at(self.graph.apply("mul", self.place, place))
 
-    def over(self, place: int) -> Self:
+    def over(self, place: int) -> "Share":
         """Return the share, divided by a node."""
         number = self.number(place)
         if number is not None:
-            return self._replace(factor=self.factor / number)
-        return self._replace(place=self.graph.apply("div", self.place, place))
+            return Share(self.graph, self.factor / number, self.place)
+        return self.at(self.graph.apply("div", self.place, place))
 
-    def where(self, condition: int, *, holds: bool = True) -> Self:
+    def where(self, condition: int, *, holds: bool = True) -> "Share":
         """Return the share where a condition holds (or where it does not), else 0."""
         zero = self.graph.constant(0.0)
         sides = (self.place, zero) if holds else (zero, self.place)
-        return self._replace(place=self.graph.apply("where", condition, *sides))
+        return self.at(self.graph.apply("where", condition, *sides))
+
+    def at(self, place: int) -> "Share":
+        """Return the factor times another node."""
+        return Share(self.graph, self.factor, place)
 
     def number(self, place: int) -> float | None:
         """Return the value of a constant that may become part of a factor: finite and not 0."""
@@ -89,7 +93,7 @@ class Op(NamedTuple):
     Args:
         torch: its meaning, of tensors: booleans, int64, or floats of one type.
         forms: by the kind of its arguments, which is one (but a condition is a boolean).
-        count: its arguments.
+        arity: the number of its arguments.
         gives: the kind of its value; None for that of its last argument.
         fold: its value for constants; None where it is not taken ahead.
         slope: its derivative. From its share, and the places of its arguments and its value: the
@@ -99,7 +103,7 @@ class Op(NamedTuple):
 
     torch: Callable[..., Tensor]
     forms: Mapping[Kind, Form]
-    count: int = 2
+    arity: int = 2
     gives: Kind | None = None
     fold: Callable[..., Constant] | None = None
     slope: Callable[..., tuple[Share | None, ...]] | None = None

@@ -75,7 +75,7 @@ def _every_op(wide: bool, half: int) -> tuple[Score, int]:
     found = []
     for name, op in OPS.items():
         for kind in op.forms:
-            args = [by_kind[kind][i % 2] for i in range(op.count)]
+            args = [by_kind[kind][i % 2] for i in range(op.arity)]
             if name == "where":
                 args = [truth[1], *args[1:]]
             if name in ("shl", "shr"):

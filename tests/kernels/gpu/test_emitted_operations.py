@@ -33,7 +33,7 @@ _HEADS, _HEAD_STEP = 5, 7
 def _operation(op: str, kind: Kind, places: tuple[str, str]) -> Expr:
     """The operation on loads (``where`` has its condition before them)."""
     graph = Graph()
-    count = OPS[op].count
+    count = OPS[op].arity
     at = {place: graph.leaf(place) for place in "hmn"}
     at["h"] = graph.apply("mul", at["h"], graph.constant(_HEAD_STEP))
     args = []
@@ -87,7 +87,7 @@ def test_narrow_integers(op: str) -> None:
     graph = Graph()
     first = graph.apply("sub", graph.leaf("m"), graph.constant(11))
     second = graph.apply("sub", graph.leaf("n"), graph.constant(0 if op[:2] == "sh" else 12))
-    found = graph.apply(op, *(first, second)[: OPS[op].count])
+    found = graph.apply(op, *(first, second)[: OPS[op].arity])
     expr = graph.expr(graph.apply("to_float", found))
     (expected,) = reference(expr, extents, [])
     assert torch.equal(value(expr, extents, []), expected)

@@ -79,50 +79,50 @@ TW_INLINE Vec<i64> floor_divide(Vec<i64> a, Vec<i64> b) {
 
 // ---- what operations do with vectors: integers wrap where they leave their type
 
-template <class T>
-concept Integer = std::is_integral_v<T>;
+template <class C>
+concept Integer = std::is_integral_v<C>;
+template <class C>
+struct WrappingOf {
+  using type = C;
+};
 template <Integer I>
-using Wrapping = Vec<std::make_unsigned_t<I>>;
+struct WrappingOf<I> {
+  using type = std::make_unsigned_t<I>;
+};
+template <class C>
+using Wrapping = Vec<typename WrappingOf<C>::type>;
 
 template <class C>
 TW_INLINE Vec<C> plus(Vec<C> a, Vec<C> b, C) {
-  return a + b;
-}
-template <Integer I>
-TW_INLINE Vec<I> plus(Vec<I> a, Vec<I> b, I) {
-  return (Vec<I>)((Wrapping<I>)a + (Wrapping<I>)b);
+  return (Vec<C>)((Wrapping<C>)a + (Wrapping<C>)b);
 }
 template <class C>
 TW_INLINE Vec<C> minus(Vec<C> a, Vec<C> b, C) {
-  return a - b;
-}
-template <Integer I>
-TW_INLINE Vec<I> minus(Vec<I> a, Vec<I> b, I) {
-  return (Vec<I>)((Wrapping<I>)a - (Wrapping<I>)b);
+  return (Vec<C>)((Wrapping<C>)a - (Wrapping<C>)b);
 }
 template <class C>
 TW_INLINE Vec<C> times(Vec<C> a, Vec<C> b, C) {
-  return rounded(a * b, C{});
-}
-template <Integer I>
-TW_INLINE Vec<I> times(Vec<I> a, Vec<I> b, I) {
-  return (Vec<I>)((Wrapping<I>)a * (Wrapping<I>)b);
+  if constexpr (Integer<C>) {
+    return (Vec<C>)((Wrapping<C>)a * (Wrapping<C>)b);
+  } else {
+    return rounded(a * b, C{});
+  }
 }
 template <class C>
 TW_INLINE Vec<C> floor_quotient(Vec<C> a, Vec<C> b, C) {
-  return each_lane<C>(a, b, [](C x, C y) { return floor_divided<C>(x, y); });
-}
-template <Integer I>
-TW_INLINE Vec<I> floor_quotient(Vec<I> a, Vec<I> b, I) {
-  return floor_divide(a, b);
+  if constexpr (Integer<C>) {
+    return floor_divide(a, b);
+  } else {
+    return each_lane<C>(a, b, [](C x, C y) { return floor_divided<C>(x, y); });
+  }
 }
 template <class C>
 TW_INLINE Vec<C> floor_remainder(Vec<C> a, Vec<C> b, C) {
-  return each_lane<C>(a, b, [](C x, C y) { return remainder_of(x, y); });
-}
-template <Integer I>
-TW_INLINE Vec<I> floor_remainder(Vec<I> a, Vec<I> b, I) {
-  return minus(a, times(floor_divide(a, b), b, I{}), I{});
+  if constexpr (Integer<C>) {
+    return minus(a, times(floor_divide(a, b), b, C{}), C{});
+  } else {
+    return each_lane<C>(a, b, [](C x, C y) { return remainder_of(x, y); });
+  }
 }
 template <Integer I>
 TW_INLINE Vec<I> opposite(Vec<I> a, I) {
@@ -141,13 +141,11 @@ template <Integer I>
 constexpr I kTopBit = 8 * sizeof(I) - 1;
 template <Integer I>
 TW_INLINE Vec<I> shifted_left(Vec<I> a, Vec<I> b, I) {
-  using U = std::make_unsigned_t<I>;
-  return (Vec<I>)((Vec<U>)a << ((Vec<U>)b & static_cast<U>(kTopBit<I>)));
+  return (Vec<I>)((Wrapping<I>)a << (Wrapping<I>)(b & kTopBit<I>));
 }
 template <Integer I>
 TW_INLINE Vec<I> shifted_right(Vec<I> a, Vec<I> b, I) {
-  using U = std::make_unsigned_t<I>;
-  return a >> ((Vec<U>)b > static_cast<U>(kTopBit<I>) ? set(kTopBit<I>) : b);
+  return a >> ((Wrapping<I>)b > (Wrapping<I>)set(kTopBit<I>) ? set(kTopBit<I>) : b);
 }
 
 // The vector code of each operation.

@@ -129,10 +129,9 @@ class Evaluator {
           r.any = true;
           break;
         }
-        i64 q = a / b;
-        while (q * b > a && b > 0) q--;
-        while (q * b < a && b < 0) q--;
-        r.whole = op == ExprOp::mod ? a - q * b : q;
+        const i64 rest = a % b;  // of the sign of a
+        const bool below = rest != 0 && (rest < 0) != (b < 0);
+        r.whole = op == ExprOp::mod ? rest + (below ? b : 0) : a / b - below;
         break;
       }
       case ExprOp::min:

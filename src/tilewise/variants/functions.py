@@ -22,11 +22,12 @@ def _function(
     slope: Callable[[Share, int, int], Share] | None,
     interval: Callable[[Interval], Interval | None],
     triton: str,
+    ulps: int = 1,
 ) -> Op:
     """Return the row of a function: its slope is given the places of its argument and value."""
     return Op(
         torch,
-        {"float": Form(triton, interval)},
+        {"float": Form(triton, interval, ulps)},
         arity=1,
         slope=slope and (lambda share, x, y: (slope(share, x, y),)),
     )
@@ -53,6 +54,7 @@ FUNCTIONS: dict[str, Op] = {
         lambda share, x, y: share.times(y),
         ranges.rising(ranges.exponential),
         "words.exponential({0})",
+        ulps=2,
     ),
     "exp2": _function(
         torch.exp2,
@@ -65,21 +67,24 @@ FUNCTIONS: dict[str, Op] = {
         lambda share, x, y: share.over(x),
         ranges.logarithm(math.log),
         "tl.log({0})",
+        ulps=2,
     ),
     "log2": _function(
         torch.log2,
         lambda share, x, y: share.over(x).scaled(1.0 / _LN2),
         ranges.logarithm(math.log2),
         "tl.log2({0})",
+        ulps=2,
     ),
     "tanh": _function(
-        torch.tanh, _one_minus_square, ranges.rising(math.tanh), "words.tangent({0})"
+        torch.tanh, _one_minus_square, ranges.rising(math.tanh), "words.tangent({0})", ulps=2
     ),
     "sigmoid": _function(
         torch.sigmoid,
         _sigmoid_slope,
         ranges.rising(lambda x: 1.0 / (1.0 + ranges.exponential(-x))),
         "words.logistic({0})",
+        ulps=3,
     ),
     "sqrt": _function(
         torch.sqrt,
@@ -87,7 +92,7 @@ FUNCTIONS: dict[str, Op] = {
         ranges.square_root,
         "tl.sqrt_rn({0})",
     ),
-    "rsqrt": _function(torch.rsqrt, _rsqrt_slope, ranges.inverse_root, "tl.rsqrt({0})"),
+    "rsqrt": _function(torch.rsqrt, _rsqrt_slope, ranges.inverse_root, "tl.rsqrt({0})", ulps=2),
     "sin": _function(
         torch.sin,
         lambda share, x, y: share.times(share.graph.apply("cos", x)),

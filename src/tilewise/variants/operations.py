@@ -194,7 +194,7 @@ OPS: dict[str, Op] = {
     ),
     "pow": Op(
         torch.pow,
-        {"float": Form("words.power({0}, {1})", reals.power)},
+        {"float": Form("words.power({0}, {1})", reals.power, ulps=4)},
         slope=_pow_slope,
     ),
     **FUNCTIONS,

@@ -81,10 +81,12 @@ class Form(NamedTuple):
             of integers, arguments and value alike.
         interval: what it makes of intervals (of booleans: of what is known of them); None where
             it may be NaN or anything.
+        ulps: by how many units in the last place of float32 its Triton code may be off.
     """
 
     triton: str
     interval: Callable[..., Bounds]
+    ulps: int = 1
 
 
 class Op(NamedTuple):

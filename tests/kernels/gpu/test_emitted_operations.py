@@ -23,8 +23,6 @@ _SIZES = (0.0, 1e-30, 3e-7, 0.1, 0.5, 0.59, 0.61, 1.0, 1.5, 2.5, 3.0, 9.3, 60.0,
 _FLOATS = tuple(
     [sign * size for size in (*_SIZES, float("inf"), float("nan")) for sign in (1.0, -1.0)]
 )
-# Units in the last place of float32 by which values may be off.
-_ULPS = {"exp": 2, "log": 2, "log2": 2, "tanh": 2, "sigmoid": 3, "pow": 4, "rsqrt": 2}
 # By which positions arguments are told: rows, columns and numbers in every mixture.
 _PLACES = (("m", "n"), ("n", "h"), ("h", "m"), ("h", "h"))
 _HEADS, _HEAD_STEP = 5, 7
@@ -132,7 +130,7 @@ def test_floats(op: str, places: tuple[str, str]) -> None:
     if op == "mod":  # further than that only the size of a remainder is known
         known = ~(expected.isfinite() & _is_far(expr, extents, loads))
         expected, found = expected[known], found[known]
-    _assert_ulps(found, expected, _ULPS.get(op, 1))
+    _assert_ulps(found, expected, OPS[op].forms["float"].ulps)
 
 
 def _is_far(expr: Expr, extents: Extents, loads: Sequence[Tensor]) -> Tensor:
@@ -168,7 +166,7 @@ def test_functions_all_over(op: str) -> None:
     expr = graph.expr(graph.apply(op, graph.load("float", 0, [place])))
     extents, loads = Extents(1, 1, 63, 64), [table.float()]
     (expected,) = reference(expr, extents, loads, dtype=torch.float64)
-    _assert_ulps(value(expr, extents, loads), expected, _ULPS.get(op, 1))
+    _assert_ulps(value(expr, extents, loads), expected, OPS[op].forms["float"].ulps)
 
 
 def test_powers_all_over() -> None:
@@ -181,7 +179,7 @@ def test_powers_all_over() -> None:
     expr = graph.expr(graph.apply("pow", *args))
     extents, loads = Extents(1, 1, 64, 64), [bases, exponents]
     (expected,) = reference(expr, extents, loads, dtype=torch.float64)
-    _assert_ulps(value(expr, extents, loads), expected, _ULPS["pow"])
+    _assert_ulps(value(expr, extents, loads), expected, OPS["pow"].forms["float"].ulps)
 
 
 # ---- loads

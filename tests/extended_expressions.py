@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.inspect.calls import Block
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import LEAVES, Expr, Node, decode, kinds
+from tilewise.variants.operations import OPS
 from tilewise.variants.program import Instr
 
 Array = npt.NDArray[Any]
@@ -80,7 +81,7 @@ def _evaluated(
             elif node.op in ("to_float", "to_int"):
                 values.append(args[0].astype(types[kind]))
             else:
-                values.append(np.asarray(_FUNCTIONS[node.op](*args)))
+                values.append(np.asarray(_function(node.op)(*args)))
     return [values[output] for output in expr.outputs]
 
 
@@ -105,42 +106,21 @@ def _safe(divide: Callable[[Array, Array], Array]) -> Callable[[Array, Array], A
     return divided
 
 
-_FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
+# What numpy does not know by a name that torch has for it too.
+_OWN: dict[str, Callable[..., Array]] = {
     "floordiv": _safe(np.floor_divide),
     "mod": _safe(np.remainder),
-    "min": np.minimum,
-    "max": np.maximum,
-    "neg": np.negative,
-    "abs": np.abs,
-    "sign": np.sign,
-    "div": np.divide,
+    "eq": np.equal,
     "pow": np.power,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "log": np.log,
-    "log2": np.log2,
-    "tanh": np.tanh,
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sin": np.sin,
-    "cos": np.cos,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "round": np.rint,
-    "trunc": np.trunc,
     "shl": lambda a, b: np.left_shift(a, np.clip(b, 0, 63)),
     "shr": lambda a, b: np.right_shift(a, np.clip(b, 0, 63)),
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
     "where": np.where,
 }
+
+
+def _function(op: str) -> Callable[..., Array]:
+    names = OPS[op].names or (op,)
+    own = _OWN.get(op)
+    return own or next(getattr(np, name) for name in names if hasattr(np, name))

@@ -6,8 +6,8 @@
 namespace tilewise {
 namespace {
 
-// What an operation takes and gives, as variants/expr.py says it: letters of "bif" per argument, '=' for the kind of
-// the last argument.
+// What an operation takes and gives, as variants/operations.py says it: letters of "bif" per argument, '=' for the kind
+// of the last argument.
 struct Row {
   const char* name;
   ExprOp op;
@@ -22,32 +22,10 @@ constexpr Row kRows[] = {{"s", ExprOp::score, 0, "", 'f'},
                          {"n", ExprOp::key, 0, "", 'i'},
                          {"M", ExprOp::queries, 0, "", 'i'},
                          {"N", ExprOp::keys, 0, "", 'i'},
-                         {"add", ExprOp::add, 2, "if", '='},
-                         {"sub", ExprOp::sub, 2, "if", '='},
-                         {"mul", ExprOp::mul, 2, "if", '='},
-                         {"floordiv", ExprOp::floordiv, 2, "if", '='},
-                         {"mod", ExprOp::mod, 2, "if", '='},
-                         {"min", ExprOp::min, 2, "if", '='},
-                         {"max", ExprOp::max, 2, "if", '='},
-                         {"neg", ExprOp::neg, 1, "if", '='},
-                         {"abs", ExprOp::abs, 1, "if", '='},
-                         {"sign", ExprOp::sign, 1, "if", '='},
-                         {"div", ExprOp::div, 2, "f", 'f'},
-                         {"pow", ExprOp::pow, 2, "f", 'f'},
-#define TILEWISE_ROW(name, code, range) {#name, ExprOp::name, 1, "f", 'f'},
-                         TILEWISE_FUNCTIONS(TILEWISE_ROW)
+#define TILEWISE_ROW(op, name, arity, takes, gives, code, whole, real) {#name, ExprOp::op, arity, takes, gives},
+                         TILEWISE_OPERATIONS(TILEWISE_ROW)
 #undef TILEWISE_ROW
-                             {"shl", ExprOp::shl, 2, "i", 'i'},
-                         {"shr", ExprOp::shr, 2, "i", 'i'},
-                         {"and", ExprOp::all, 2, "bi", '='},
-                         {"or", ExprOp::any, 2, "bi", '='},
-                         {"xor", ExprOp::differ, 2, "bi", '='},
-                         {"not", ExprOp::negate, 1, "bi", '='},
-                         {"lt", ExprOp::lt, 2, "if", 'b'},
-                         {"le", ExprOp::le, 2, "if", 'b'},
-                         {"eq", ExprOp::eq, 2, "bif", 'b'},
-                         {"ne", ExprOp::ne, 2, "bif", 'b'},
-                         {"where", ExprOp::where, 3, "bif", '='},
+                             {"where", ExprOp::where, 3, "bif", '='},
                          {"to_float", ExprOp::to_float, 1, "bif", 'f'},
                          {"to_int", ExprOp::to_int, 1, "bif", 'i'}};
 constexpr const char* kStored[] = {"bool", "int", "float"};

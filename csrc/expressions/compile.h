@@ -18,7 +18,8 @@ struct ExprNode {
   double real = 0;
 };
 
-// The operation of that name in variants/expr.py, with its kind if the name has one; false when there is none.
+// The operation of that name in variants/operations.py or of a leaf, with its kind if the name has one; false when
+// there is none.
 bool expr_op(const std::string& name, ExprNode& node);
 
 // The name of what a program's value does: as above, or "constant", "load", "shr_by", "bits_of".

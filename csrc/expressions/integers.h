@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "expressions/functions.h"
+#include "expressions/program.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -75,5 +76,90 @@ TW_INLINE Vec<i64> floor_divide(Vec<i64> a, Vec<i64> b) {
   }
   return a;
 }
+
+// ---- what operations do with vectors: integers wrap where they leave their type
+
+template <class C>
+concept Integer = std::is_integral_v<C>;
+template <class C>
+struct WrappingOf {
+  using type = C;
+};
+template <Integer I>
+struct WrappingOf<I> {
+  using type = std::make_unsigned_t<I>;
+};
+template <class C>
+using Wrapping = Vec<typename WrappingOf<C>::type>;
+
+template <class C>
+TW_INLINE Vec<C> plus(Vec<C> a, Vec<C> b, C) {
+  return (Vec<C>)((Wrapping<C>)a + (Wrapping<C>)b);
+}
+template <class C>
+TW_INLINE Vec<C> minus(Vec<C> a, Vec<C> b, C) {
+  return (Vec<C>)((Wrapping<C>)a - (Wrapping<C>)b);
+}
+template <class C>
+TW_INLINE Vec<C> times(Vec<C> a, Vec<C> b, C) {
+  if constexpr (Integer<C>) {
+    return (Vec<C>)((Wrapping<C>)a * (Wrapping<C>)b);
+  } else {
+    return rounded(a * b, C{});
+  }
+}
+template <class C>
+TW_INLINE Vec<C> floor_quotient(Vec<C> a, Vec<C> b, C) {
+  if constexpr (Integer<C>) {
+    return floor_divide(a, b);
+  } else {
+    return each_lane<C>(a, b, [](C x, C y) { return floor_divided<C>(x, y); });
+  }
+}
+template <class C>
+TW_INLINE Vec<C> floor_remainder(Vec<C> a, Vec<C> b, C) {
+  if constexpr (Integer<C>) {
+    return minus(a, times(floor_divide(a, b), b, C{}), C{});
+  } else {
+    return each_lane<C>(a, b, [](C x, C y) { return remainder_of(x, y); });
+  }
+}
+template <Integer I>
+TW_INLINE Vec<I> opposite(Vec<I> a, I) {
+  return minus(Vec<I>{}, a, I{});
+}
+template <Integer I>
+TW_INLINE Vec<I> magnitude(Vec<I> a, I) {
+  return a < 0 ? opposite(a, I{}) : a;
+}
+template <Integer I>
+TW_INLINE Vec<I> sign_of(Vec<I> a, I) {
+  return (Vec<I>)(a < 0) - (Vec<I>)(a > 0);
+}
+// By what is no number of bits there is, any value.
+template <Integer I>
+constexpr I kTopBit = 8 * sizeof(I) - 1;
+template <Integer I>
+TW_INLINE Vec<I> shifted_left(Vec<I> a, Vec<I> b, I) {
+  return (Vec<I>)((Wrapping<I>)a << (Wrapping<I>)(b & kTopBit<I>));
+}
+template <Integer I>
+TW_INLINE Vec<I> shifted_right(Vec<I> a, Vec<I> b, I) {
+  return a >> ((Wrapping<I>)b > (Wrapping<I>)set(kTopBit<I>) ? set(kTopBit<I>) : b);
+}
+
+// The vector code of each operation.
+template <ExprOp kOp>
+struct Code;
+#define TILEWISE_CODE(op, name, arity, takes, gives, code, whole, real)       \
+  template <>                                                                 \
+  struct Code<ExprOp::op> {                                                   \
+    template <class C>                                                        \
+    TW_INLINE auto of([[maybe_unused]] Vec<C> a, [[maybe_unused]] Vec<C> b) { \
+      return code;                                                            \
+    }                                                                         \
+  };
+TILEWISE_OPERATIONS(TILEWISE_CODE)
+#undef TILEWISE_CODE
 
 }  // namespace tilewise::TILEWISE_ISA

@@ -6,35 +6,60 @@
 
 namespace tilewise {
 
-// The functions of one float: X(name, vector code, range). The vector code is of a Vec<C> `a`
-// (expressions/functions.h), the range of a Range `a` (expressions/ranges.cc). The row is all that the core needs of a
-// function, so that the interpreter, compiled code and the ranges cannot disagree on which there are.
+// The operations: X(operation, name, arity, takes, gives, vector code, range of integers, range of floats). The row is
+// all that the core needs of one, so that the interpreter, compiled code and the ranges cannot disagree.
+// - name: as in variants/operations.py.
+// - takes: the kinds that its arguments may have, which are of one kind: letters of "bif".
+// - gives: the kind of its value; '=' for that of the arguments.
+// - vector code: of a Vec<C> `a` and another one `b`, the same one if there is one argument (expressions/integers.h,
+//   functions.h). Booleans are integers, all ones or zeros, and so is the result where it gives them.
+// - ranges: of a Range `a` and another one `b` (expressions/ranges.cc); booleans are the integers 0 and 1.
 // clang-format off
-#define TILEWISE_FUNCTIONS(X) \
-  X(exp, rounded(exp_full(a, C{}), C{}), increasing(a, std::exp, 0, INFINITY)) \
-  X(exp2, rounded(exp2_full(a, C{}), C{}), increasing(a, std::exp2, 0, INFINITY)) \
-  X(log, log_full(a, C{}), logarithm(a, std::log)) \
-  X(log2, log2_full(a, C{}), logarithm(a, std::log2)) \
-  X(tanh, tanh_of(a, C{}), increasing(a, std::tanh, -1, 1)) \
-  X(sigmoid, sigmoid(a, C{}), increasing(a, logistic, 0, 1)) \
-  X(sqrt, square_root(a), root(a)) \
-  X(rsqrt, static_cast<C>(1) / square_root(a), inverse_root(a)) \
-  X(sin, sin_or_cos<false>(a), wave(a)) \
-  X(cos, sin_or_cos<true>(a), wave(a)) \
-  X(floor, (round_to<Toward::down>(a, C{})), rounded(a, std::floor)) \
-  X(ceil, (round_to<Toward::up>(a, C{})), rounded(a, std::ceil)) \
-  X(round, (round_to<Toward::nearest>(a, C{})), rounded(a, std::nearbyint)) \
-  X(trunc, (round_to<Toward::zero>(a, C{})), rounded(a, std::trunc))
+#define TILEWISE_FUNCTION(X, name, code, range) X(name, name, 1, "f", '=', code, any_integer(), range)  // of one float
+#define TILEWISE_OPERATIONS(X) \
+  X(add, add, 2, "if", '=', plus(a, b, C{}), whole_sum(a, b), sum(a, b)) \
+  X(sub, sub, 2, "if", '=', minus(a, b, C{}), whole_difference(a, b), sum(a, negative(b))) \
+  X(mul, mul, 2, "if", '=', times(a, b, C{}), whole_product(a, b), product(a, b)) \
+  X(floordiv, floordiv, 2, "if", '=', floor_quotient(a, b, C{}), divided(a, b), any_real()) \
+  X(mod, mod, 2, "if", '=', floor_remainder(a, b, C{}), remainder(a, b), real_remainder(a, b)) \
+  X(min, min, 2, "if", '=', least(a, b, C{}), lesser(a, b), negative(larger(negative(a), negative(b)))) \
+  X(max, max, 2, "if", '=', largest(a, b, C{}), greater(a, b), larger(a, b)) \
+  X(neg, neg, 1, "if", '=', opposite(a, C{}), whole_negative(a), negative(a)) \
+  X(abs, abs, 1, "if", '=', magnitude(a, C{}), whole_magnitude(a), magnitude(a)) \
+  X(sign, sign, 1, "if", '=', sign_of(a, C{}), whole_sign(a), sign(a)) \
+  X(div, div, 2, "f", '=', a / b, any_integer(), quotient(a, b)) \
+  X(pow, pow, 2, "f", '=', each_lane<C>(a, b, [](C x, C y) { return power_of(x, y); }), any_integer(), power(a, b)) \
+  TILEWISE_FUNCTION(X, exp, rounded(exp_full(a, C{}), C{}), increasing(a, std::exp, 0, INFINITY)) \
+  TILEWISE_FUNCTION(X, exp2, rounded(exp2_full(a, C{}), C{}), increasing(a, std::exp2, 0, INFINITY)) \
+  TILEWISE_FUNCTION(X, log, log_full(a, C{}), logarithm(a, std::log)) \
+  TILEWISE_FUNCTION(X, log2, log2_full(a, C{}), logarithm(a, std::log2)) \
+  TILEWISE_FUNCTION(X, tanh, tanh_of(a, C{}), increasing(a, std::tanh, -1, 1)) \
+  TILEWISE_FUNCTION(X, sigmoid, sigmoid(a, C{}), increasing(a, logistic, 0, 1)) \
+  TILEWISE_FUNCTION(X, sqrt, square_root(a), root(a)) \
+  TILEWISE_FUNCTION(X, rsqrt, static_cast<C>(1) / square_root(a), inverse_root(a)) \
+  TILEWISE_FUNCTION(X, sin, sin_or_cos<false>(a), wave(a)) \
+  TILEWISE_FUNCTION(X, cos, sin_or_cos<true>(a), wave(a)) \
+  TILEWISE_FUNCTION(X, floor, (round_to<Toward::down>(a, C{})), rounded(a, std::floor)) \
+  TILEWISE_FUNCTION(X, ceil, (round_to<Toward::up>(a, C{})), rounded(a, std::ceil)) \
+  TILEWISE_FUNCTION(X, round, (round_to<Toward::nearest>(a, C{})), rounded(a, std::nearbyint)) \
+  TILEWISE_FUNCTION(X, trunc, (round_to<Toward::zero>(a, C{})), rounded(a, std::trunc)) \
+  X(shl, shl, 2, "i", '=', shifted_left(a, b, C{}), shifted(x.op, a, b), any_real()) \
+  X(shr, shr, 2, "i", '=', shifted_right(a, b, C{}), shifted(x.op, a, b), any_real()) \
+  X(all, and, 2, "bi", '=', a & b, bits(x.op, a, b), any_real()) \
+  X(any, or, 2, "bi", '=', a | b, bits(x.op, a, b), any_real()) \
+  X(differ, xor, 2, "bi", '=', a ^ b, bits(x.op, a, b), any_real()) \
+  X(negate, not, 1, "bi", '=', ~a, flipped(x.kind, a), any_real()) \
+  X(lt, lt, 2, "if", 'b', a < b, comparison(x.op, a, b), real_comparison(x.op, a, b)) \
+  X(le, le, 2, "if", 'b', a <= b, comparison(x.op, a, b), real_comparison(x.op, a, b)) \
+  X(eq, eq, 2, "bif", 'b', a == b, comparison(x.op, a, b), real_comparison(x.op, a, b)) \
+  X(ne, ne, 2, "bif", 'b', a != b, comparison(x.op, a, b), real_comparison(x.op, a, b))
 
-// Which of the others takes which kinds is said in expressions/compile.cc.
-#define TILEWISE_NAME(name, code, range) name,
+#define TILEWISE_NAME(op, name, arity, takes, gives, code, whole, real) op,
 enum class ExprOp : unsigned char {
   score, batch, head, query, key, queries, keys,  // leaves: s b h m n M N
   constant, load,
-  add, sub, mul, floordiv, mod, min, max, neg, abs, sign, div, pow,
-  TILEWISE_FUNCTIONS(TILEWISE_NAME)
-  shl, shr, all, any, differ, negate,  // the last four: and, or, xor, not of booleans or of bits
-  lt, le, eq, ne, where, to_float, to_int,
+  TILEWISE_OPERATIONS(TILEWISE_NAME)
+  where, to_float, to_int,
   shr_by, bits_of, power_by,  // by a constant: what becomes of divisions of integers, and of pow
   difference                  // of positions: what becomes of m - n and n - m
 };

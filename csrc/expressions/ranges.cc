@@ -31,12 +31,7 @@ class Ranges {
       const ExprValue& x = p_.values[at];
       out_[at] = x.op == ExprOp::load || x.count == 0 ? stored(x)
                  : x.op == ExprOp::where              ? where(x)
-                 : x.arg_kind == ExprKind::real       ? of_reals(x, arg(x, 0), arg(x, x.count - 1))
-                 : x.op == ExprOp::to_float
-                     ? real(static_cast<double>(arg(x, 0).least), static_cast<double>(arg(x, 0).most))
-                 : x.arg_kind == ExprKind::boolean && x.kind == ExprKind::boolean
-                     ? of_booleans(x)
-                     : of_integers(x, arg(x, 0), arg(x, x.count - 1));
+                                                      : of(x, arg(x, 0), arg(x, x.count - 1));
     }
   }
 
@@ -140,27 +135,33 @@ class Ranges {
     return c.least == 1 ? arg(x, 1) : c.most == 0 ? arg(x, 2) : hull(arg(x, 1), arg(x, 2));
   }
 
-  // ---- booleans and integers
-
-  Range of_booleans(const ExprValue& x) const {
-    const Range &a = arg(x, 0), &b = arg(x, x.count - 1);
-    const bool known = a.least == a.most && b.least == b.most;
+  // The range of an operation's value from those of its arguments.
+  Range of(const ExprValue& x, const Range& a, const Range& b) const {
+    const bool real_args = x.arg_kind == ExprKind::real;
     switch (x.op) {
-      case ExprOp::all:
-        return whole(a.least & b.least, a.most & b.most);
-      case ExprOp::any:
-        return whole(a.least | b.least, a.most | b.most);
-      case ExprOp::negate:
-        return whole(1 - a.most, 1 - a.least);
-      case ExprOp::differ:
-      case ExprOp::ne:
-        return known ? whole(a.least != b.least, a.least != b.least) : whole(0, 1);
-      case ExprOp::eq:
-        return known ? whole(a.least == b.least, a.least == b.least) : whole(0, 1);
+#define TILEWISE_CASE(op, name, arity, takes, gives, code, whole_range, real_range) \
+  case ExprOp::op:                                                                  \
+    return real_args ? real_range : whole_range;
+      TILEWISE_OPERATIONS(TILEWISE_CASE)
+#undef TILEWISE_CASE
+      case ExprOp::to_float:
+        return real_args ? a : real(static_cast<double>(a.least), static_cast<double>(a.most));
+      case ExprOp::to_int:
+        return real_args ? to_int(a) : a;
+      case ExprOp::difference:
+        return whole_difference(a, b);
+      case ExprOp::shr_by:
+        return whole(a.least >> x.integer, a.most >> x.integer);
+      case ExprOp::bits_of:
+        return remainder(a, whole(x.integer + 1, x.integer + 1));
+      case ExprOp::power_by:
+        return std::isfinite(x.real) ? power(a, real(x.real, x.real)) : any_real();
       default:
-        return whole(0, 1);
+        return any_real();
     }
   }
+
+  // ---- booleans and integers
 
   // The least and the largest of f at the corners; anything when one of them does not fit.
   template <class F>
@@ -177,50 +178,35 @@ class Ranges {
     return r;
   }
 
-  Range of_integers(const ExprValue& x, const Range& a, const Range& b) const {
-    switch (x.op) {
-      case ExprOp::add:
-        return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_add_overflow(p, q, &to); });
-      case ExprOp::sub:
-      case ExprOp::difference:
-        return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_sub_overflow(p, q, &to); });
-      case ExprOp::mul:
-        return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_mul_overflow(p, q, &to); });
-      case ExprOp::floordiv:
-        return divided(a, b);
-      case ExprOp::mod:
-        return remainder(a, b);
-      case ExprOp::min:
-        return whole(std::min(a.least, b.least), std::min(a.most, b.most));
-      case ExprOp::max:
-        return whole(std::max(a.least, b.least), std::max(a.most, b.most));
-      case ExprOp::neg:
-        return a.least == kLeast ? any_integer() : whole(-a.most, -a.least);
-      case ExprOp::abs:
-        if (a.least == kLeast) return any_integer();
-        return whole(a.least > 0 ? a.least : a.most < 0 ? -a.most : 0, std::max(-a.least, a.most));
-      case ExprOp::sign:
-        return whole(a.least > 0 ? 1 : a.least == 0 ? 0 : -1, a.most > 0 ? 1 : a.most == 0 ? 0 : -1);
-      case ExprOp::shl:
-      case ExprOp::shr:
-        return shifted(x.op, a, b);
-      case ExprOp::shr_by:
-        return whole(a.least >> x.integer, a.most >> x.integer);
-      case ExprOp::bits_of:
-        return remainder(a, whole(x.integer + 1, x.integer + 1));
-      case ExprOp::negate:
-        return whole(~a.most, ~a.least);
-      case ExprOp::all:
-      case ExprOp::any:
-      case ExprOp::differ:
-        return bits(x.op, a, b);
-      case ExprOp::to_int:
-        return a;
-      default:
-        return compared(x.op, a.most<b.least, a.most <= b.least, a.least >= b.most, a.least> b.most,
-                        a.least == a.most && b.least == b.most && a.least == b.least,
-                        a.most < b.least || b.most < a.least);
-    }
+  static Range whole_sum(const Range& a, const Range& b) {
+    return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_add_overflow(p, q, &to); });
+  }
+  static Range whole_difference(const Range& a, const Range& b) {
+    return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_sub_overflow(p, q, &to); });
+  }
+  static Range whole_product(const Range& a, const Range& b) {
+    return corners(a, b, [](i64 p, i64 q, i64& to) { return __builtin_mul_overflow(p, q, &to); });
+  }
+  static Range lesser(const Range& a, const Range& b) {
+    return whole(std::min(a.least, b.least), std::min(a.most, b.most));
+  }
+  static Range greater(const Range& a, const Range& b) {
+    return whole(std::max(a.least, b.least), std::max(a.most, b.most));
+  }
+  static Range whole_negative(const Range& a) { return a.least == kLeast ? any_integer() : whole(-a.most, -a.least); }
+  static Range whole_magnitude(const Range& a) {
+    if (a.least == kLeast) return any_integer();
+    return whole(a.least > 0 ? a.least : a.most < 0 ? -a.most : 0, std::max(-a.least, a.most));
+  }
+  static Range whole_sign(const Range& a) {
+    return whole(a.least > 0 ? 1 : a.least == 0 ? 0 : -1, a.most > 0 ? 1 : a.most == 0 ? 0 : -1);
+  }
+  static Range flipped(ExprKind kind, const Range& a) {
+    return kind == ExprKind::boolean ? whole(1 - a.most, 1 - a.least) : whole(~a.most, ~a.least);
+  }
+  static Range comparison(ExprOp op, const Range& a, const Range& b) {
+    return compared(op, a.most<b.least, a.most <= b.least, a.least >= b.most, a.least> b.most,
+                    a.least == a.most && b.least == b.most && a.least == b.least, a.most < b.least || b.most < a.least);
   }
 
   // What a comparison says, from what is certain.
@@ -291,55 +277,20 @@ class Ranges {
     return r;
   }
 
-  Range of_reals(const ExprValue& x, const Range& a, const Range& b) const {
-    switch (x.op) {
-      case ExprOp::add:
-        return sum(a, b);
-      case ExprOp::sub:
-        return sum(a, negative(b));
-      case ExprOp::neg:
-        return negative(a);
-      case ExprOp::mul:
-        return product(a, b);
-      case ExprOp::div:
-        return quotient(a, b);
-      case ExprOp::min:
-        return negative(larger(negative(a), negative(b)));
-      case ExprOp::max:
-        return larger(a, b);
-      case ExprOp::abs: {
-        Range r = a;
-        r.low = a.low > 0 ? a.low : a.high < 0 ? -a.high : 0;
-        r.high = std::max(-a.low, a.high);
-        r.infinity |= a.minus_infinity;
-        r.minus_infinity = false;
-        return r;
-      }
-      case ExprOp::sign:
-        return real(a.low > 0 && !a.nan && !a.minus_infinity ? 1 : -1, a.high < 0 && !a.nan && !a.infinity ? -1 : 1);
-      case ExprOp::mod:
-        if (finite(a) && finite(b) && b.low > 0) return real(0, b.high);
-        return any_real();
-      case ExprOp::pow:
-        return power(a, b);
-      case ExprOp::power_by:
-        return std::isfinite(x.real) ? power(a, real(x.real, x.real)) : any_real();
-      case ExprOp::floordiv:
-        return any_real();
-      case ExprOp::to_float:
-        return a;
-      case ExprOp::to_int:
-        return to_int(a);
-      case ExprOp::lt:
-      case ExprOp::le:
-      case ExprOp::eq:
-      case ExprOp::ne:
-        return comparison(x.op, a, b);
-      default:
-        return function(x.op, a);
-    }
+  Range sign(const Range& a) const {
+    return real(a.low > 0 && !a.nan && !a.minus_infinity ? 1 : -1, a.high < 0 && !a.nan && !a.infinity ? -1 : 1);
   }
-
+  static Range magnitude(const Range& a) {
+    Range r = a;
+    r.low = a.low > 0 ? a.low : a.high < 0 ? -a.high : 0;
+    r.high = std::max(-a.low, a.high);
+    r.infinity |= a.minus_infinity;
+    r.minus_infinity = false;
+    return r;
+  }
+  Range real_remainder(const Range& a, const Range& b) const {
+    return finite(a) && finite(b) && b.low > 0 ? real(0, b.high) : any_real();
+  }
   static Range negative(const Range& a) {
     Range r = a;
     r.low = -a.high, r.high = -a.low;
@@ -399,7 +350,7 @@ class Ranges {
     if (!(a.low > -9e18 && a.high < 9e18)) return any_integer();
     return whole(static_cast<i64>(std::trunc(a.low)), static_cast<i64>(std::trunc(a.high)));
   }
-  static Range comparison(ExprOp op, const Range& a, const Range& b) {
+  static Range real_comparison(ExprOp op, const Range& a, const Range& b) {
     const double a_low = a.minus_infinity ? -INFINITY : a.low, a_high = a.infinity ? INFINITY : a.high;
     const double b_low = b.minus_infinity ? -INFINITY : b.low, b_high = b.infinity ? INFINITY : b.high;
     const bool nan = a.nan || b.nan;
@@ -440,17 +391,6 @@ class Ranges {
     Range r = real(-1, 1);
     r.nan = !finite(a);
     return r;
-  }
-  Range function(ExprOp op, const Range& a) const {
-    switch (op) {
-#define TILEWISE_CASE(name, code, range) \
-  case ExprOp::name:                     \
-    return range;
-      TILEWISE_FUNCTIONS(TILEWISE_CASE)
-#undef TILEWISE_CASE
-      default:
-        return any_real();
-    }
   }
   static Range rounded(const Range& a, double (*f)(double)) {
     Range r = a;

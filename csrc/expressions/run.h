@@ -279,14 +279,28 @@ class ExprRun {
       if (x.kind == ExprKind::boolean) return choose<Truth>(to, a, b, c, rows, columns);
       return choose<I>(to, a, b, c, rows, columns);
     }
+    switch (x.op) {
+      case ExprOp::to_float:
+        return to_float<I>(x, to, a, rows, columns);
+      case ExprOp::to_int:
+        return to_int<I>(x, to, a, rows, columns);
+      case ExprOp::shr_by:
+        return map<I>(to, a, rows, columns,
+                      [by = min(x.integer, kTopBit<I>)](Vec<I> p) { return p >> static_cast<I>(by); });
+      case ExprOp::bits_of:
+        return map<I>(to, a, rows, columns, [by = static_cast<I>(x.integer)](Vec<I> p) { return p & by; });
+      case ExprOp::power_by:
+        return power(static_cast<C>(x.real), to, a, rows, columns);
+      default:
+        break;
+    }
     switch (x.arg_kind) {
       case ExprKind::boolean:
-        return of_booleans<I>(x, to, a, b, rows, columns);
+        return operation<Truth, 'b'>(x.op, to, a, b, rows, columns);
       case ExprKind::integer:
-        return of_integers<I>(x, to, a, b, rows, columns);
+        return operation<I, 'i'>(x.op, to, a, b, rows, columns);
       case ExprKind::real:
-        if (x.count > 1) return of_two_reals(x, to, a, b, rows, columns);
-        return of_real<I>(x, to, a, rows, columns);
+        return operation<C, 'f'>(x.op, to, a, b, rows, columns);
     }
   }
 
@@ -332,154 +346,51 @@ class ExprRun {
     }
   }
 
-  template <class I>
-  void of_booleans(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
-    using V = Vec<Truth>;
-    switch (x.op) {
-      case ExprOp::all:
-        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p & q; });
-      case ExprOp::any:
-        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p | q; });
-      case ExprOp::differ:
-      case ExprOp::ne:
-        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
-      case ExprOp::eq:
-        return map<Truth>(to, a, b, rows, columns, [](V p, V q) { return ~(p ^ q); });
-      case ExprOp::negate:
-        return map<Truth>(to, a, rows, columns, [](V p) { return ~p; });
-      case ExprOp::to_float:
-        return turn<C, Truth, C>(to, a, rows, columns,
-                                 [](C* r, const Truth* p) { store(r, __builtin_convertvector(-load(p), Vec<C>)); });
-      default:  // to_int
-        return turn<I, Truth, I>(to, a, rows, columns, [](I* r, const Truth* p) { store(r, -truth_as(p, I{})); });
-    }
+  static constexpr bool among(char kind, const char* kinds) {
+    return *kinds != 0 && (*kinds == kind || among(kind, kinds + 1));
   }
-
-  template <class I>
-  void of_integers(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
-    using V = Vec<I>;
-    using N = std::conditional_t<sizeof(I) == 4, u32, u64>;  // whose overflow wraps
-    using U = Vec<N>;
-    constexpr I top = 8 * sizeof(I) - 1;
-    const I by = static_cast<I>(x.integer);
-    switch (x.op) {
-      case ExprOp::add:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p + (U)q); });
-      case ExprOp::sub:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p - (U)q); });
-      case ExprOp::mul:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p * (U)q); });
-      case ExprOp::floordiv:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return floor_divide(p, q); });
-      case ExprOp::mod:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p - (U)floor_divide(p, q) * (U)q); });
-      case ExprOp::min:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p < q ? p : q; });
-      case ExprOp::max:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p > q ? p : q; });
-      case ExprOp::neg:
-        return map<I>(to, a, rows, columns, [](V p) { return (V)(U{} - (U)p); });
-      case ExprOp::abs:
-        return map<I>(to, a, rows, columns, [](V p) { return p < 0 ? (V)(U{} - (U)p) : p; });
-      case ExprOp::sign:
-        return map<I>(to, a, rows, columns, [](V p) { return (V)(p < 0) - (V)(p > 0); });
-      case ExprOp::shl:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return (V)((U)p << ((U)q & static_cast<N>(top))); });
-      case ExprOp::shr:
-        return map<I>(to, a, b, rows, columns,
-                      [](V p, V q) { return p >> (((U)q > static_cast<N>(top)) ? set<I>(top) : q); });
-      case ExprOp::shr_by:
-        return map<I>(to, a, rows, columns, [=](V p) { return p >> (by < top ? by : top); });
-      case ExprOp::bits_of:
-        return map<I>(to, a, rows, columns, [=](V p) { return p & by; });
-      case ExprOp::all:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p & q; });
-      case ExprOp::any:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p | q; });
-      case ExprOp::differ:
-        return map<I>(to, a, b, rows, columns, [](V p, V q) { return p ^ q; });
-      case ExprOp::negate:
-        return map<I>(to, a, rows, columns, [](V p) { return ~p; });
-      case ExprOp::to_float:
-        return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
-      case ExprOp::to_int:
-        return map<I>(to, a, rows, columns, [](V p) { return p; });
-      default:
-        return compare_integers<I>(x.op, to, a, b, rows, columns);
-    }
-  }
-  template <class I>
-  void compare_integers(ExprOp op, Operand to, Operand a, Operand b, int rows, int columns) const {
-    using V = Vec<I>;
+  // An operation of the table on elements of type T, which are of one kind.
+  template <class T, char kKind>
+  static void operation(ExprOp op, Operand to, Operand a, Operand b, int rows, int columns) {
     switch (op) {
-      case ExprOp::lt:
-        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
-      case ExprOp::le:
-        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
-      case ExprOp::eq:
-        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
-      default:  // ne
-        return compare<I>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
+#define TILEWISE_CASE(op, name, arity, takes, gives, code, whole, real)                            \
+  case ExprOp::op:                                                                                 \
+    if constexpr (among(kKind, takes)) each<T, ExprOp::op, arity, gives>(to, a, b, rows, columns); \
+    return;
+      TILEWISE_OPERATIONS(TILEWISE_CASE)
+#undef TILEWISE_CASE
+      default:
+        return;
     }
   }
-
-  void of_two_reals(const ExprValue& x, Operand to, Operand a, Operand b, int rows, int columns) const {
-    using V = Vec<C>;
-    switch (x.op) {
-      case ExprOp::add:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p + q; });
-      case ExprOp::sub:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p - q; });
-      case ExprOp::mul:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p * q; });
-      case ExprOp::div:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return p / q; });
-      case ExprOp::floordiv:
-        return map<C>(to, a, b, rows, columns,
-                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return floor_divided<C>(y, z); }); });
-      case ExprOp::mod:
-        return map<C>(to, a, b, rows, columns,
-                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return remainder_of(y, z); }); });
-      case ExprOp::pow:
-        return map<C>(to, a, b, rows, columns,
-                      [](V p, V q) { return each_lane<C>(p, q, [](C y, C z) { return power_of(y, z); }); });
-      case ExprOp::min:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return least(p, q, C{}); });
-      case ExprOp::max:
-        return map<C>(to, a, b, rows, columns, [](V p, V q) { return largest(p, q, C{}); });
-      case ExprOp::lt:
-        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p < q; });
-      case ExprOp::le:
-        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p <= q; });
-      case ExprOp::eq:
-        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p == q; });
-      default:  // ne
-        return compare<C>(to, a, b, rows, columns, [](V p, V q) { return p != q; });
+  template <class T, ExprOp kOp, int kArity, char kGives>
+  static void each(Operand to, Operand a, Operand b, int rows, int columns) {
+    using V = Vec<T>;
+    if constexpr (kGives == 'b') {
+      compare<T>(to, a, b, rows, columns, [](V p, V q) { return Code<kOp>::template of<T>(p, q); });
+    } else if constexpr (kArity == 1) {
+      map<T>(to, a, rows, columns, [](V p) { return Code<kOp>::template of<T>(p, p); });
+    } else {
+      map<T>(to, a, b, rows, columns, [](V p, V q) { return Code<kOp>::template of<T>(p, q); });
     }
   }
 
   template <class I>
-  void of_real(const ExprValue& x, Operand to, Operand from, int rows, int columns) const {
-    using V = Vec<C>;
-    switch (x.op) {
-      case ExprOp::neg:
-        return map<C>(to, from, rows, columns, [](V p) { return opposite(p, C{}); });
-      case ExprOp::abs:
-        return map<C>(to, from, rows, columns, [](V p) { return magnitude(p, C{}); });
-      case ExprOp::sign:
-        return map<C>(to, from, rows, columns, [](V p) { return sign_of(p, C{}); });
-#define TILEWISE_CASE(name, code, range) \
-  case ExprOp::name:                     \
-    return map<C>(to, from, rows, columns, [](V a) { return code; });
-        TILEWISE_FUNCTIONS(TILEWISE_CASE)
-#undef TILEWISE_CASE
-      case ExprOp::power_by:
-        return power(static_cast<C>(x.real), to, from, rows, columns);
-      case ExprOp::to_int:
-        return turn<I, C, I>(to, from, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
-      default:  // to_float
-        return map<C>(to, from, rows, columns, [](V p) { return p; });
-    }
+  static void to_float(const ExprValue& x, Operand to, Operand a, int rows, int columns) {
+    if (x.arg_kind == ExprKind::boolean)
+      return turn<C, Truth, C>(to, a, rows, columns,
+                               [](C* r, const Truth* p) { store(r, __builtin_convertvector(-load(p), Vec<C>)); });
+    if (x.arg_kind == ExprKind::integer)
+      return turn<C, I, I>(to, a, rows, columns, [](C* r, const I* p) { store_converted(r, load(p)); });
+    map<C>(to, a, rows, columns, [](Vec<C> p) { return p; });
+  }
+  template <class I>
+  static void to_int(const ExprValue& x, Operand to, Operand a, int rows, int columns) {
+    if (x.arg_kind == ExprKind::boolean)
+      return turn<I, Truth, I>(to, a, rows, columns, [](I* r, const Truth* p) { store(r, -truth_as(p, I{})); });
+    if (x.arg_kind == ExprKind::real)
+      return turn<I, C, I>(to, a, rows, columns, [](I* r, const C* p) { store(r, to_integers(p, I{})); });
+    map<I>(to, a, rows, columns, [](Vec<I> p) { return p; });
   }
 
   // The exponents that torch has short forms for, and any other.

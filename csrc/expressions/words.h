@@ -20,7 +20,6 @@ using Truths = Vec<Truth>;  // all ones or zeros
 struct Wholes {
   Vec<Whole> part[kParts];
 };
-using Unsigned = std::conditional_t<sizeof(Whole) == 4, u32, u64>;  // whose overflow wraps
 
 // ---- registers, leaves
 
@@ -175,75 +174,43 @@ TW_INLINE T pick(const Source<From>& s, const Wholes& at) {
   return to;
 }
 
+// ---- operations, of any kind that they take
+
+template <ExprOp kOp, char kGives, class T>
+TW_INLINE auto lifted(const T& a, const T& b) {
+  if constexpr (std::is_same_v<T, Wholes>) {
+    const auto code = [](auto p, auto q) { return Code<kOp>::template of<Whole>(p, q); };
+    if constexpr (kGives == 'b') {
+      return each_truth(a, b, code);
+    } else {
+      return each(a, b, code);
+    }
+  } else if constexpr (std::is_same_v<T, Truths>) {
+    return Code<kOp>::template of<Truth>(a, b);
+  } else {
+    return Code<kOp>::template of<Real>(a, b);
+  }
+}
+#define TILEWISE_WORD(op, name, arity, takes, gives, code, whole, real) \
+  template <class T>                                                    \
+  TW_INLINE auto op_##name(const T& a, const T& b) {                    \
+    return lifted<ExprOp::op, gives>(a, b);                             \
+  }                                                                     \
+  template <class T>                                                    \
+  TW_INLINE auto op_##name(const T& a) {                                \
+    return op_##name(a, a);                                             \
+  }
+TILEWISE_OPERATIONS(TILEWISE_WORD)
+#undef TILEWISE_WORD
+
 // ---- integers
 
-TW_INLINE Wholes op_add(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return (Vec<Whole>)((Vec<Unsigned>)p + (Vec<Unsigned>)q); });
-}
-TW_INLINE Wholes op_sub(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return (Vec<Whole>)((Vec<Unsigned>)p - (Vec<Unsigned>)q); });
-}
-TW_INLINE Wholes op_mul(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return (Vec<Whole>)((Vec<Unsigned>)p * (Vec<Unsigned>)q); });
-}
-TW_INLINE Wholes op_floordiv(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return floor_divide(p, q); });
-}
-TW_INLINE Wholes op_mod(const Wholes& a, const Wholes& b) { return op_sub(a, op_mul(op_floordiv(a, b), b)); }
-TW_INLINE Wholes op_min(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return p < q ? p : q; });
-}
-TW_INLINE Wholes op_max(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return p > q ? p : q; });
-}
-TW_INLINE Wholes op_neg(const Wholes& a) { return op_sub(wholes(0), a); }
-TW_INLINE Wholes op_abs(const Wholes& a) { return op_max(a, op_neg(a)); }
-TW_INLINE Wholes op_sign(const Wholes& a) {
-  return each(a, [](auto p) { return (Vec<Whole>)(p < 0) - (Vec<Whole>)(p > 0); });
-}
-// By what is no number of bits there is, any value.
-constexpr Whole kTopBit = 8 * sizeof(Whole) - 1;
-TW_INLINE Wholes op_shl(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) {
-    return (Vec<Whole>)((Vec<Unsigned>)p << ((Vec<Unsigned>)q & static_cast<Unsigned>(kTopBit)));
-  });
-}
-TW_INLINE Wholes op_shr(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) {
-    const Vec<Whole> top = set(kTopBit);
-    return p >> ((Vec<Unsigned>)q > static_cast<Unsigned>(kTopBit) ? top : q);
-  });
-}
 TW_INLINE Wholes op_shr_by(const Wholes& a, i64 by) {
-  const Whole bits = static_cast<Whole>(min(by, kTopBit));
+  const Whole bits = static_cast<Whole>(min(by, kTopBit<Whole>));
   return each(a, [=](auto p) { return p >> bits; });
 }
 TW_INLINE Wholes op_bits_of(const Wholes& a, i64 bits) {
   return each(a, [=](auto p) { return p & static_cast<Whole>(bits); });
-}
-TW_INLINE Wholes op_and(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return p & q; });
-}
-TW_INLINE Wholes op_or(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return p | q; });
-}
-TW_INLINE Wholes op_xor(const Wholes& a, const Wholes& b) {
-  return each(a, b, [](auto p, auto q) { return p ^ q; });
-}
-TW_INLINE Wholes op_not(const Wholes& a) {
-  return each(a, [](auto p) { return ~p; });
-}
-TW_INLINE Truths op_lt(const Wholes& a, const Wholes& b) {
-  return each_truth(a, b, [](auto p, auto q) { return p < q; });
-}
-TW_INLINE Truths op_le(const Wholes& a, const Wholes& b) {
-  return each_truth(a, b, [](auto p, auto q) { return p <= q; });
-}
-TW_INLINE Truths op_eq(const Wholes& a, const Wholes& b) {
-  return each_truth(a, b, [](auto p, auto q) { return p == q; });
-}
-TW_INLINE Truths op_ne(const Wholes& a, const Wholes& b) {
-  return each_truth(a, b, [](auto p, auto q) { return p != q; });
 }
 TW_INLINE Wholes op_where(const Truths& c, const Wholes& a, const Wholes& b) {
   const Wholes mask = as_masks(c);
@@ -262,12 +229,6 @@ TW_INLINE Wholes op_to_int(const Reals& a) {
 
 // ---- booleans
 
-TW_INLINE Truths op_and(Truths a, Truths b) { return a & b; }
-TW_INLINE Truths op_or(Truths a, Truths b) { return a | b; }
-TW_INLINE Truths op_xor(Truths a, Truths b) { return a ^ b; }
-TW_INLINE Truths op_ne(Truths a, Truths b) { return a ^ b; }
-TW_INLINE Truths op_eq(Truths a, Truths b) { return ~(a ^ b); }
-TW_INLINE Truths op_not(Truths a) { return ~a; }
 TW_INLINE Truths op_where(Truths c, Truths a, Truths b) { return c ? a : b; }
 
 // Conditions along diagonals, a bit each: those of a key's queries, which begin at bit `from`.
@@ -285,10 +246,6 @@ TW_INLINE Wholes lanes_from(i64 first) {
 
 // ---- floats: each operation rounded by itself, as the interpreter has it
 
-TW_INLINE Reals op_add(Reals a, Reals b) { return a + b; }
-TW_INLINE Reals op_sub(Reals a, Reals b) { return a - b; }
-TW_INLINE Reals op_mul(Reals a, Reals b) { return rounded(a * b, Real{}); }
-TW_INLINE Reals op_div(Reals a, Reals b) { return a / b; }
 // By a constant: by way of its inverse, and of what that leaves over. Infinite quotients leave NaN over.
 TW_INLINE Reals op_div_by(Reals a, double b) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -307,15 +264,6 @@ TW_INLINE Reals op_scaled_add(Reals s, Reals scale, Reals x) { return fused(s, s
 TW_INLINE Reals op_scaled_sub(Reals s, Reals scale, Reals x) { return fused(s, scale, -x); }
 TW_INLINE Reals op_scaled_add_from(Reals s, Reals scale, Reals x) { return fused(s, scale, x); }
 TW_INLINE Reals op_scaled_sub_from(Reals s, Reals scale, Reals x) { return fused(-s, scale, x); }
-TW_INLINE Reals op_floordiv(Reals a, Reals b) {
-  return each_lane<Real>(a, b, [](Real p, Real q) { return floor_divided<Real>(p, q); });
-}
-TW_INLINE Reals op_mod(Reals a, Reals b) {
-  return each_lane<Real>(a, b, [](Real p, Real q) { return remainder_of(p, q); });
-}
-TW_INLINE Reals op_pow(Reals a, Reals b) {
-  return each_lane<Real>(a, b, [](Real p, Real q) { return power_of(p, q); });
-}
 // A constant exponent: those that torch has short forms for, and any other.
 TW_INLINE Reals op_power_by(Reals a, double exponent) {
   const Real by = static_cast<Real>(exponent), one = 1;
@@ -327,18 +275,6 @@ TW_INLINE Reals op_power_by(Reals a, double exponent) {
   if (by == static_cast<Real>(-0.5)) return one / square_root(a);
   return each_lane<Real>(a, [=](Real p) { return power_of(p, by); });
 }
-TW_INLINE Reals op_min(Reals a, Reals b) { return least(a, b, Real{}); }
-TW_INLINE Reals op_max(Reals a, Reals b) { return largest(a, b, Real{}); }
-TW_INLINE Reals op_neg(Reals a) { return opposite(a, Real{}); }
-TW_INLINE Reals op_abs(Reals a) { return magnitude(a, Real{}); }
-TW_INLINE Reals op_sign(Reals a) { return sign_of(a, Real{}); }
-#define TILEWISE_WORD(name, code, range) \
-  TW_INLINE Reals op_##name(Reals a) {   \
-    using C [[maybe_unused]] = Real;     \
-    return code;                         \
-  }
-TILEWISE_FUNCTIONS(TILEWISE_WORD)
-#undef TILEWISE_WORD
 // For scores of operands of 16 bits: by less than 3e-5 of itself too small far from zero. A quotient of polynomials up
 // to 6, its values fitted for the least relative error.
 TW_INLINE Reals coarse_far(Reals a) {
@@ -364,10 +300,6 @@ TW_INLINE Reals op_tanh_coarse(Reals a) {
     return select_bits<Real>(far, coarse_far(a), near);
   }
 }
-TW_INLINE Truths op_lt(Reals a, Reals b) { return a < b; }
-TW_INLINE Truths op_le(Reals a, Reals b) { return a <= b; }
-TW_INLINE Truths op_eq(Reals a, Reals b) { return a == b; }
-TW_INLINE Truths op_ne(Reals a, Reals b) { return a != b; }
 TW_INLINE Reals op_where(Truths c, Reals a, Reals b) { return c ? a : b; }
 TW_INLINE Reals op_where_bits(u64 c, Reals a, Reals b) { return select_bits<Real>(c, a, b); }
 TW_INLINE Reals op_to_float(Reals a) { return a; }

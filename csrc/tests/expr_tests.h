@@ -129,10 +129,9 @@ class Evaluator {
           r.any = true;
           break;
         }
-        i64 q = a / b;
-        while (q * b > a && b > 0) q--;
-        while (q * b < a && b < 0) q--;
-        r.whole = op == ExprOp::mod ? a - q * b : q;
+        const i64 rest = a % b;  // of the sign of a
+        const bool below = rest != 0 && (rest < 0) != (b < 0);
+        r.whole = op == ExprOp::mod ? rest + (below ? b : 0) : a / b - below;
         break;
       }
       case ExprOp::min:
@@ -343,6 +342,59 @@ class Captures {
   std::vector<std::shared_ptr<void>> held_;
 };
 
+// Functions of one argument by their error, which is at most `most` units in the last place.
+struct Function {
+  ExprOp op;
+  long double (*truth)(long double);
+  double low, high, most;
+};
+inline std::vector<Function> functions(bool wide) {
+  const double big = wide ? 700 : 85;
+  return {{ExprOp::exp, [](long double x) { return std::exp(x); }, -big, big, 2},
+          {ExprOp::exp, [](long double x) { return std::exp(x); }, -1e-3, 1e-3, 2},
+          {ExprOp::exp2, [](long double x) { return std::exp2(x); }, -big, big, 2},
+          {ExprOp::exp2, [](long double x) { return std::exp2(x); }, -1, 1, 2},
+          {ExprOp::log, [](long double x) { return std::log(x); }, 0.5, 2, 2},
+          {ExprOp::log, [](long double x) { return std::log(x); }, 0.99, 1.01, 2},
+          {ExprOp::log, [](long double x) { return std::log(x); }, 1e-30, 1e5, 2},
+          {ExprOp::log2, [](long double x) { return std::log2(x); }, 0.5, 2, 2.5},
+          {ExprOp::log2, [](long double x) { return std::log2(x); }, 1, 1e6, 2},
+          {ExprOp::tanh, [](long double x) { return std::tanh(x); }, -4, 4, 3},
+          {ExprOp::tanh, [](long double x) { return std::tanh(x); }, -1e-3, 1e-3, 3},
+          {ExprOp::sigmoid, [](long double x) { return 1 / (1 + std::exp(-x)); }, -60, 60, 2.5},
+          {ExprOp::sqrt, [](long double x) { return std::sqrt(x); }, 0, 1e6, 0.501},
+          {ExprOp::rsqrt, [](long double x) { return 1 / std::sqrt(x); }, 1e-6, 1e6, 1.5},
+          {ExprOp::sin, [](long double x) { return std::sin(x); }, -10, 10, 2},
+          {ExprOp::sin, [](long double x) { return std::sin(x); }, -9e4, 9e4, 2},
+          {ExprOp::sin, [](long double x) { return std::sin(x); }, -1e9, 1e9, 2},
+          {ExprOp::sin, [](long double x) { return std::sin(x); }, -1e-4, 1e-4, 2},
+          {ExprOp::cos, [](long double x) { return std::cos(x); }, -10, 10, 2},
+          {ExprOp::cos, [](long double x) { return std::cos(x); }, -9e4, 9e4, 2},
+          {ExprOp::cos, [](long double x) { return std::cos(x); }, -1e9, 1e9, 2}};
+}
+
+// An operation of the table.
+struct Known {
+  ExprOp op;
+  std::size_t arity;
+  const char* takes;
+};
+#define TILEWISE_KNOWN(op, name, arity, takes, gives, code, whole, real) {ExprOp::op, arity, takes},
+constexpr Known kKnown[] = {TILEWISE_OPERATIONS(TILEWISE_KNOWN)};
+#undef TILEWISE_KNOWN
+
+// Those that take arguments of a kind ("bif"), but for those whose values are not exact: they are tested by their
+// error.
+inline std::vector<Known> exact(char kind) {
+  std::vector<Known> found;
+  for (const Known& known : kKnown) {
+    bool good = std::strchr(known.takes, kind) != nullptr && known.op != ExprOp::pow;
+    for (const Function& f : functions(false)) good &= f.op != known.op || f.most < 1;
+    if (good) found.push_back(known);
+  }
+  return found;
+}
+
 // Nodes of every operation whose result is exact (or correctly rounded) for exact arguments.
 inline void draw_nodes(Drawing& d, u64 seed, int count) {
   u64 state = seed * 77777;
@@ -365,47 +417,35 @@ inline void draw_nodes(Drawing& d, u64 seed, int count) {
     }
   };
   const ExprKind integer = ExprKind::integer, real = ExprKind::real, boolean = ExprKind::boolean;
-  const ExprOp whole_ops[] = {ExprOp::add, ExprOp::sub, ExprOp::mul, ExprOp::floordiv, ExprOp::mod, ExprOp::min,
-                              ExprOp::max, ExprOp::all, ExprOp::any, ExprOp::differ,   ExprOp::shl, ExprOp::shr};
-  const ExprOp real_ops[] = {ExprOp::add, ExprOp::sub, ExprOp::mul, ExprOp::div,
-                             ExprOp::mod, ExprOp::min, ExprOp::max, ExprOp::floordiv};
-  const ExprOp real_ones[] = {ExprOp::neg,   ExprOp::abs,  ExprOp::sign,  ExprOp::sqrt,
-                              ExprOp::floor, ExprOp::ceil, ExprOp::round, ExprOp::trunc};
-  const ExprOp whole_ones[] = {ExprOp::neg, ExprOp::abs, ExprOp::sign, ExprOp::negate};
-  const ExprOp comparisons[] = {ExprOp::lt, ExprOp::le, ExprOp::eq, ExprOp::ne};
+  static const std::vector<Known> known[] = {exact('b'), exact('i'), exact('f')};
+  // One operation of the table, on arguments of a kind.
+  const auto draw = [&](ExprKind kind) {
+    const std::vector<Known>& all = known[static_cast<int>(kind)];
+    const Known& drawn = all[static_cast<std::size_t>(next(all.size()))];
+    std::vector<int> args = {pick(kind)};
+    if (drawn.op == ExprOp::shl || drawn.op == ExprOp::shr)
+      args.push_back(d.add(ExprOp::mod, {pick(kind), d.whole(next(2) ? 6 : 40)}));
+    else if (drawn.arity == 2)
+      args.push_back(kind == integer && next(3) == 0 ? d.whole(i64{1} << next(8)) : pick(kind));
+    d.add(drawn.op, args);
+  };
   int loads = 0;
   while (static_cast<int>(d.nodes.size()) < count) {
     switch (next(12)) {
       case 0:
-      case 1: {
-        const ExprOp op = whole_ops[next(12)];
-        const bool shift = op == ExprOp::shl || op == ExprOp::shr;
-        const int bounded = shift ? d.add(ExprOp::mod, {pick(integer), d.whole(next(2) ? 6 : 40)}) : -1;
-        const int divisor = next(3) ? pick(integer) : d.whole(i64{1} << next(8));
-        d.add(op, {pick(integer), shift ? bounded : divisor});
-        break;
-      }
+      case 1:
       case 2:
-        d.add(whole_ones[next(4)], {pick(integer)});
-        break;
       case 3:
+        draw(integer);
+        break;
       case 4:
-        d.add(real_ops[next(8)], {pick(real), pick(real)});
-        break;
       case 5:
-        d.add(real_ones[next(8)], {pick(real)});
+      case 6:
+        draw(real);
         break;
-      case 6: {
-        const ExprKind kind = next(2) ? integer : real;
-        d.add(comparisons[next(4)], {pick(kind), pick(kind)});
+      case 7:
+        draw(boolean);
         break;
-      }
-      case 7: {
-        const ExprOp ops[] = {ExprOp::all, ExprOp::any, ExprOp::differ, ExprOp::eq, ExprOp::ne};
-        d.add(ops[next(5)], {pick(boolean), pick(boolean)});
-        if (next(3) == 0) d.add(ExprOp::negate, {pick(boolean)});
-        break;
-      }
       case 8: {
         const ExprKind kind = static_cast<ExprKind>(next(3));
         d.add(ExprOp::where, {pick(boolean), pick(kind), pick(kind)});
@@ -545,39 +585,9 @@ inline void test_expr_cover(DType dtype) {
   expect(certain > 300, "covers are certain now and then");
 }
 
-// Functions of one argument by their error; `most` in units of the last place.
 inline void test_expr_functions(DType dtype) {
   const bool wide = dtype == DType::f64;
-  struct Function {
-    ExprOp op;
-    const char* name;
-    long double (*truth)(long double);
-    double low, high, most;
-  };
-  const double big = wide ? 700 : 85;
-  const Function functions[] = {
-      {ExprOp::exp, "exp", [](long double x) { return std::exp(x); }, -big, big, 2},
-      {ExprOp::exp, "exp", [](long double x) { return std::exp(x); }, -1e-3, 1e-3, 2},
-      {ExprOp::exp2, "exp2", [](long double x) { return std::exp2(x); }, -big, big, 2},
-      {ExprOp::exp2, "exp2", [](long double x) { return std::exp2(x); }, -1, 1, 2},
-      {ExprOp::log, "log", [](long double x) { return std::log(x); }, 0.5, 2, 2},
-      {ExprOp::log, "log", [](long double x) { return std::log(x); }, 0.99, 1.01, 2},
-      {ExprOp::log, "log", [](long double x) { return std::log(x); }, 1e-30, 1e5, 2},
-      {ExprOp::log2, "log2", [](long double x) { return std::log2(x); }, 0.5, 2, 2.5},
-      {ExprOp::log2, "log2", [](long double x) { return std::log2(x); }, 1, 1e6, 2},
-      {ExprOp::tanh, "tanh", [](long double x) { return std::tanh(x); }, -4, 4, 3},
-      {ExprOp::tanh, "tanh", [](long double x) { return std::tanh(x); }, -1e-3, 1e-3, 3},
-      {ExprOp::sigmoid, "sigmoid", [](long double x) { return 1 / (1 + std::exp(-x)); }, -60, 60, 2.5},
-      {ExprOp::sqrt, "sqrt", [](long double x) { return std::sqrt(x); }, 0, 1e6, 0.501},
-      {ExprOp::rsqrt, "rsqrt", [](long double x) { return 1 / std::sqrt(x); }, 1e-6, 1e6, 1.5},
-      {ExprOp::sin, "sin", [](long double x) { return std::sin(x); }, -10, 10, 2},
-      {ExprOp::sin, "sin", [](long double x) { return std::sin(x); }, -9e4, 9e4, 2},
-      {ExprOp::sin, "sin", [](long double x) { return std::sin(x); }, -1e9, 1e9, 2},
-      {ExprOp::sin, "sin", [](long double x) { return std::sin(x); }, -1e-4, 1e-4, 2},
-      {ExprOp::cos, "cos", [](long double x) { return std::cos(x); }, -10, 10, 2},
-      {ExprOp::cos, "cos", [](long double x) { return std::cos(x); }, -9e4, 9e4, 2},
-      {ExprOp::cos, "cos", [](long double x) { return std::cos(x); }, -1e9, 1e9, 2}};
-  for (const Function& f : functions) {
+  for (const Function& f : functions(wide)) {
     Drawing d;
     d.add(f.op, {d.add(ExprOp::score)});
     for (u64 batch = 0; batch < 8; batch++) {
@@ -602,11 +612,11 @@ inline void test_expr_functions(DType dtype) {
           const double error = static_cast<double>(std::fabs(out[i] - truth) / unit);
           if (error / f.most > report.worst) {
             report.worst = error / f.most;
-            report.worst_case = std::string(f.name) + " " + kernels->name;
+            report.worst_case = std::string(expr_name(f.op)) + " " + kernels->name;
           }
           if (error > f.most)
-            fail(std::string(kernels->name) + ": " + f.name + "(" + number(spot.s[i]) + ") is " + number(out[i]) +
-                 ", off by " + number(error) + " units");
+            fail(std::string(kernels->name) + ": " + expr_name(f.op) + "(" + number(spot.s[i]) + ") is " +
+                 number(out[i]) + ", off by " + number(error) + " units");
         }
       }
     }

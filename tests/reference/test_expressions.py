@@ -15,8 +15,10 @@ from tests.variants_catalogue import CATALOGUE, Sizes, Variant
 from tilewise.reference import expression_blocks
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import Cover, cover, visible
-from tilewise.variants.expr import OPS, Expr, Graph, encode
+from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.operations import OPS
 from tilewise.variants.program import Instr
+from tilewise.variants.rows import Kind
 from tilewise.variants.trace import trace_mask
 from tilewise.variants.values import as_mask
 
@@ -30,6 +32,7 @@ def by_python(expr: Expr, at: dict[str, int]) -> Any:
     for node in expr.nodes:
         args = [values[arg] for arg in node.args]
         fold = None if node.op in at or node.value is not None else OPS[node.op].fold
+        fold = int if node.op == "to_int" else fold
         if any(arg is None for arg in args):
             values.append(None)
         elif node.op in at:
@@ -53,7 +56,7 @@ def by_python(expr: Expr, at: dict[str, int]) -> Any:
 
 @given(data=st.data(), kind=st.sampled_from(("int", "bool")))
 @settings(max_examples=200)
-def test_integers_are_pythons(data: st.DataObject, kind: str) -> None:
+def test_integers_are_pythons(data: st.DataObject, kind: Kind) -> None:
     expr = data.draw(expressions(kind, floats=False))
     (found,) = run(expr, [])
     for _ in range(10):
@@ -66,14 +69,14 @@ def test_integers_are_pythons(data: st.DataObject, kind: str) -> None:
 EDGES = torch.tensor([-(2**63), -(2**63) + 1, -64, -3, -1, 0, 1, 2, 63, 64, 100, 2**63 - 1])
 
 
-@pytest.mark.parametrize("op", [name for name, row in OPS.items() if "i" in row.takes[-1]])
+@pytest.mark.parametrize("op", [name for name, row in OPS.items() if "int" in row.forms])
 def test_no_integer_traps(op: str) -> None:
     """Division by 0, the least integer by -1, shifts by too much: a value, and no error."""
     graph = Graph()
     args = [graph.load("int", 0, [graph.leaf(name)]) for name in "mn"]
     if op == "where":
         args.insert(0, graph.apply("lt", *args))
-    expr = graph.expr(graph.apply(op, *args[: len(OPS[op].takes)]))
+    expr = graph.expr(graph.apply(op, *args[: OPS[op].arity]))
     (found,) = run(expr, [EDGES], extents=EXTENTS._replace(queries=len(EDGES), keys=len(EDGES)))
     assert found.shape[-2:] == (len(EDGES), len(EDGES))
     fold = OPS[op].fold
@@ -81,7 +84,7 @@ def test_no_integer_traps(op: str) -> None:
         for j, second in enumerate(EDGES.tolist()):
             if fold is None or op == "where" or (op in ("floordiv", "mod") and second == 0):
                 continue
-            wanted = fold(*(first, second)[: len(OPS[op].takes)])
+            wanted = fold(*(first, second)[: OPS[op].arity])
             if -LIMIT <= wanted < LIMIT:
                 assert found[0, 0, i, j].item() == wanted, (op, first, second)
 

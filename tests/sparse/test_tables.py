@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sparse.pairs import SIZES, Sizes, catalogue, shown, table_of
-from tests.variants.drawn import SHAPES, Drawing, own_slots, program_of, quarters
+from tests.variants.drawn import SHAPES, expressions, own_slots, program_of, quarters
 from tilewise import BlockMask, masks
 from tilewise.engine import registry
 from tilewise.kernels.cpu.backend import CpuBackend
@@ -73,38 +73,10 @@ def test_threads(threads: int) -> None:
         _check(catalogue(LARGE)[name], LARGE, (16, 32))
 
 
-class Defined(Drawing):
-    """Draws integers and booleans whose value is defined: no division by 0, no shift too far."""
-
-    def _int(self, depth: int) -> int:
-        leaf = self._leaf_or_load("int", max(depth, 0))
-        if leaf is not None:
-            return leaf
-        first = self._int(depth - 1)
-        op = self._one("add", "sub", "mul", "min", "max", "and", "or", "xor", "neg", "abs", "not")
-        if op in ("neg", "abs", "not"):
-            return self.graph.apply(op, first)
-        if self.draw(st.integers(0, 2)) > 0:
-            return self.graph.apply(op, first, self._int(depth - 1))
-        constant = self.graph.constant(self.draw(st.integers(1, 9)))
-        return self.graph.apply(self._one("floordiv", "mod", "shl", "shr"), first, constant)
-
-    def _bool(self, depth: int) -> int:
-        leaf = self._leaf_or_load("bool", max(depth, 0))
-        if leaf is not None:
-            return leaf
-        op = self._one("lt", "le", "eq", "ne", "lt", "and", "or", "xor", "not", "where")
-        if op in ("lt", "le", "eq", "ne"):
-            return self.graph.apply(op, self._int(depth - 1), self._int(depth - 1))
-        args = [self._bool(depth - 1) for _ in range({"not": 1, "where": 3}.get(op, 2))]
-        return self.graph.apply(op, *args)
-
-
 @st.composite
 def drawn_masks(draw: st.DrawFn) -> Mask:
     kinds = draw(st.lists(st.sampled_from(["bool", "int"]), max_size=4))
-    expr = Defined(draw, kinds, with_s=False, floats=False).expr("bool", depth=4)
-    expr, used = own_slots(expr)
+    expr, used = own_slots(draw(expressions("bool", kinds=kinds, floats=False, defined=True)))
     types = {"bool": torch.bool, "int": torch.int64}
     captured = tuple(
         (quarters(SHAPES[slot % len(SHAPES)], slot) * 4).to(types[kinds[slot]]) for slot in used

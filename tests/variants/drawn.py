@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tilewise.reference.expressions import evaluate
 from tilewise.variants.expr import Expr, Graph, encode, slots_of, with_slots
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.operations import OPS
 from tilewise.variants.program import Instr, Program
+from tilewise.variants.rows import Kind
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (5, 1, 2), (0,), (2, 0))
 
@@ -62,33 +63,26 @@ def quarters(shape: Sequence[int], seed: int) -> Tensor:
 class Drawing:
     """Draws nodes into a graph. Loads of one slot are of one kind and rank."""
 
-    def __init__(self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool, floats: bool) -> None:
-        self.draw = draw
-        self.floats = floats
-        self.kinds = kinds
-        self.with_s = with_s
+    def __init__(
+        self, draw: st.DrawFn, kinds: Sequence[str], with_s: bool, floats: bool, defined: bool
+    ) -> None:
+        self.draw, self.kinds = draw, kinds
+        self.with_s, self.floats, self.defined = with_s, floats, defined
         self.graph = Graph()
 
-    def expr(self, kind: str, depth: int) -> Expr:
-        return self.graph.expr(self.place(kind, depth))
+    def place(self, kind: Kind, depth: int) -> int:
+        leaf = self._leaf_or_load(kind, max(depth, 0))
+        return self._operation(kind, depth) if leaf is None else leaf
 
-    def place(self, kind: str, depth: int) -> int:
-        if kind == "float":
-            return self._float(depth)
-        return self._int(depth) if kind == "int" else self._bool(depth)
-
-    def _one(self, *names: str) -> str:
-        return self.draw(st.sampled_from(names))
-
-    def _load(self, kind: str, depth: int) -> int | None:
+    def _load(self, kind: Kind, depth: int) -> int | None:
         slots = [slot for slot, known in enumerate(self.kinds) if known == kind]
         if not slots:
             return None
         slot = self.draw(st.sampled_from(slots))
-        indices = [self._int(depth - 1) for _ in SHAPES[slot % len(SHAPES)]]
-        return self.graph.load(kind, slot, indices)  # type: ignore[arg-type]
+        indices = [self.place("int", depth - 1) for _ in SHAPES[slot % len(SHAPES)]]
+        return self.graph.load(kind, slot, indices)
 
-    def _leaf_or_load(self, kind: str, depth: int) -> int | None:
+    def _leaf_or_load(self, kind: Kind, depth: int) -> int | None:
         if depth > 0 and self.draw(st.integers(0, 3)) > 0:
             return None
         load = self._load(kind, depth) if self.draw(st.booleans()) else None
@@ -97,57 +91,31 @@ class Drawing:
         if kind == "int":
             if self.draw(st.integers(0, 2)) == 0:
                 return self.graph.constant(self.draw(st.integers(-9, 9)))
-            return self.graph.leaf(self._one("b", "h", "m", "n", "M", "N"))
+            return self.graph.leaf(self.draw(st.sampled_from("bhmnMN")))
         if kind == "float":
             if self.with_s and self.draw(st.booleans()):
                 return self.graph.leaf("s")
             return self.graph.constant(self.draw(st.integers(-8, 8)) / 4)
         return self.graph.apply("lt", self.graph.leaf("n"), self.graph.leaf("m"))
 
-    def _int(self, depth: int) -> int:
-        leaf = self._leaf_or_load("int", max(depth, 0))
-        if leaf is not None:
-            return leaf
-        op = self._one(
-            *("add", "sub", "mul", "floordiv", "mod", "min", "max", "and", "or", "xor"),
-            *("neg", "abs", "sign", "not", "shl", "shr", "where", *["to_int"] * self.floats),
-        )
-        first = self._int(depth - 1)
-        if op in ("neg", "abs", "sign", "not"):
-            return self.graph.apply(op, first)
-        if op == "where":
-            return self.graph.apply(op, self._bool(depth - 1), first, self._int(depth - 1))
-        if op == "to_int":
-            return self.graph.apply(op, self._float(depth - 1))
-        return self.graph.apply(op, first, self._int(depth - 1))
+    def _operation(self, kind: Kind, depth: int) -> int:
+        """Any operation that gives a value of a kind, of arguments of any kind that it takes."""
+        op, taken = self.draw(st.sampled_from(_GIVING[kind, self.floats]))
+        condition = [self.place("bool", depth - 1)] if op == "where" else []
+        rest = [self.place(taken, depth - 1) for _ in range(OPS[op].arity - len(condition))]
+        if self.defined and op in ("floordiv", "mod", "shl", "shr"):
+            rest[1] = self.graph.constant(self.draw(st.integers(1, 9)))
+        return self.graph.apply(op, *condition, *rest)
 
-    def _bool(self, depth: int) -> int:
-        leaf = self._leaf_or_load("bool", max(depth, 0))
-        if leaf is not None:
-            return leaf
-        op = self._one("lt", "le", "eq", "ne", "and", "or", "xor", "not", "where", "lt", "le")
-        if op in ("lt", "le", "eq", "ne"):
-            kind = self._one("int", "int", *["float"] * self.floats)
-            return self.graph.apply(op, self.place(kind, depth - 1), self.place(kind, depth - 1))
-        args = [self._bool(depth - 1) for _ in range({"not": 1, "where": 3}.get(op, 2))]
-        return self.graph.apply(op, *args)
 
-    def _float(self, depth: int) -> int:
-        leaf = self._leaf_or_load("float", max(depth, 0))
-        if leaf is not None:
-            return leaf
-        op = self._one(
-            *("add", "sub", "mul", "mul", "div", "floordiv", "mod", "min", "max", "pow", "neg"),
-            *("abs", "sign", *FUNCTIONS, "where", "to_float"),
-        )
-        if op == "to_float":
-            return self.graph.apply(op, self.place(self._one("int", "bool"), depth - 1))
-        first = self._float(depth - 1)
-        if op == "where":
-            return self.graph.apply(op, self._bool(depth - 1), first, self._float(depth - 1))
-        if op in ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "pow"):
-            return self.graph.apply(op, first, self._float(depth - 1))
-        return self.graph.apply(op, first)
+_FORMS = [(op, taken, row.gives or taken) for op, row in OPS.items() for taken in row.forms]
+_GIVING = {
+    (kind, floats): [
+        (op, taken) for op, taken, gives in _FORMS if gives == kind and (floats or taken != "float")
+    ]
+    for kind in ("bool", "int", "float")
+    for floats in (False, True)
+}
 
 
 def own_slots(expr: Expr) -> tuple[Expr, list[int]]:
@@ -164,12 +132,17 @@ def program_of(expr: Expr) -> Program:
 @st.composite
 def expressions(
     draw: st.DrawFn,
-    kind: str,
+    kind: Kind,
     *,
     kinds: Sequence[str] = (),
     with_s: bool = False,
     floats: bool = True,
+    defined: bool = False,
     depth: int = 4,
 ) -> Expr:
-    """An expression of a kind; ``kinds`` says what each slot holds (its rank is of ``SHAPES``)."""
-    return Drawing(draw, kinds, with_s, floats).expr(kind, depth)
+    """An expression of a kind; ``kinds`` says what each slot holds (its rank is of ``SHAPES``).
+
+    Where it is to be ``defined`` there is no division by 0, and no shift too far.
+    """
+    drawing = Drawing(draw, kinds, with_s, floats, defined)
+    return drawing.graph.expr(drawing.place(kind, depth))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.reference.expressions import load_indices
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, Graph, encode
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.operations import OPS
 
 KINDS = ("float",) * len(SHAPES)
 
@@ -66,17 +65,9 @@ def test_derivatives_are_those_of_autograd(expr: Expr, seed: int) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-UNARY = {name: getattr(torch, name) for name in ("neg", "abs", "sign", *FUNCTIONS)}
-BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "mod": torch.remainder,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "pow": torch.pow,
-}
+OF_FLOATS = {op: row for op, row in OPS.items() if "float" in row.forms and row.gives is None}
+UNARY = {op: row.torch for op, row in OF_FLOATS.items() if row.arity == 1}
+BINARY = {op: row.torch for op, row in OF_FLOATS.items() if row.arity == 2 and row.slope}
 POINTS = torch.tensor([-2.0, -1.5, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 3.0]).double()
 
 

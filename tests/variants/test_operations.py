@@ -9,37 +9,38 @@ from tests.variants.drawn import program_of
 from tilewise import attention
 from tilewise.kernels.cpu.core import absence
 from tilewise.variants.derive import differentiate
-from tilewise.variants.expr import OPS, Graph
+from tilewise.variants.expr import Graph
 from tilewise.variants.intervals import Interval, bounds
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 from tilewise.variants.values import Score
 
 M, N = 9, 21
 BOX = {"m": Interval(0, M - 1), "n": Interval(0, N - 1)}
-LETTERS = {"b": "bool", "i": "int", "f": "float"}
-SAME = {("to_int", "i"), ("to_float", "f")}  # they are left out of an expression
-FORMS = [(op, x) for op, row in OPS.items() for x in row.takes[-1] if (op, x) not in SAME]
+SAME = {("to_int", "int"), ("to_float", "float")}  # they are left out of an expression
+FORMS = [(op, x) for op, row in OPS.items() for x in row.forms if (op, x) not in SAME]
 
 
-def _argument(graph: Graph, place: int, letter: str) -> int:
+def _argument(graph: Graph, place: int, kind: Kind) -> int:
     """Something that differs from pair to pair, and is above 0 where it is a float."""
     number = graph.apply("add", graph.leaf("m"), graph.constant(place + 1))
     number = graph.apply("sub", graph.apply("mul", number, graph.constant(3)), graph.leaf("n"))
-    if letter == "i" and place:  # a divisor is not 0
+    if kind == "int" and place:  # a divisor is not 0
         rest = graph.apply("mod", number, graph.constant(5))
         return graph.apply("add", rest, graph.constant(1))
-    if letter == "i":
+    if kind == "int":
         return number
-    if letter == "b":
+    if kind == "bool":
         return graph.apply("lt", number, graph.constant(4 + place))
     s = graph.apply("mul", graph.leaf("s"), graph.constant(0.25))
     near = graph.apply("add", s, graph.apply("to_float", graph.apply("abs", number)))
     return graph.apply("add", near, graph.constant(1.5 + place))
 
 
-def expression(op: str, letter: str) -> Graph:
+def expression(op: str, kind: Kind) -> Graph:
     """The operation's value as a change of the score; the last place is the result."""
     graph = Graph()
-    takes = ["b" if op == "where" and place == 0 else letter for place in range(len(OPS[op].takes))]
+    takes = ["bool", kind, kind] if op == "where" else [kind] * OPS[op].arity
     found = graph.apply(op, *(_argument(graph, place, each) for place, each in enumerate(takes)))
     # Small: exponentials of what a pair has would hide everything else.
     scaled = graph.apply("mul", graph.apply("to_float", found), graph.constant(0.01))
@@ -47,11 +48,11 @@ def expression(op: str, letter: str) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize(("op", "letter"), FORMS, ids=[f"{op}-{LETTERS[x]}" for op, x in FORMS])
+@pytest.mark.parametrize(("op", "kind"), FORMS)
 def test_an_operation_is_known_by_the_reference_the_core_and_the_derivative(
-    op: str, letter: str
+    op: str, kind: Kind
 ) -> None:
-    graph = expression(op, letter)
+    graph = expression(op, kind)
     expr = graph.expr(len(graph.nodes) - 1)
     assert any(node.op == op for node in expr.nodes)
     assert len(differentiate(expr).expr.outputs) == 2

@@ -8,15 +8,13 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.variants.expr import LEAVES, Expr, Node, kinds
-from tilewise.variants.functions import FUNCTIONS
-
-_LARGEST_SHIFT = 63
+from tilewise.variants.operations import OPS
 
 
 def evaluate(
@@ -70,7 +68,7 @@ def evaluate(
         elif node.op == "to_float":
             values.append(args[0].to(dtype))
         else:
-            values.append(_OPERATIONS[node.op](*args))
+            values.append(OPS[node.op].torch(*args))
     return [values[output] for output in expr.outputs]
 
 
@@ -93,57 +91,3 @@ def _load(node: Node, loads: Sequence[Tensor], indices: list[Tensor], dtype: tor
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     # An index without dimensions would make a view that a later write could change.
     return tensor[load_indices(tensor, indices)] if indices else tensor
-
-
-def _by_safe(divide: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Divide integers safely: torch raises for b = 0, the processor may trap for least a by -1."""
-    return divide(a, torch.where((b == 0) | (b == -1), 1, b))
-
-
-def _floordiv(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_floating_point():
-        return torch.floor_divide(a.detach(), b.detach())  # a step: torch refuses its derivative
-    return torch.where(b == -1, -a, _by_safe(torch.floor_divide, a, b))
-
-
-def _mod(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_floating_point():
-        return torch.remainder(a, b)
-    return _by_safe(torch.remainder, a, b)
-
-
-def _shl(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_left_shift(a, b.clamp(0, _LARGEST_SHIFT))
-
-
-def _shr(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_right_shift(a, b.clamp(0, _LARGEST_SHIFT))
-
-
-_OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "div": torch.div,
-    "pow": torch.pow,
-    **{name: function.torch for name, function in FUNCTIONS.items()},
-    "shl": _shl,
-    "shr": _shr,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-    "not": torch.bitwise_not,
-    "lt": torch.lt,
-    "le": torch.le,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "where": torch.where,
-    "to_int": lambda a: a.to(torch.int64),
-}

@@ -16,20 +16,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from tilewise.errors import InvalidArgument
-from tilewise.variants.functions import FUNCTIONS
-
-Kind: TypeAlias = Literal["bool", "int", "float"]
-Constant: TypeAlias = bool | int | float
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Constant, Kind
 
 
 class Node(NamedTuple):
     """One value.
 
     Args:
-        op: a key of ``LEAVES`` or ``OPS``, ``const_<kind>`` or ``load_<kind>``.
+        op: a key of ``LEAVES`` or of ``operations.OPS``, ``const_<kind>`` or ``load_<kind>``.
         args: places of the arguments among the nodes; of a load, one index per dimension.
         value: of a constant; the slot of a load; else None.
     """
@@ -51,60 +49,9 @@ class Expr(NamedTuple):
     outputs: tuple[int, ...]
 
 
-class Op(NamedTuple):
-    """An operation: the kinds that its arguments may have, and the kind of its value.
-
-    Args:
-        takes: per argument the kinds allowed, as letters of "bif".
-        gives: the letter of the result; "=" for that of the last argument.
-        fold: its value for constants; None where it is not taken ahead.
-    """
-
-    takes: tuple[str, ...]
-    gives: str
-    fold: Callable[..., Constant] | None = None
-
-
-_LETTERS: dict[str, Kind] = {"b": "bool", "i": "int", "f": "float"}
 LEAVES: dict[str, Kind] = {"s": "float", **dict.fromkeys("bhmnMN", "int")}
+_LETTERS: dict[str, Kind] = {"b": "bool", "i": "int", "f": "float"}
 _INT_BITS = 63
-
-
-def _sign(a: float) -> float:
-    return type(a)((a > 0) - (a < 0))
-
-
-# One row per operation; a backend has one row per operation too, and a test lists what is missing.
-# Arguments of one operation have the same kind, but for ``where`` and the casts. Transcendental
-# functions of constants are left to the kernel: Python's are rounded otherwise than torch's.
-OPS: dict[str, Op] = {
-    "add": Op(("if", "if"), "=", lambda a, b: a + b),
-    "sub": Op(("if", "if"), "=", lambda a, b: a - b),
-    "mul": Op(("if", "if"), "=", lambda a, b: a * b),
-    "floordiv": Op(("if", "if"), "=", lambda a, b: a // b),
-    "mod": Op(("if", "if"), "=", lambda a, b: a % b),
-    "min": Op(("if", "if"), "=", min),
-    "max": Op(("if", "if"), "=", max),
-    "neg": Op(("if",), "=", lambda a: -a),
-    "abs": Op(("if",), "=", abs),
-    "sign": Op(("if",), "=", _sign),
-    "div": Op(("f", "f"), "f"),
-    "pow": Op(("f", "f"), "f"),
-    **dict.fromkeys(FUNCTIONS, Op(("f",), "f")),
-    "shl": Op(("i", "i"), "i"),
-    "shr": Op(("i", "i"), "i"),
-    "and": Op(("bi", "bi"), "=", lambda a, b: a & b),
-    "or": Op(("bi", "bi"), "=", lambda a, b: a | b),
-    "xor": Op(("bi", "bi"), "=", lambda a, b: a ^ b),
-    "not": Op(("bi",), "=", lambda a: not a if isinstance(a, bool) else ~a),
-    "lt": Op(("if", "if"), "b", lambda a, b: a < b),
-    "le": Op(("if", "if"), "b", lambda a, b: a <= b),
-    "eq": Op(("bif", "bif"), "b", lambda a, b: a == b),
-    "ne": Op(("bif", "bif"), "b", lambda a, b: a != b),
-    "where": Op(("b", "bif", "bif"), "=", lambda c, a, b: a if c else b),
-    "to_float": Op(("bif",), "f", float),
-    "to_int": Op(("bif",), "i"),
-}
 
 
 class Graph:
@@ -147,7 +94,7 @@ class Graph:
             InvalidArgument: arguments of a kind that it does not take.
         """
         kind = _kind_of(op, tuple([self.kinds[arg] for arg in args]))
-        values = [self._constant(arg) for arg in args]
+        values = [self.constant_at(arg) for arg in args]
         if op in _REPEATING:
             simpler = self._simplified(op, args, values)
             if simpler is not None:
@@ -230,7 +177,8 @@ class Graph:
             self.kinds.append(kind)
         return place
 
-    def _constant(self, place: int) -> Constant | None:
+    def constant_at(self, place: int) -> Constant | None:
+        """Return the value of the constant at a place; None if it is no constant."""
         node = self.nodes[place]
         return node.value if node.op.startswith("const_") else None
 
@@ -340,18 +288,15 @@ _REPEATING = frozenset(
 )
 
 
-def _all_kinds() -> dict[tuple[str, tuple[Kind, ...]], Kind]:
-    """The kind of every operation's value, for each of the kinds that its arguments may have."""
-    found: dict[tuple[str, tuple[Kind, ...]], Kind] = {}
-    for op, row in OPS.items():
-        for letter in row.takes[-1]:
-            kind = _LETTERS[letter]
-            given = tuple([_LETTERS[takes] if takes == "b" else kind for takes in row.takes])
-            found[op, given] = kind if row.gives == "=" else _LETTERS[row.gives]
-    return found
+def _taken(op: str, kind: Kind) -> tuple[Kind, ...]:
+    """The kinds of an operation's arguments where those that may have any kind have this one."""
+    return ("bool", kind, kind) if op == "where" else (kind,) * OPS[op].arity
 
 
-_KINDS = _all_kinds()
+# The kind of every operation's value, for each of the kinds that its arguments may have.
+_KINDS = {
+    (op, _taken(op, kind)): row.gives or kind for op, row in OPS.items() for kind in row.forms
+}
 
 
 def _kind_of(op: str, given: tuple[Kind, ...]) -> Kind:
@@ -360,7 +305,8 @@ def _kind_of(op: str, given: tuple[Kind, ...]) -> Kind:
         row = OPS.get(op)
         if row is None:
             raise InvalidArgument("expression", f"the operation {op!r}", f"one of {', '.join(OPS)}")
-        wanted = ", ".join([" or ".join([_LETTERS[x] for x in takes]) for takes in row.takes])
+        any_of = " or ".join(row.forms)
+        wanted = ", ".join([any_of if x == "float" else x for x in _taken(op, "float")])
         raise InvalidArgument(
             f"expression ({op})",
             f"arguments of kinds {', '.join(given)}",

@@ -8,7 +8,7 @@ NaN included.
 import math
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Interval(NamedTuple):
@@ -17,6 +17,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+
+# What is known of a value: of integers and floats an interval, of booleans which one it is; None
+# where nothing is known (a float may then be NaN).
+Bounds: TypeAlias = Interval | bool | None
 
 _WIDER = 2.0**-18  # relative: more than vectorised functions err by in float32
 _SMALLEST = 2.0**-126  # what is smaller may be flushed to zero
@@ -55,29 +59,48 @@ def _may_vanish(a: Interval) -> bool:
     return a.low < _SMALLEST and a.high > -_SMALLEST
 
 
-def sign(x: float) -> int:
-    """-1, 0 or 1."""
-    return (x > 0) - (x < 0)
+def sign(a: Interval) -> Interval:
+    """-1, 0 or 1, of integers too."""
+    low, high = [(x > 0) - (x < 0) for x in a]
+    return Interval(low, high)
 
 
 def opposite(a: Interval) -> Interval:
-    """``-a``."""
+    """``-a``, of integers too."""
     return Interval(-a.high, -a.low)
 
 
-def _absolute(a: Interval) -> Interval:
+def absolute(a: Interval) -> Interval:
+    """``abs(a)``, of integers too."""
     low = 0 if a.low <= 0 <= a.high else min(abs(a.low), abs(a.high))
     return Interval(low, max(abs(a.low), abs(a.high)))
 
 
-def _add(a: Interval, b: Interval) -> Interval | None:
+def lesser(a: Interval, b: Interval) -> Interval:
+    """``min(a, b)``, of integers too."""
+    return Interval(min(a.low, b.low), min(a.high, b.high))
+
+
+def larger(a: Interval, b: Interval) -> Interval:
+    """``max(a, b)``, of integers too."""
+    return Interval(max(a.low, b.low), max(a.high, b.high))
+
+
+def add(a: Interval, b: Interval) -> Interval | None:
+    """``a + b``."""
     # Infinities of opposite signs could meet.
     if (a.high == math.inf and b.low == -math.inf) or (a.low == -math.inf and b.high == math.inf):
         return None
     return rounded(a.low + b.low, a.high + b.high)
 
 
-def _mul(a: Interval, b: Interval) -> Interval | None:
+def sub(a: Interval, b: Interval) -> Interval | None:
+    """``a - b``."""
+    return add(a, opposite(b))
+
+
+def mul(a: Interval, b: Interval) -> Interval | None:
+    """``a * b``."""
     if _infinite(a, b):
         return None
     ends = [x * y for x in a for y in b]
@@ -90,39 +113,43 @@ def _mul(a: Interval, b: Interval) -> Interval | None:
     return rounded(low, high)
 
 
-def _div(a: Interval, b: Interval) -> Interval | None:
+def div(a: Interval, b: Interval) -> Interval | None:
+    """``a / b``."""
     if _may_vanish(b) or (_infinite(a) and _infinite(b)):
         return None
     ends = [x / y for x in a for y in b]
     return rounded(min(ends), max(ends))
 
 
-def _floordiv(a: Interval, b: Interval) -> Interval | None:
+def floordiv(a: Interval, b: Interval) -> Interval | None:
+    """``a // b``."""
     if _may_vanish(b) or _infinite(a, b):
         return None
     ends = [x // y for x in a for y in b] + [_step(math.floor)(x / y) for x in a for y in b]
     return rounded(min(ends), max(ends))
 
 
-def _mod(a: Interval, b: Interval) -> Interval | None:
+def mod(a: Interval, b: Interval) -> Interval | None:
+    """``a % b``."""
     if _may_vanish(b) or _infinite(a, b):
         return None
     if b.high < 0:
-        mirrored = _mod(opposite(a), opposite(b))
+        mirrored = mod(opposite(a), opposite(b))
         return None if mirrored is None else opposite(mirrored)
     if a.low >= 0 and b.low == b.high and a.low // b.low == a.high // b.low:
         return rounded(a.low % b.low, a.high % b.low)
     return Interval(0.0, b.high)  # a small negative and the divisor is rounded to the divisor
 
 
-def _pow(a: Interval, b: Interval) -> Interval | None:
+def power(a: Interval, b: Interval) -> Interval | None:
+    """``a ** b``."""
     if _infinite(a, b):
         return None
     whole = b.low == b.high and float(b.low).is_integer()
     if a.low < _SMALLEST and not (whole and (b.low >= 0 or a.high <= -_SMALLEST)):
         return None
     even = whole and b.low % 2 == 0
-    base = _absolute(a) if even else a
+    base = absolute(a) if even else a
     ends = [_power(x, y) for x in base for y in b]
     return _widened(min(ends), max(ends))
 
@@ -186,22 +213,3 @@ def inverse_root(a: Interval) -> Interval | None:
 def wave(a: Interval) -> Interval | None:
     """``sin(a)`` or ``cos(a)``: from -1 to 1."""
     return None if _infinite(a) else Interval(-1.0 - _WIDER, 1.0 + _WIDER)
-
-
-OF_BOTH: dict[str, Callable[..., Interval | None]] = {
-    "min": lambda a, b: Interval(min(a.low, b.low), min(a.high, b.high)),
-    "max": lambda a, b: Interval(max(a.low, b.low), max(a.high, b.high)),
-    "neg": opposite,
-    "abs": _absolute,
-    "sign": lambda a: Interval(sign(a.low), sign(a.high)),
-}
-OF_FLOATS: dict[str, Callable[..., Interval | None]] = {
-    **OF_BOTH,
-    "add": _add,
-    "sub": lambda a, b: _add(a, opposite(b)),
-    "mul": _mul,
-    "div": _div,
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "pow": _pow,
-}

@@ -1,126 +1,112 @@
 """The functions of one float that masks and scores may call: one row for each.
 
-A row is all that Python knows of a function: torch's function, which is its meaning, its
-derivative, its interval, and its Triton code. The C++ core has a row for each too, in
-``csrc/expressions/program.h``. A new function needs these two rows, its vector code in
-``csrc/expressions/functions.h``, and a test.
+The C++ core has a row for each too (``csrc/expressions/program.h``). CONTRIBUTING.md says what a
+new one needs.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tilewise.variants import float_intervals as ranges
 from tilewise.variants.float_intervals import Interval
+from tilewise.variants.rows import Form, Op, Share
 
 _LN2 = math.log(2.0)
 
 
-class Builder(Protocol):
-    """The part of ``expr.Graph`` that derivatives use."""
-
-    def apply(self, op: str, *args: int) -> int:
-        """Return the place of an operation on the values at these places."""
-
-    def constant(self, value: float) -> int:
-        """Return the place of a constant."""
-
-
-class Slope(NamedTuple):
-    """A derivative: ``factor`` times the value at ``place``, or over it if ``divides``."""
-
-    factor: float
-    place: int
-    divides: bool = False
+def _function(
+    torch: Callable[[Tensor], Tensor],
+    slope: Callable[[Share, int, int], Share] | None,
+    interval: Callable[[Interval], Interval | None],
+    triton: str,
+    ulps: int = 1,
+) -> Op:
+    """Return the row of a function: its slope is given the places of its argument and value."""
+    return Op(
+        torch,
+        {"float": Form(triton, interval, ulps)},
+        arity=1,
+        slope=slope and (lambda share, x, y: (slope(share, x, y),)),
+    )
 
 
-class Function(NamedTuple):
-    """A function of one float.
-
-    Args:
-        torch: what it means.
-        slope: its derivative, from the graph and the places of argument and value; None for
-            steps, which have none.
-        interval: what it makes of an interval; None where it may be NaN or anything.
-        triton: its code, of an argument ``{0}``.
-    """
-
-    torch: Callable[[Tensor], Tensor]
-    slope: Callable[[Builder, int, int], Slope] | None
-    interval: Callable[[Interval], Interval | None]
-    triton: str
+def _one_minus_square(share: Share, _x: int, y: int) -> Share:
+    square = share.graph.apply("mul", y, y)
+    return share.times(share.graph.apply("sub", share.graph.constant(1.0), square))
 
 
-def _one_minus_square(graph: Builder, _x: int, value: int) -> Slope:
-    square = graph.apply("mul", value, value)
-    return Slope(1.0, graph.apply("sub", graph.constant(1.0), square))
+def _sigmoid_slope(share: Share, _x: int, y: int) -> Share:
+    rest = share.graph.apply("sub", share.graph.constant(1.0), y)
+    return share.times(share.graph.apply("mul", y, rest))
 
 
-def _sigmoid_slope(graph: Builder, _x: int, value: int) -> Slope:
-    rest = graph.apply("sub", graph.constant(1.0), value)
-    return Slope(1.0, graph.apply("mul", value, rest))
+def _rsqrt_slope(share: Share, _x: int, y: int) -> Share:
+    cube = share.graph.apply("mul", share.graph.apply("mul", y, y), y)
+    return share.times(cube).scaled(-0.5)
 
 
-def _rsqrt_slope(graph: Builder, _x: int, value: int) -> Slope:
-    return Slope(-0.5, graph.apply("mul", graph.apply("mul", value, value), value))
-
-
-FUNCTIONS: dict[str, Function] = {
-    "exp": Function(
+FUNCTIONS: dict[str, Op] = {
+    "exp": _function(
         torch.exp,
-        lambda _graph, _x, value: Slope(1.0, value),
+        lambda share, x, y: share.times(y),
         ranges.rising(ranges.exponential),
         "words.exponential({0})",
+        ulps=2,
     ),
-    "exp2": Function(
+    "exp2": _function(
         torch.exp2,
-        lambda _graph, _x, value: Slope(_LN2, value),
+        lambda share, x, y: share.times(y).scaled(_LN2),
         ranges.rising(lambda x: ranges.exponential(x, 2.0)),
         "tl.exp2({0})",
     ),
-    "log": Function(
+    "log": _function(
         torch.log,
-        lambda _graph, x, _value: Slope(1.0, x, divides=True),
+        lambda share, x, y: share.over(x),
         ranges.logarithm(math.log),
         "tl.log({0})",
+        ulps=2,
     ),
-    "log2": Function(
+    "log2": _function(
         torch.log2,
-        lambda _graph, x, _value: Slope(1.0 / _LN2, x, divides=True),
+        lambda share, x, y: share.over(x).scaled(1.0 / _LN2),
         ranges.logarithm(math.log2),
         "tl.log2({0})",
+        ulps=2,
     ),
-    "tanh": Function(torch.tanh, _one_minus_square, ranges.rising(math.tanh), "words.tangent({0})"),
-    "sigmoid": Function(
+    "tanh": _function(
+        torch.tanh, _one_minus_square, ranges.rising(math.tanh), "words.tangent({0})", ulps=2
+    ),
+    "sigmoid": _function(
         torch.sigmoid,
         _sigmoid_slope,
         ranges.rising(lambda x: 1.0 / (1.0 + ranges.exponential(-x))),
         "words.logistic({0})",
+        ulps=3,
     ),
-    "sqrt": Function(
+    "sqrt": _function(
         torch.sqrt,
-        lambda _graph, _x, value: Slope(0.5, value, divides=True),
+        lambda share, x, y: share.over(y).scaled(0.5),
         ranges.square_root,
         "tl.sqrt_rn({0})",
     ),
-    "rsqrt": Function(torch.rsqrt, _rsqrt_slope, ranges.inverse_root, "tl.rsqrt({0})"),
-    "sin": Function(
+    "rsqrt": _function(torch.rsqrt, _rsqrt_slope, ranges.inverse_root, "tl.rsqrt({0})", ulps=2),
+    "sin": _function(
         torch.sin,
-        lambda graph, x, _value: Slope(1.0, graph.apply("cos", x)),
+        lambda share, x, y: share.times(share.graph.apply("cos", x)),
         ranges.wave,
         "tl.sin({0})",
     ),
-    "cos": Function(
+    "cos": _function(
         torch.cos,
-        lambda graph, x, _value: Slope(-1.0, graph.apply("sin", x)),
+        lambda share, x, y: share.times(share.graph.apply("sin", x)).scaled(-1.0),
         ranges.wave,
         "tl.cos({0})",
     ),
-    "floor": Function(torch.floor, None, ranges.stepped(math.floor), "tl.floor({0})"),
-    "ceil": Function(torch.ceil, None, ranges.stepped(math.ceil), "tl.ceil({0})"),
-    "round": Function(torch.round, None, ranges.stepped(round), "words.round_even({0})"),
-    "trunc": Function(torch.trunc, None, ranges.stepped(math.trunc), "words.truncated({0})"),
+    "floor": _function(torch.floor, None, ranges.stepped(math.floor), "tl.floor({0})"),
+    "ceil": _function(torch.ceil, None, ranges.stepped(math.ceil), "tl.ceil({0})"),
+    "round": _function(torch.round, None, ranges.stepped(round), "words.round_even({0})"),
+    "trunc": _function(torch.trunc, None, ranges.stepped(math.trunc), "words.truncated({0})"),
 }

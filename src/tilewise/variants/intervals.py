@@ -7,23 +7,20 @@ are followed exactly, to where they leave 64 bits.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from operator import lshift, or_, rshift, xor
 from typing import TypeAlias
 
-from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
-from tilewise.variants.float_intervals import OF_BOTH, OF_FLOATS, Interval, opposite, rounded
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.expr import LEAVES, Expr, Node, kinds
+from tilewise.variants.float_intervals import Bounds, Interval, rounded
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 
 __all__ = ["EVERY_INT", "Bounds", "Extremes", "Interval", "bounds", "every_bound"]
 
-# What is known of a value: of integers and floats an interval, of booleans which one it is; None
-# where nothing is known (a float may then be NaN).
-Bounds: TypeAlias = Interval | bool | None
 # From a slot and what is known of each index: what is known of the element, clamping included.
 Extremes: TypeAlias = Callable[[int, Sequence[Interval]], Bounds]
 
 EVERY_INT = Interval(-(2**63), 2**63 - 1)
-_MOST_SHIFT = 63
+_TAKE_UNKNOWN = ("where", "to_float", "to_int")
 
 
 def bounds(expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None = None) -> Bounds:
@@ -45,8 +42,13 @@ def every_bound(
 ) -> list[Bounds]:
     """Return what each node can be (arguments as of ``bounds``)."""
     known: list[Bounds] = []
-    for node, kind in zip(expr.nodes, kinds(expr), strict=True):
-        found = _node_bounds(node, kind, known, ranges, extremes)
+    every_kind = kinds(expr)
+    for node, kind in zip(expr.nodes, every_kind, strict=True):
+        if node.op in OPS:
+            taken = every_kind[node.args[-1]]
+            found = _of_operation(node.op, taken, [known[arg] for arg in node.args])
+        else:
+            found = _of_leaf(node, kind, [known[arg] for arg in node.args], ranges, extremes)
         if kind == "int" and not _fits(found):
             found = EVERY_INT
         elif kind == "float" and isinstance(found, Interval):
@@ -64,188 +66,28 @@ def _fits(found: Bounds) -> bool:
     )
 
 
-def _node_bounds(
+def _of_operation(op: str, taken: Kind, args: Sequence[Bounds]) -> Bounds:
+    """Return what is known of the value of an operation that takes arguments of a kind."""
+    numbers = taken != "bool" and op not in _TAKE_UNKNOWN
+    if numbers and not all(isinstance(arg, Interval) for arg in args):
+        return None
+    return OPS[op].forms[taken].interval(*args)
+
+
+def _of_leaf(
     node: Node,
     kind: Kind,
-    known: list[Bounds],
+    indices: Sequence[Bounds],
     ranges: Mapping[str, Interval],
     extremes: Extremes | None,
 ) -> Bounds:
-    op, args = node.op, [known[arg] for arg in node.args]
-    if op in LEAVES:
-        return ranges.get(op)
-    if op.startswith("const_"):
-        assert node.value is not None
-        if kind == "bool":
-            return bool(node.value)
-        return (
-            Interval(node.value, node.value) if kind == "int" else rounded(node.value, node.value)
-        )
-    if op.startswith("load_"):
-        assert isinstance(node.value, int)
-        indices = [arg for arg in args if isinstance(arg, Interval)]
-        return None if extremes is None else extremes(node.value, indices)
-    if op == "where":
-        return _chosen(*args)
-    if op in ("to_float", "to_int"):
-        return _converted(op, args[0])
-    if op in _LOGIC and not any(isinstance(arg, Interval) for arg in args):
-        return _LOGIC[op](*args)
-    intervals = [arg for arg in args if isinstance(arg, Interval)]
-    if len(intervals) < len(args):
-        return None
+    value = node.value
+    if node.op in LEAVES:
+        return ranges.get(node.op)
+    assert value is not None
+    if node.op.startswith("load_"):
+        known = [index for index in indices if isinstance(index, Interval)]
+        return None if extremes is None else extremes(int(value), known)
     if kind == "bool":
-        return _COMPARISONS[op](*intervals)
-    if op in FUNCTIONS:
-        return FUNCTIONS[op].interval(*intervals)
-    return _OF_INTS[op](*intervals) if kind == "int" else OF_FLOATS[op](*intervals)
-
-
-# Booleans: Kleene's logic.
-
-
-def _both(a: Bounds, b: Bounds) -> Bounds:
-    if a is False or b is False:
-        return False
-    return True if a is True and b is True else None
-
-
-def _negated(a: Bounds) -> Bounds:
-    return None if a is None else not a
-
-
-def _either(a: Bounds, b: Bounds) -> Bounds:
-    return _negated(_both(_negated(a), _negated(b)))
-
-
-def _differ(a: Bounds, b: Bounds) -> Bounds:
-    return None if a is None or b is None else a is not b
-
-
-_LOGIC: dict[str, Callable[..., Bounds]] = {
-    "and": _both,
-    "or": _either,
-    "not": _negated,
-    "xor": _differ,
-    "ne": _differ,
-    "eq": lambda a, b: _negated(_differ(a, b)),
-}
-
-
-def _chosen(condition: Bounds, a: Bounds, b: Bounds) -> Bounds:
-    if isinstance(condition, bool):
-        return a if condition else b
-    if isinstance(a, Interval) and isinstance(b, Interval):
-        return Interval(min(a.low, b.low), max(a.high, b.high))
-    return a if isinstance(a, bool) and a is b else None
-
-
-def _less(a: Interval, b: Interval) -> Bounds:
-    if a.high < b.low:
-        return True
-    return False if a.low >= b.high else None
-
-
-def _equal(a: Interval, b: Interval) -> Bounds:
-    if a.high < b.low or b.high < a.low:
-        return False
-    return True if a.low == a.high == b.low == b.high else None
-
-
-_COMPARISONS: dict[str, Callable[[Interval, Interval], Bounds]] = {
-    "lt": _less,
-    "le": lambda a, b: _negated(_less(b, a)),
-    "eq": _equal,
-    "ne": lambda a, b: _negated(_equal(a, b)),
-}
-
-
-def _converted(op: str, value: Bounds) -> Bounds:
-    if op == "to_float":
-        if isinstance(value, Interval):
-            return rounded(float(value.low), float(value.high))
-        return Interval(0.0, 1.0) if value is None else Interval(float(value), float(value))
-    if not isinstance(value, Interval) or math.inf in (-value.low, value.high):
-        return None
-    return Interval(math.trunc(value.low), math.trunc(value.high))
-
-
-# Integers: Python's, without bounds; what leaves 64 bits is caught above. Operations that rise or
-# fall in each argument have their extremes at the corners of the box.
-
-
-def _corners(op: Callable[[int, int], int], a: Interval, b: Interval) -> Interval:
-    found = [op(int(x), int(y)) for x in a for y in b]
-    return Interval(min(found), max(found))
-
-
-def _floordiv(a: Interval, b: Interval) -> Bounds:
-    if b.low <= 0 <= b.high:
-        return None
-    return _corners(lambda x, y: x // y, a, b)
-
-
-def _mod(a: Interval, b: Interval) -> Bounds:
-    if b.low <= 0 <= b.high:
-        return None
-    if b.high < 0:
-        mirrored = _mod(opposite(a), opposite(b))
-        return opposite(mirrored) if isinstance(mirrored, Interval) else None
-    if a.low >= 0 and a.high < b.low:
-        return a
-    if b.low == b.high and a.low // b.low == a.high // b.low:
-        return Interval(a.low % b.low, a.high % b.low)
-    return Interval(0, b.high - 1)
-
-
-def _shift(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Bounds]:
-    def shifted(a: Interval, b: Interval) -> Bounds:
-        return _corners(op, a, b) if b.low >= 0 and b.high <= _MOST_SHIFT else None
-
-    return shifted
-
-
-def _bits(a: Interval) -> int:
-    """Return the least 2**k - 1 that is not below the interval, which has no negative."""
-    return int((1 << int(a.high).bit_length()) - 1)
-
-
-def _and(a: Interval, b: Interval) -> Bounds:
-    if b.low != b.high:
-        a, b = b, a
-    mask = int(b.low)
-    if b.low == b.high and mask >= 0 and mask & (mask + 1) == 0:
-        return _mod(a, Interval(mask + 1, mask + 1))
-    if a.low == a.high and b.low == b.high:
-        return _corners(lambda x, y: x & y, a, b)
-    tops = [x.high for x in (a, b) if x.low >= 0]
-    return Interval(0, min(tops)) if tops else None
-
-
-def _either_bits(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Bounds]:
-    """``|`` or ``^``; the first is not below its arguments."""
-
-    def of(a: Interval, b: Interval) -> Bounds:
-        if a.low == a.high and b.low == b.high:
-            return _corners(op, a, b)
-        if a.low < 0 or b.low < 0:
-            return None
-        return Interval(max(a.low, b.low) if op is or_ else 0, _bits(a) | _bits(b))
-
-    return of
-
-
-_OF_INTS: dict[str, Callable[..., Bounds]] = {
-    **OF_BOTH,
-    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
-    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
-    "mul": lambda a, b: _corners(lambda x, y: x * y, a, b),
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "shl": _shift(lshift),
-    "shr": _shift(rshift),
-    "and": _and,
-    "or": _either_bits(or_),
-    "xor": _either_bits(xor),
-    "not": lambda a: Interval(-1 - a.high, -1 - a.low),
-}
+        return bool(value)
+    return Interval(value, value) if kind == "int" else rounded(value, value)

@@ -8,8 +8,9 @@ gives its only element.
 from collections.abc import Sequence
 from functools import reduce
 
-from tilewise.variants.expr import Expr, Graph, Kind, decode, with_slots
+from tilewise.variants.expr import Expr, Graph, decode, with_slots
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
+from tilewise.variants.rows import Kind
 
 _LETTERS = "bhmn"
 

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.errors import InvalidType
-from tilewise.variants.expr import Expr, Kind, slots_of, with_slots
+from tilewise.variants.expr import Expr, slots_of, with_slots
 from tilewise.variants.guidance import uncalled
+from tilewise.variants.rows import Kind
 from tilewise.variants.traced import Indexing, Recording, Row, Traced, named
 from tilewise.variants.vocabulary import maximum, minimum
 

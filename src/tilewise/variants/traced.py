@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tilewise.checks import INTEGERS
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.variants.expr import Graph, Kind
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.expr import Graph
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 
 # What torch's methods and functions mean here: filled in by ``vocabulary.py``, which says it in
 # terms of what is below.
@@ -407,25 +408,20 @@ def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced
     """Apply an operation, with its operands lifted and brought to the kinds that it takes."""
     values = [recording.lift(operand) for operand in operands]
     graph = recording.graph
-    given = [value.kind for value in values]
-    if op in ("and", "or", "xor", "not", "shl", "shr") and "float" in given:
-        required = "booleans or integers"
-        raise InvalidType(
-            recording.argument, f"a float as operand of {_SIGNS[op]}", required, whereabouts()
-        )
-    kind = common(given)
-    if op in _TAKE_FLOATS:
-        kind = "float"
-    elif kind == "bool" and op not in ("and", "or", "xor", "not", "eq", "ne"):
-        kind = "int"
     if op in ("to_float", "to_int"):
         return Traced(recording, graph.apply(op, values[0].place))
+    kind = common([value.kind for value in values])
+    taken = OPS[op].forms
+    if kind not in taken:
+        if kind == "float":
+            came = f"a float as operand of {_SIGNS.get(op, op)}"
+            raise InvalidType(recording.argument, came, "booleans or integers", whereabouts())
+        kind = "int" if kind == "bool" and "int" in taken else "float"
     places = [cast(graph, value.place, kind) for value in values]
     return Traced(recording, graph.apply(op, *places))
 
 
 _SIGNS = {"and": "&", "or": "|", "xor": "^", "not": "~", "shl": "<<", "shr": ">>"}
-_TAKE_FLOATS = frozenset(("div", "pow", *FUNCTIONS))
 
 
 def common(given: list[Kind]) -> Kind:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.operations import OPS
 from tilewise.variants.traced import (
     DISPATCHED,
     METHODS,
@@ -153,32 +153,16 @@ def _filled(number: int | None, sized: bool) -> Callable[..., Traced]:
 
 # What torch's functions and methods mean here, by their names.
 _TORCH: dict[str, Callable[..., Traced]] = {
-    **{name: _plain(name) for name in FUNCTIONS},
-    **{name: _plain("abs") for name in ("abs", "absolute")},
-    **{name: _plain("neg") for name in ("neg", "negative")},
-    "sign": _plain("sign"),
-    "add": _plain("add"),
-    **{name: _plain("sub") for name in ("sub", "subtract")},
-    **{name: _plain("mul") for name in ("mul", "multiply")},
-    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _divide),
-    **{name: _plain("floordiv") for name in ("floor_divide", "floordiv")},
-    **{name: _plain("mod") for name in ("remainder", "mod")},
+    **{
+        name: _plain(op)
+        for op, row in OPS.items()
+        for name in ((op,) if row.names is None else row.names)
+    },
+    **dict.fromkeys(OPS["div"].names or (), _divide),
     "pow": lambda recording, x, y: _power(recording.lift(x), y),
-    "minimum": _plain("min"),
-    "maximum": _plain("max"),
-    **{name: _plain("lt") for name in ("lt", "less")},
-    **{name: _plain("le") for name in ("le", "less_equal")},
-    **{name: _swapped("lt") for name in ("gt", "greater")},
-    **{name: _swapped("le") for name in ("ge", "greater_equal")},
-    "eq": _plain("eq"),
-    **{name: _plain("ne") for name in ("ne", "not_equal")},
-    **{name: _plain("and") for name in ("and", "bitwise_and")},
-    **{name: _plain("or") for name in ("or", "bitwise_or")},
-    **{name: _plain("xor") for name in ("xor", "bitwise_xor")},
-    **{name: _plain("not") for name in ("invert", "bitwise_not")},
+    **dict.fromkeys(("gt", "greater"), _swapped("lt")),
+    **dict.fromkeys(("ge", "greater_equal"), _swapped("le")),
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
-    **{name: _plain("shl") for name in ("lshift", "bitwise_left_shift")},
-    **{name: _plain("shr") for name in ("rshift", "bitwise_right_shift")},
     "where": _select,
     **dict.fromkeys(("clamp", "clip"), _clamp),
     "square": lambda recording, x: recording.lift(x) * x,

@@ -28,7 +28,8 @@ from tests.variants_catalogue import CATALOGUE
 from tests.variants_catalogue import Variant as CatalogueVariant
 from tilewise import masks
 from tilewise.kernels.cpu import compiled
-from tilewise.variants.expr import OPS, Graph, encode
+from tilewise.variants.expr import Graph, encode
+from tilewise.variants.operations import OPS
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Score
 
@@ -70,22 +71,22 @@ def _every_op(wide: bool, half: int) -> tuple[Score, int]:
     real[1] = graph.apply("add", real[1], graph.apply("mul", s, graph.constant(1e-3)))
     whole = [graph.load("int", 2, [at[0]]), graph.load("int", 3, [graph.apply("sub", n, at[1])])]
     truth = [graph.load("bool", 4, [at[2]]), graph.apply("lt", real[1], graph.constant(0.1))]
-    by_kind = {"f": real, "i": whole, "b": truth}
+    by_kind = {"float": real, "int": whole, "bool": truth}
     found = []
     for name, op in OPS.items():
-        for letter in op.takes[-1]:
-            args = [by_kind[letter][i % 2] for i in range(len(op.takes))]
+        for kind in op.forms:
+            args = [by_kind[kind][i % 2] for i in range(op.arity)]
             if name == "where":
                 args = [truth[1], *args[1:]]
             if name in ("shl", "shr"):
                 args[1] = graph.apply("mod", args[1], graph.constant(9))
-            if name in ("floordiv", "mod") and letter == "i":
+            if name in ("floordiv", "mod") and kind == "int":
                 args[1] = graph.apply("max", args[1], graph.constant(1))
                 found.append(graph.apply(name, args[0], graph.constant(4)))
                 found.append(graph.apply(name, args[0], graph.constant(-3)))
-            if name in ("eq", "ne") and letter == "f":
+            if name in ("eq", "ne") and kind == "float":
                 args = [graph.apply("floor", real[1]), graph.constant(1.0)]
-            if name == "to_int" and letter == "f":
+            if name == "to_int" and kind == "float":
                 args[0] = graph.apply("tanh", graph.apply("min", s, graph.constant(2.0)))
             found.append(graph.apply(name, *args))
     # Quotients by constants, exact ones among them, and powers.

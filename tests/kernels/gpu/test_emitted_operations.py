@@ -13,7 +13,9 @@ from torch import Tensor
 from tests.kernels.gpu import emitted as run
 from tests.kernels.gpu.emitted import emitted, problem, reference, value
 from tests.variants.drawn import Extents
-from tilewise.variants.expr import OPS, Expr, Graph, Kind
+from tilewise.variants.expr import Expr, Graph
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 
 _LEAST, _MOST = -(2**63), 2**63 - 1
 _INTS = (_LEAST, _LEAST + 1, -(2**40), -65, -7, -2, -1, 0, 1, 2, 3, 8, 63, 64, 2**31, _MOST)
@@ -21,8 +23,6 @@ _SIZES = (0.0, 1e-30, 3e-7, 0.1, 0.5, 0.59, 0.61, 1.0, 1.5, 2.5, 3.0, 9.3, 60.0,
 _FLOATS = tuple(
     [sign * size for size in (*_SIZES, float("inf"), float("nan")) for sign in (1.0, -1.0)]
 )
-# Units in the last place of float32 by which values may be off.
-_ULPS = {"exp": 2, "log": 2, "log2": 2, "tanh": 2, "sigmoid": 3, "pow": 4, "rsqrt": 2}
 # By which positions arguments are told: rows, columns and numbers in every mixture.
 _PLACES = (("m", "n"), ("n", "h"), ("h", "m"), ("h", "h"))
 _HEADS, _HEAD_STEP = 5, 7
@@ -31,7 +31,7 @@ _HEADS, _HEAD_STEP = 5, 7
 def _operation(op: str, kind: Kind, places: tuple[str, str]) -> Expr:
     """The operation on loads (``where`` has its condition before them)."""
     graph = Graph()
-    count = len(OPS[op].takes)
+    count = OPS[op].arity
     at = {place: graph.leaf(place) for place in "hmn"}
     at["h"] = graph.apply("mul", at["h"], graph.constant(_HEAD_STEP))
     args = []
@@ -53,11 +53,11 @@ def _tables(values: Sequence[Any]) -> tuple[Extents, list[Tensor]]:
     return Extents(1, _HEADS, len(values), len(values)), tables
 
 
-def _taking(letter: str) -> list[str]:
-    return [op for op, row in OPS.items() if letter in row.takes[-1]]
+def _taking(kind: Kind) -> list[str]:
+    return [op for op, row in OPS.items() if kind in row.forms]
 
 
-@pytest.mark.parametrize("op", _taking("i"))
+@pytest.mark.parametrize("op", _taking("int"))
 @pytest.mark.parametrize("places", _PLACES, ids="".join)
 def test_integers(op: str, places: tuple[str, str]) -> None:
     """Bit for bit, also where 64 bits wrap: the kernel compares them with what they should be."""
@@ -85,7 +85,7 @@ def test_narrow_integers(op: str) -> None:
     graph = Graph()
     first = graph.apply("sub", graph.leaf("m"), graph.constant(11))
     second = graph.apply("sub", graph.leaf("n"), graph.constant(0 if op[:2] == "sh" else 12))
-    found = graph.apply(op, *(first, second)[: len(OPS[op].takes)])
+    found = graph.apply(op, *(first, second)[: OPS[op].arity])
     expr = graph.expr(graph.apply("to_float", found))
     (expected,) = reference(expr, extents, [])
     assert torch.equal(value(expr, extents, []), expected)
@@ -104,7 +104,7 @@ def test_constant_divisors(op: str, divisor: int) -> None:
         assert torch.equal(value(expr, extents, []), expected)
 
 
-@pytest.mark.parametrize("op", _taking("b"))
+@pytest.mark.parametrize("op", _taking("bool"))
 @pytest.mark.parametrize("places", _PLACES, ids="".join)
 def test_booleans(op: str, places: tuple[str, str]) -> None:
     """Of both values, and of numbers joined with blocks."""
@@ -115,7 +115,7 @@ def test_booleans(op: str, places: tuple[str, str]) -> None:
     assert torch.equal(value(expr, extents, loads), expected)
 
 
-@pytest.mark.parametrize("op", _taking("f"))
+@pytest.mark.parametrize("op", _taking("float"))
 @pytest.mark.parametrize("places", _PLACES, ids="".join)
 def test_floats(op: str, places: tuple[str, str]) -> None:
     """Against the correctly rounded value, infinities and NaN included."""
@@ -130,7 +130,7 @@ def test_floats(op: str, places: tuple[str, str]) -> None:
     if op == "mod":  # further than that only the size of a remainder is known
         known = ~(expected.isfinite() & _is_far(expr, extents, loads))
         expected, found = expected[known], found[known]
-    _assert_ulps(found, expected, _ULPS.get(op, 1))
+    _assert_ulps(found, expected, OPS[op].forms["float"].ulps)
 
 
 def _is_far(expr: Expr, extents: Extents, loads: Sequence[Tensor]) -> Tensor:
@@ -166,7 +166,7 @@ def test_functions_all_over(op: str) -> None:
     expr = graph.expr(graph.apply(op, graph.load("float", 0, [place])))
     extents, loads = Extents(1, 1, 63, 64), [table.float()]
     (expected,) = reference(expr, extents, loads, dtype=torch.float64)
-    _assert_ulps(value(expr, extents, loads), expected, _ULPS.get(op, 1))
+    _assert_ulps(value(expr, extents, loads), expected, OPS[op].forms["float"].ulps)
 
 
 def test_powers_all_over() -> None:
@@ -179,7 +179,7 @@ def test_powers_all_over() -> None:
     expr = graph.expr(graph.apply("pow", *args))
     extents, loads = Extents(1, 1, 64, 64), [bases, exponents]
     (expected,) = reference(expr, extents, loads, dtype=torch.float64)
-    _assert_ulps(value(expr, extents, loads), expected, _ULPS["pow"])
+    _assert_ulps(value(expr, extents, loads), expected, OPS["pow"].forms["float"].ulps)
 
 
 # ---- loads

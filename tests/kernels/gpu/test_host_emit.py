@@ -10,24 +10,17 @@ import torch
 
 from tests.kernels.gpu.emitted import emitted, problem
 from tests.variants.drawn import Extents
-from tilewise.kernels.gpu.expressions.text import OPERATIONS, Source, body
+from tilewise.kernels.gpu.expressions.text import Source, body
 from tilewise.kernels.gpu.expressions.variant import Table, captures, shape_numbers, variant_of
-from tilewise.variants.expr import OPS, decode, encode
+from tilewise.variants.expr import decode, encode
 from tilewise.variants.intervals import Interval
 from tilewise.variants.program import decode as program_of
 
-_KINDS = {"b": "bool", "i": "int", "f": "float"}
 _RANGES = tuple({name: Interval(0, 1000) for name in "bhmnMN"}.items())
 
 
 def _text(text: str) -> str:
     return "\n".join(body(decode(text), Source((1, 1), frozenset(), _RANGES)))
-
-
-def test_every_operation_has_a_row() -> None:
-    """What is in the language and not in the table, and the other way round."""
-    wanted = {(op, _KINDS[letter]) for op, row in OPS.items() for letter in row.takes[-1]}
-    assert sorted(wanted ^ OPERATIONS.keys()) == []
 
 
 def test_small_integers_are_narrow() -> None:

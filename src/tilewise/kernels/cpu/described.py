@@ -11,7 +11,7 @@ class Value(NamedTuple):
     """One value of a program.
 
     Args:
-        op: its operation, as in variants/expr.py but for "constant", "load", the quotients by
+        op: its operation, as in variants/operations.py but for "constant", "load", the quotients by
             powers of two "shr_by" and "bits_of", "power_by" and "difference" (of positions).
         kind: 0 boolean, 1 integer, 2 float.
         arg_kind: of its last argument.

@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tilewise.variants.expr import LEAVES, Expr, Kind, Node, kinds
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.expr import LEAVES, Expr, Node, kinds
 from tilewise.variants.intervals import Bounds, Interval, every_bound
+from tilewise.variants.operations import OPS
+from tilewise.variants.rows import Kind
 
 _SMALL = Interval(-(2**31), 2**31 - 1)
 _WHOLE_TILE = "tl.broadcast_to({0}, (m + n).shape)"
@@ -53,57 +54,6 @@ class _Value(NamedTuple):
     node: Node
 
 
-# One row per operation and kind of its last argument. ``{0}`` and so on are the arguments.
-OPERATIONS: dict[tuple[str, Kind], str] = {
-    **{
-        (op, kind): f"{{0}} {sign} {{1}}"
-        for kind in ("int", "float")
-        for op, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("lt", "<"), ("le", "<="))
-    },
-    **{
-        (op, kind): f"{{0}} {sign} {{1}}"
-        for kind in ("bool", "int")
-        for op, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
-    },
-    **{
-        (op, kind): f"{{0}} {sign} {{1}}"
-        for kind in ("int", "float")
-        for op, sign in (("eq", "=="), ("ne", "!="))
-    },
-    ("eq", "bool"): "({0} ^ {1}) == 0",
-    ("ne", "bool"): "{0} ^ {1}",
-    ("floordiv", "int"): "words.floordiv_any({0}, {1})",
-    ("mod", "int"): "words.mod_any({0}, {1})",
-    ("min", "int"): "tl.minimum({0}, {1})",
-    ("max", "int"): "tl.maximum({0}, {1})",
-    ("neg", "int"): "0 - {0}",
-    ("abs", "int"): "tl.abs({0})",
-    ("sign", "int"): "words.sign_int({0})",
-    ("shl", "int"): "{0} << words.clamped({1}, {bits})",
-    ("shr", "int"): "{0} >> words.clamped({1}, {bits})",
-    ("not", "int"): "-1 - {0}",
-    ("not", "bool"): "{0} == 0",
-    ("floordiv", "float"): "words.floordiv_float({0}, {1})",
-    ("mod", "float"): "words.mod_float({0}, {1})",
-    ("min", "float"): "words.least({0}, {1})",
-    ("max", "float"): "words.largest({0}, {1})",
-    ("neg", "float"): "{0} * -1.0",  # Triton's minus is a difference from +0
-    ("abs", "float"): "tl.abs({0})",
-    ("sign", "float"): "words.sign_float({0})",
-    ("div", "float"): "tl.div_rn({0}, {1})",
-    ("pow", "float"): "words.power({0}, {1})",
-    **{(name, "float"): function.triton for name, function in FUNCTIONS.items()},
-    ("where", "bool"): "({0} & {1}) | (({0} == 0) & {2})",
-    ("where", "int"): "tl.where({0}, {1}, {2})",
-    ("where", "float"): "tl.where({0}, {1}, {2})",
-    ("to_float", "bool"): "{0}.to(tl.float32)",
-    ("to_float", "int"): "{0}.to(tl.float32)",
-    ("to_float", "float"): "{0}",
-    ("to_int", "bool"): "{0}.to({type})",
-    ("to_int", "int"): "{0}",
-    ("to_int", "float"): "words.to_int({0})",
-}
-_COMPARISONS = ("lt", "le", "eq", "ne")
 # Where the interval of a float is in 32 bits.
 _TO_SMALL = "{0}.to(tl.int32)"
 # Integer division where the divisor is positive, and where the dividend is not negative either.
@@ -192,7 +142,7 @@ class _Writer:
             type=f"tl.int{bits}",
             **_divisor(args[-1]),
         )
-        if node.op in _COMPARISONS and not self.depends(place, "smn"):
+        if OPS[node.op].gives == "bool" and not self.depends(place, "smn"):
             return f"words.truth({found})"
         return f"({found}).to(tl.int32)" if kind == "int" and bits > value.bits else found
 
@@ -200,7 +150,7 @@ class _Writer:
         """The text of an operation, the short one where what is known of its arguments allows."""
         op, last = value.node.op, args[-1]
         if op in _BY_POSITIVE and last.kind == "int":
-            return _whole_division(op, *args) or OPERATIONS[op, "int"]
+            return _whole_division(op, *args) or OPS[op].forms["int"].triton
         if op == "to_int" and value.bits == 32 and last.kind == "float":
             return _TO_SMALL
         number = last.node.value if last.node.op == "const_float" else None
@@ -210,7 +160,7 @@ class _Writer:
             inverse = _inverse(float(number))
             if inverse is not None and (_is_power(float(number)) or self._is_smoothed(place)):
                 return f"{{0}} * {inverse!r}"
-        return OPERATIONS[op, last.kind]
+        return OPS[op].forms[last.kind].triton
 
     def _is_smoothed(self, place: int) -> bool:
         """Return whether nothing but smooth functions uses a value."""

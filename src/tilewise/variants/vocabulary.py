@@ -127,8 +127,8 @@ def _softplus(recording: Recording, x: object) -> Traced:
 def _filled(number: int | None, sized: bool) -> Callable[..., Traced]:
     """``torch.zeros_like(x)``, ``x.new_full((), 2)`` and the like: one value, as a pair has anyway.
 
-    The value is the last of the arguments where there is no ``number``. What is ``sized`` takes a
-    size before it, and that is of one value too.
+    Without a ``number`` the last argument is the value. A ``sized`` function takes a size first,
+    which must be that of one value.
     """
 
     def handler(

@@ -138,10 +138,9 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Write the gradients of ``_flash_attn_forward`` into dq, dk and dv.
 
-    q, k, v and the flags are those of the forward pass. dout, out [B, M, Hq, Dv] and softmax_lse
-    [B, Hq, M] are of all keys that the softmax is over, these or more. dq, dk and dv are of the
-    shapes and dtypes of q, k and v, with any strides, or None for a gradient that goes nowhere.
-    ``rng_state`` is that of the forward pass, needed with dropout.
+    Pass the q, k, v, flags and (with dropout) ``rng_state`` of the forward pass. The softmax of
+    dout, out [B, M, Hq, Dv] and softmax_lse [B, Hq, M] may cover more keys than k has. Give dq, dk
+    and dv the shapes and dtypes of q, k and v, with any strides; None skips a gradient.
 
     Returns:
         softmax_d, [B, Hq, M up to a multiple of 128]: (1 - dropout_p) * sum over Dv of dout * out,

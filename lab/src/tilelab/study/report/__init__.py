@@ -9,9 +9,12 @@ Where its parts are made:
 - the rows of the table of arms: ``verdicts.row_of``, its intervals: ``verdicts.forest_of``; its
   drawing: ``templates/parts.html``, ``report.md``;
 - the tables below it: ``tables.evidence_tables``, columns by ``verdict/measures.py``;
-- the charts: curves and paired differences in ``lines``; memory, target, survival and cost in
-  ``costs``; effects and sweeps in ``tuning``; layers of attention in ``attention``. matplotlib
-  draws them, and ``common/svg.finish`` makes an ``<svg>`` of each.
+- the charts of curves and paired differences: ``lines``;
+- the charts of memory, target, survival and cost: ``costs``;
+- the charts of effects and sweeps: ``tuning``;
+- the charts of attention's layers: ``attention``.
+
+matplotlib draws the charts. ``common/svg.finish`` turns each into an ``<svg>``.
 """
 
 from __future__ import annotations

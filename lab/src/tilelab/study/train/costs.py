@@ -3,9 +3,9 @@
 A model-FLOPs utilisation (MFU) is operations per token times tokens per second over the peak. It is
 only comparable where its convention is named, so both common ones are recorded.
 
-The memory of a step is told apart into weights, gradients, optimizer state and activations: sums
-over storages, exact, the same on every machine, each storage counted once however many tensors
-share it. The peak is what the process (or the GPU's allocator) really held.
+The memory of a step has four parts: weights, gradients, optimizer state and activations. Each is an
+exact sum over storages, the same on every machine. A storage that several tensors share counts
+once. The peak is what the process (or the GPU's allocator) really held.
 
 ``scaled_dot_product_attention`` chooses among kernels by itself. Attention dropout on a CPU makes
 it leave its fused kernel for the textbook form, without a word. An arm that was to change

@@ -127,13 +127,13 @@ def _scored(config: RunConfig) -> tuple[int | str, ...]:
 def rounding(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[bool | None, str]:
     """Return whether a systems arm in float32 differs from the baseline by rounding only; a note.
 
-    Its training losses of the first steps have to be within ``MOST_DRIFT`` of the baseline's. Where
-    there is a control, an arm that changes only the last bit of its initial weights, the final loss
-    has to be as close to the baseline's as the control's, or within one spacing of float32.
+    Its training losses of the first steps must be within ``MOST_DRIFT`` of the baseline's. A
+    control is an arm that changes only the last bit of its initial weights. With one, the final
+    loss must be as close to the baseline's as the control's, or within one spacing of float32.
 
-    The note says how far the training losses are apart, by step, and those of the control: so far
-    does rounding alone drive a run. None and no note before all runs are over, of other arms, and
-    in narrower types, which round so much that it would say nothing.
+    The note says how far the training losses are apart, by step. It says the same of the control,
+    which only rounding drives away. The result is None, without a note, before all runs are over,
+    for other arms, and for narrower types, which round too much for this comparison.
     """
     baseline = finals[experiment.baseline_name]
     drift = _drift(finals[arm.name], baseline)

@@ -21,7 +21,15 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilelab.study.ask import designs
-from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
+from tilelab.study.ask.designs import (
+    Combine,
+    Confirm,
+    Design,
+    Halving,
+    Ladder,
+    Sequential,
+    Sweep,
+)
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.values import (
     Choice,
@@ -31,6 +39,7 @@ from tilelab.study.ask.values import (
     config_hash,
     find,
     nearest,
+    overlap,
     parse,
     unhashed,
     value_at,
@@ -53,6 +62,7 @@ __all__ = [
     "Experiment",
     "Frozen",
     "Halving",
+    "Ladder",
     "LengthWarmup",
     "Model",
     "Optimizer",
@@ -372,6 +382,7 @@ class Experiment(Frozen):
             so.
         combine: a further stage, the factorial of the arms that survived; None for none.
         confirm: the last stage, the winner on fresh seeds; None for none.
+        ladder: the rungs that take the experiment's place, one after the other; None for none.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -390,6 +401,7 @@ class Experiment(Frozen):
     design: Design | None = added(None)
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)
+    ladder: Ladder | None = added(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -410,6 +422,8 @@ class Experiment(Frozen):
         _check_stages(self)
         if self.sequential is not None:
             _check_looks(self, self.sequential)
+        if self.ladder is not None:
+            _check_ladder(self, self.ladder)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -444,6 +458,30 @@ class Experiment(Frozen):
     def alone(self) -> bool:
         """Whether its runs have the machine to themselves: it compares kernels (a systems arm)."""
         return any(arm.kind == "systems" for arm in self.arms)
+
+    @cached_property
+    def rungs(self) -> dict[str, Experiment]:
+        """The rungs of its ladder, smallest first, as experiments; none without a ladder.
+
+        A tuned rung has the sweep. The configs have the arms' own values, not yet the tuned ones.
+        """
+        ladder = self.ladder
+        if ladder is None:
+            return {}
+        *_, top = ladder.rungs
+        found = {}
+        for name, changes in ladder.rungs.items():
+            arms = [arm for arm in self.arms if name == top or arm.name not in ladder.last]
+            paths = {f"baseline.{path}": value for path, value in changes.items()}
+            own = {
+                "name": f"{self.name}.{name}",
+                "ladder": None,
+                "arms": [arm.model_dump(mode="json") for arm in arms],
+            }
+            if name not in ladder.tuned:
+                own["sweep"] = None
+            found[name] = change(self, paths | own)
+        return found
 
     def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
         """Return the config of an arm (without what a sweep chooses), with dotted changes."""
@@ -491,6 +529,8 @@ class Study(Frozen):
         if len(set(names)) < len(names):
             raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
         stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        ladders = [each for each in self.experiments if each.ladder is not None]
+        stages |= {f"{each.name}.{rung}" for each in ladders for rung in each.rungs}
         if stages & set(names):
             required = "a name that is not that of a later stage of another experiment"
             raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
@@ -511,6 +551,50 @@ def _check_looks(experiment: Experiment, rule: Sequential) -> None:
     if experiment.design is not None:
         required = "one of both: effects of a design need every run"
         raise InvalidArgument("sequential", "a design and sequential", required)
+
+
+def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
+    """Refuse a ladder that does not fit its experiment; each rung checks itself."""
+    others = ("combine", "confirm", "design", "sequential")
+    if taken := [name for name in others if getattr(experiment, name) is not None]:
+        required = "one of both: every rung runs all its seeds, and is judged by itself"
+        raise InvalidArgument("ladder", f"a ladder and {taken[0]}", required)
+    for name, known in {
+        "tuned": (ladder.tuned, ladder.rungs),
+        "shared": (ladder.shared, experiment.arm_names),
+        "last": ((*ladder.last, *ladder.last.values()), experiment.arm_names),
+    }.items():
+        given, there = known
+        if unknown := [each for each in given if each not in there]:
+            required = f"of {', '.join(there)}"
+            raise InvalidArgument(f"ladder.{name}", repr(unknown[0]), required)
+    if experiment.baseline_name in ladder.last:
+        required = "arms beside the baseline, which every rung has"
+        raise InvalidArgument("ladder.last", experiment.baseline_name, required)
+    if bool(ladder.tuned) != (experiment.sweep is not None):
+        required = "both or neither: rungs that are tuned need the sweep that says how"
+        raise InvalidArgument("ladder.tuned", f"{ladder.tuned} and sweep", required)
+    if experiment.sweep is not None and experiment.sweep.halving is not None:
+        required = "no halving: an optimum is read off candidates that trained as long"
+        raise InvalidArgument("sweep.halving", "a ladder with halving", required)
+    if len(set(ladder.tuned)) < len(ladder.tuned):
+        raise InvalidArgument("ladder.tuned", str(ladder.tuned), "each rung once")
+    changed = {path for changes in ladder.rungs.values() for path in changes}
+    for arm in experiment.arms:
+        if both := [path for path in arm.changes if any(overlap(path, each) for each in changed)]:
+            required = f"no path that the rungs change ({', '.join(sorted(changed))})"
+            raise InvalidArgument(f"arms.{arm.name}", both[0], required)
+    sizes = [size_of(each.baseline, ladder) for each in experiment.rungs.values()]
+    if sizes != sorted(set(sizes)):
+        required = f"the smallest first, each of another number of {ladder.axis}"
+        raise InvalidArgument("ladder.rungs", f"{ladder.axis} {sizes}", required)
+
+
+def size_of(config: RunConfig, ladder: Ladder) -> int:
+    """Return where a config is on the axis of a ladder: see ``Ladder.axis``."""
+    if ladder.axis == "tokens":
+        return config.steps * config.tokens_per_step
+    return 12 * config.model.layers * config.model.width**2
 
 
 def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:

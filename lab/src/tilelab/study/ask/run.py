@@ -47,6 +47,7 @@ class RunSpec:
     candidate: float | None = None  # the swept value of a trial
     rung: int | None = None  # of a trial of successive halving, 0 for the shortest; None for others
     alone: bool = False  # nothing else of the study runs meanwhile
+    branches: bool = False  # runs of other lengths may share its first steps
     execution: Execution = STANDARD  # how and where; the standard one until the run is started
 
     @property
@@ -108,12 +109,17 @@ def finals(
     experiment: Experiment,
     chosen: Mapping[str, float | None],
     wanted: Mapping[str, Sequence[int]] | None = None,
+    path: str | None = None,
+    branching: Sequence[str] = (),
 ) -> list[RunSpec]:
     """Return the runs that count, for all seeds or those that are ``wanted`` (arm -> seeds).
 
-    With a sweep, an arm that has chosen nothing, or is not known to, has no runs.
+    With a sweep, or where ``chosen`` is of another ``path``, an arm that has chosen nothing, or is
+    not known to, has no runs. Runs of the ``branching`` arms share steps with those of other rungs.
     """
-    sweep, names = experiment.sweep, experiment.arm_names
+    names = experiment.arm_names
+    if path is None and experiment.sweep is not None:
+        path = experiment.sweep.path
     found = []
     for index, seed in enumerate(experiment.seeds):
         first = index % len(names)
@@ -121,11 +127,20 @@ def finals(
             if wanted is not None and seed not in wanted[name]:
                 continue
             changes = {}
-            if sweep is not None:
+            if path is not None:
                 value = chosen.get(name)
                 if value is None:
                     continue
-                changes = {sweep.path: value}
-            config = experiment.config_of(name, changes)
-            found.append(RunSpec(experiment.name, name, seed, config, alone=experiment.alone))
+                changes = {path: value}
+            config, branches = experiment.config_of(name, changes), name in branching
+            found.append(
+                RunSpec(
+                    experiment.name,
+                    name,
+                    seed,
+                    config,
+                    alone=experiment.alone,
+                    branches=branches,
+                )
+            )
     return found

@@ -20,6 +20,7 @@ from tilelab.study.report.costs import (
     pareto_chart,
     target_charts,
 )
+from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.lines import curve, difference, difference_chart, loss_chart
 from tilelab.study.report.page import Chart, Table
 from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
@@ -112,12 +113,18 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
                 zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
         )
+        smallest = {each.name: each.smallest_effect for each in stored.study.experiments}
+        ladders = tuple(
+            ladder_of(each, smallest[each.experiment], f"l{number}")
+            for number, each in enumerate(evidence.verdict.ladders, 1)
+        )
     return {
         "study": stored.study.name,
         "question": stored.study.question,
         "status": _status(agenda, evidence),
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
+        "ladders": ladders,
         "experiments": experiments,
         "environment": (("began", stored.began), *_flat_facts(stored.environment)),
         "corpus": _corpus(evidence),
@@ -164,8 +171,13 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
 
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
-    steps = [step for record in evidence.records.values() for step in record.steps]
-    tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
+    # Steps that runs share were taken once.
+    own = [
+        (each, [step for step in each.steps if step.step > each.start.shared_steps])
+        for each in evidence.records.values()
+    ]
+    steps = [step for _, taken in own for step in taken]
+    tokens = sum(learnt(record, taken) for record, taken in own)
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from tilelab.study.verdict.decide import (
     look_by_look,
 )
 from tilelab.study.verdict.factorial import factor_effects, interactions
+from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
     TIMES,
     Values,
@@ -72,15 +73,30 @@ def unfolded(
     study: Study, records: Mapping[str, RunRecord]
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
     """Return the experiments of a study with the stages that follow, and their verdicts."""
-    stages = [stage for each in study.experiments for stage in stages_of(each, records)]
+    found = {each.name: stages_of(each, records) for each in study.experiments}
+    stages = [stage for each in found.values() for stage in each]
     verdicts = tuple(each.verdict for each in stages)
     whole = all(map(over, verdicts))
-    judged = StudyVerdict(study.name, study.question, whole, verdicts)
+    ladders = tuple(
+        climb(each, [stage.verdict for stage in found[each.name]], records)
+        for each in study.experiments
+        if each.ladder is not None
+    )
+    judged = StudyVerdict(study.name, study.question, whole, verdicts, ladders)
     return tuple(each.planned for each in stages), judged
 
 
 def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
-    """Return an experiment, and those that follow by its rules, as far as the records tell."""
+    """Return an experiment, and those that follow by its rules, as far as the records tell.
+
+    Of a ladder that is its rungs.
+    """
+    if experiment.ladder is not None:
+        tuned = rates(experiment, records) or {}
+        return [
+            Stage(each, _experiment(each, records, _lost(tuned.get(name, {}))))
+            for name, each in experiment.rungs.items()
+        ]
     found = [Stage(experiment, _experiment(experiment, records))]
     while True:
         last, following_it = found[-1], following(found)
@@ -88,6 +104,11 @@ def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[
         if following_it.experiment is None:
             return found
         found.append(Stage(following_it.experiment, _experiment(following_it.experiment, records)))
+
+
+def _lost(rates: Mapping[str, float | None]) -> frozenset[str]:
+    """Return the arms of a rung that have no value to run with."""
+    return frozenset(arm for arm, value in rates.items() if value is None)
 
 
 @dataclass(frozen=True)
@@ -135,9 +156,11 @@ def _compared_all(
     experiment: Experiment,
     records: Mapping[str, RunRecord],
     sweeps: Sequence[SweepResult],
+    lost: Collection[str] = (),
 ) -> tuple[dict[str, _Runs], list[Judged]]:
     """Return the runs of every arm, and the decisions; of a sequential experiment look by look."""
-    runs = {name: _runs(experiment, name, records, sweeps) for name in experiment.arm_names}
+    gone = {each.arm for each in sweeps if all_diverged(each)}.union(lost)
+    runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
     if experiment.sequential is not None:
@@ -146,9 +169,12 @@ def _compared_all(
     return runs, decided(compared, rules)
 
 
-def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
+def _experiment(
+    experiment: Experiment, records: Mapping[str, RunRecord], lost: Collection[str] = ()
+) -> ExperimentVerdict:
+    """Return the verdict; ``lost`` arms have no runs: trials of another rung diverged."""
     sweeps = sweep_results(experiment, records)
-    runs, judged = _compared_all(experiment, records, sweeps)
+    runs, judged = _compared_all(experiment, records, sweeps, lost)
     if experiment.sequential is not None:  # without seeds that no look needs
         needed = {
             name: {seed: runs[name].finals[seed] for seed in seeds}
@@ -185,7 +211,7 @@ def _runs(
     experiment: Experiment,
     arm: str,
     records: Mapping[str, RunRecord],
-    sweeps: Sequence[SweepResult],
+    lost: bool,
 ) -> _Runs:
     config = experiment.baseline  # the name of a run does not depend on it
     finals = {
@@ -198,7 +224,6 @@ def _runs(
         for runs in rung.runs.values()
         for run in runs
     ]
-    lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
     return _Runs(finals, tried, lost)
 
 

@@ -297,6 +297,47 @@ class ExperimentVerdict:
 
 
 @dataclass(frozen=True)
+class LadderPoint:
+    """The effect of an arm at one rung."""
+
+    rung: str
+    at: float  # on the axis
+    effect: float  # as the rung's verdict has it
+    interval: Interval | None
+    differences: tuple[float, ...]  # of each seed
+
+
+@dataclass(frozen=True)
+class LadderArm:
+    """The effect of an arm as a function of the axis, e(x) = a + b x^-c; see ``ladder.py``."""
+
+    arm: str
+    points: tuple[LadderPoint, ...]
+    constants: tuple[float, ...] = ()  # a and b of the fit to all rungs; empty without a fit
+    curve: tuple[tuple[float, float, float, float], ...] = ()  # x, e(x), its interval
+    predicted: float | None = None  # at the last rung, by the fit to all others
+    predicted_interval: Interval | None = None  # for a mean over as many seeds
+    miss: float | None = None  # the last rung's effect minus what was predicted
+
+
+@dataclass(frozen=True)
+class LadderVerdict:
+    """A ladder: the verdicts on its rungs, which are experiments, put in a row."""
+
+    experiment: str
+    question: str
+    metric: str
+    axis: Literal["text", "tokens", "parameters"]  # text is in bytes
+    rungs: tuple[str, ...]  # the smallest first
+    places: tuple[float | None, ...]  # of each rung on the axis; None before it is known
+    baseline: str
+    losses: tuple[float | None, ...]  # the baseline's final metric at each rung
+    exponent: float | None  # c of the baseline's law; None for fewer than three rungs
+    arms: tuple[LadderArm, ...]
+    rates: dict[str, dict[str, float | None]]  # rung -> arm -> its tuned value; empty without
+
+
+@dataclass(frozen=True)
 class StudyVerdict:
     """A study judged from its records."""
 
@@ -304,6 +345,7 @@ class StudyVerdict:
     question: str
     complete: bool  # every planned run is over
     experiments: tuple[ExperimentVerdict, ...]  # in the config's order
+    ladders: tuple[LadderVerdict, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it in JSON's types; what is not finite becomes null."""

@@ -95,7 +95,7 @@ def test_parameters_are_counted(changes: dict[str, Any]) -> None:
     config = large(**{"model.heads": 4, **changes})
     model = gpt2_of(config, 256, 0, torch.device("cpu"))
     assert 4 * parameters(config) == storage_bytes(model.parameters())
-    assert len(tokenizer("bytes").token_bytes) == needs.VOCABULARY["bytes"]
+    assert len(tokenizer("bytes").token_bytes) == needs.vocabulary(config.data)
 
 
 def test_only_what_writes_its_matrix_pays_for_it() -> None:

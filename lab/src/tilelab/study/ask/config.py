@@ -173,7 +173,8 @@ class Data(Frozen):
     * the path of a text file or a folder of them.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
-    of BERT (uncased), and ``"listops"`` that of the task of this name.
+    of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
+    encoding of ``vocabulary`` tokens, trained on the training text alone.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -181,10 +182,11 @@ class Data(Frozen):
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "bpe", "wordpiece", "listops"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
+    vocabulary: int = added(2048, ge=257, le=65536)
 
 
 class Attention(Frozen):

@@ -19,7 +19,6 @@ from torch.nn import functional
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data import order
-from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
@@ -78,7 +77,7 @@ class _Examination(Examination):
     ) -> Sample:
         """Let the model go on with the held-out text; arms draw the same random numbers."""
         assert isinstance(model, GPT2)
-        decode = tokenizer(self._config.data.tokenizer).decode
+        decode = self._data.decode
         prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()
         written = sample(model, prompt, count, seed, autocast)
         return Sample(printable(decode(prompt)), printable(decode(written)))
@@ -88,7 +87,7 @@ class LanguageModelling(AbstractTask):
     """The next token of a text, with a GPT-2; see ``AbstractTask``."""
 
     families = ("gpt2",)
-    tokenizers = ("bytes", "gpt2")
+    tokenizers = ("bytes", "gpt2", "bpe")
     metrics = ("bits_per_byte", "loss")
     writes = True
     learns_text = True

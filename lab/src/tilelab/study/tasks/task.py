@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilelab.study.ask.config import Evaluation, RunConfig, Training
+from tilelab.study.ask.config import Data, Evaluation, RunConfig, Training
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -181,6 +181,8 @@ class AbstractTask(ABC):
         }
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if config.data.tokenizer != "bpe":
+            foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
         if model.family != "gpt2":
             foreign = {
                 "model.kv_heads": (model.kv_heads, None),
@@ -192,6 +194,7 @@ class AbstractTask(ABC):
         for path, (came, standard) in factors.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                who = f"tokenizer {config.data.tokenizer}" if path.startswith("data.v") else who
                 raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
 
     @abstractmethod

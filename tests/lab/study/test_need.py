@@ -34,6 +34,8 @@ FACTORS: list[dict[str, Any]] = [
     {"model.kv_heads": 1},
     {"model.norm": "rms"},
     {"model.qk_norm": True},
+    {"model.tied": False},
+    {"model.bias": False, "model.norm": "rms"},
     {"model.positions": "rotary", "model.kv_heads": 2, "model.norm": "rms", "model.qk_norm": True},
 ]
 

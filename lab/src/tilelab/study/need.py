@@ -73,8 +73,9 @@ def parameters(config: RunConfig) -> int:
     """Count the weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
-    RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
-    too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
+    RMSNorm has no biases; QK-norm has two gains for each head's channels. A head of its own has V d
+    more; without ``bias`` a layer has 9 d fewer. A BERT has token types too, a perceptron of any
+    width, and a head of d^2 and a little more. A ViT has positions, and a
     matrix for its patches, taken to be of colour, and of 16 x 16 pixels for a task that has no
     option ``patch``. The head of a ViT is left out.
     """
@@ -90,11 +91,11 @@ def parameters(config: RunConfig) -> int:
         tables = (vocabulary(config.data) + start + model.context + 4) * width
         return tables + model.layers * layer + width**2 + 4 * width
     norm = width if model.norm == "rms" else 2 * width
-    attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
+    attention = 2 * width * (width + model.bias) + 2 * kv_width * (width + model.bias)
     attention += 2 * model.head_width if model.qk_norm else 0
-    perceptron = 8 * width**2 + 5 * width
+    perceptron = 8 * width**2 + 5 * width * model.bias
     positions = model.context * width if model.positions == "learned" else 0
-    tokens = vocabulary(config.data) * width
+    tokens = vocabulary(config.data) * width * (1 if model.tied else 2)
     return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 

@@ -119,8 +119,9 @@ class Model(Frozen):
     encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     ``nudge`` moves every initial weight to the next number, up or down. An arm that changes nothing
-    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm`` and
-    ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
+    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``,
+    ``qk_norm``, ``tied``, ``bias`` and ``std`` are those of its ``Shape``: GPT-2's own unless they
+    are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -136,6 +137,9 @@ class Model(Frozen):
     family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
+    tied: bool = added(True)
+    bias: bool = added(True)
+    std: float = added(0.02, gt=0)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

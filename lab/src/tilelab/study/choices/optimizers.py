@@ -18,6 +18,7 @@ from pydantic import Field
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from tilelab.models.layers import Unembedding
 from tilelab.study.ask.values import NotNegative, Positive, Share, find, register
 
 if TYPE_CHECKING:  # config imports this module, through values
@@ -41,11 +42,12 @@ def parameter_groups(model: nn.Module) -> list[Group]:
     """Return the parameters of a model in two groups.
 
     ``decay``: weights of two dimensions or more that are multiplied with activations.
-    ``no-decay``: biases, norms, and embeddings, whose rows are looked up (a head that is tied to
-    an embedding is that embedding). A parameter without gradient is in none, and so is a group
-    without parameters.
+    ``no-decay``: biases, norms, and embeddings, whose rows are looked up; a head over tokens too,
+    whether it is that embedding or a matrix of its own. A parameter without gradient is in none,
+    and so is a group without parameters.
     """
-    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding | Unembedding))
+    embeddings = {id(each.weight) for each in tables}
     decayed: dict[str, nn.Parameter] = {}
     kept: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():

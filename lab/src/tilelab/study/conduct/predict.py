@@ -111,6 +111,8 @@ def _multiplied(config: RunConfig) -> float:
     model, found = config.model, float(parameters(config))
     if model.positions == "learned":
         found -= model.context * model.width
+    if not model.tied:
+        found -= vocabulary(config.data) * model.width
     if model.family == "bert":  # tokens and their types; a head over some tokens is the former
         tokens = vocabulary(config.data)
         hidden = config.task.options.get("probability", 0.0)

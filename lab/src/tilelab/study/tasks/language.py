@@ -111,7 +111,7 @@ class LanguageModelling(AbstractTask):
         return _Batches(config, data, seed)
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
-        """Return a GPT-2 with its tied head."""
+        """Return a GPT-2; the head is part of it."""
         return gpt2_of(config, data.vocabulary, seed, device)
 
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
@@ -119,9 +119,9 @@ class LanguageModelling(AbstractTask):
         return _Examination(config, data)
 
     def looked_up(self, model: nn.Module) -> int:
-        """Count the positions: the token embedding is the head, where it is multiplied."""
+        """Count the positions, and the token embedding unless it is the head, which multiplies."""
         assert isinstance(model, GPT2)
-        return super().looked_up(model) - model.tokens.weight.numel()
+        return super().looked_up(model) - (model.tokens.weight.numel() if model.head is None else 0)
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
         """Return tokens of the row, or of the document's piece in it, that a token is in."""

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilelab.study.ask.config import Data, Evaluation, RunConfig, Training
+from tilelab.study.ask.config import Data, Evaluation, Model, RunConfig, Training
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -189,6 +189,9 @@ class AbstractTask(ABC):
                 "model.positions": (model.positions, "learned"),
                 "model.norm": (model.norm, "layer"),
                 "model.qk_norm": (model.qk_norm, False),
+                "model.tied": (model.tied, True),
+                "model.bias": (model.bias, True),
+                "model.std": (model.std, Model().std),
             }
         factors = {**({} if self.packs else rows), **foreign}
         for path, (came, standard) in factors.items():

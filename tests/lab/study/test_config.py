@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tilelab.study.records.store import read_study
 from tilelab.study.tasks.language import LanguageModelling
 from tilewise.errors import InvalidArgument
 
+STORED = sorted(Path(__file__).parents[3].glob("benchmarks/studies/*/records.tar.gz"))
 LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
 
 
@@ -65,6 +67,7 @@ def test_a_saved_config_says_every_number() -> None:
         "weight_decay": 0.1,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
+        "embedding_lr": 0.0,
     }
     assert values["schedule"] == {"name": "linear", "warmup": 0.05}
     assert values["attention"]["variant"] == {"name": "causal"}
@@ -148,6 +151,7 @@ CHANGES: dict[str, Any] = {
     "attention.implementation": "plain",
     "attention.variant": {"name": "window", "size": 16},
     "optimizer.betas": [0.9, 0.96],
+    "optimizer.embedding_lr": 0.01,
     "optimizer.name": "lion",
     "schedule.warmup": 0.06,
     "training.precision": "bf16",
@@ -183,6 +187,30 @@ def test_every_change_changes_the_hash() -> None:
     assert len({config_hash(RunConfig()), *hashes}) == len(CHANGES) + 1
 
 
+def test_an_option_that_came_later_counts_where_it_is_changed() -> None:
+    hashes = {
+        config_hash(change(RunConfig(), {"optimizer.embedding_lr": value})) for value in (0, 0.003)
+    }
+    assert len(hashes) == 2
+    assert config_hash(RunConfig()) in hashes
+
+
+@pytest.mark.parametrize("archive", STORED, ids=lambda path: path.parent.name)
+def test_configs_of_stored_studies_have_the_hashes_of_their_records(archive: Path) -> None:
+    found = 0
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            file = packed.extractfile(member)
+            if file is None or not member.name.endswith(".jsonl"):
+                continue
+            for line in file:
+                event = json.loads(line)
+                if "config_hash" in event:
+                    assert config_hash(parse(RunConfig, event["config"])) == event["config_hash"]
+                    found += 1
+    assert found >= 12
+
+
 @given(st.permutations([*CHANGES, "optimizer", "optimizer.lr"]))
 def test_the_order_of_changes_does_not_matter(order: list[str]) -> None:
     changes = {**CHANGES, "optimizer": "sgd", "optimizer.lr": 0.5}
@@ -206,14 +234,14 @@ def test_a_change_leaves_the_config_and_the_changes_as_they_are() -> None:
 
 def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
     config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
-    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), "embedding_lr": 0.0}
     assert config.optimizer.options == kept
     same = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "adamw"})
     assert same.optimizer.options["lr"] == 0.5
 
 
 def test_a_whole_choice_has_its_own_standard_values() -> None:
-    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99)}
+    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), "embedding_lr": 0.0}
     for value in ("lion", {"name": "lion"}):
         assert change(RunConfig(), {"optimizer": value}).optimizer.options == lion
     # Without a name it is the standard choice.

@@ -69,7 +69,7 @@ def test_a_saved_config_says_every_number() -> None:
         "eps": 1e-8,
         "embedding_lr": 0.0,
     }
-    assert values["schedule"] == {"name": "linear", "warmup": 0.05}
+    assert values["schedule"] == {"name": "linear", "warmup": 0.05, "warmup_steps": 0}
     assert values["attention"]["variant"] == {"name": "causal"}
     assert values["task"] == {"name": "language-modelling"}
     assert (values["model"]["family"], values["model"]["checkpoint"]) == ("gpt2", "")
@@ -154,6 +154,7 @@ CHANGES: dict[str, Any] = {
     "optimizer.embedding_lr": 0.01,
     "optimizer.name": "lion",
     "schedule.warmup": 0.06,
+    "schedule.warmup_steps": 3,
     "training.precision": "bf16",
     "training.compile": True,
     "budget.tokens": 1000,
@@ -251,7 +252,11 @@ def test_a_whole_choice_has_its_own_standard_values() -> None:
 def test_choices_made_by_hand_are_complete() -> None:
     assert Optimizer(name="lion").options["lr"] == 0.001
     assert Optimizer().options == RunConfig().optimizer.options
-    assert Schedule(name="cosine").options == {"warmup": 0.05, "floor": 0.1}
+    assert Schedule(name="cosine").options == {
+        "warmup": 0.05,
+        "floor": 0.1,
+        "warmup_steps": 0,
+    }
     window = Variant(name="window")
     assert window.options == {"size": 256}
     window.options["size"] = 9

@@ -110,6 +110,53 @@ def test_gpt2_tokens_and_words_of_wikitext(
     assert plain.held_out.tobytes().decode() == text
 
 
+def _bpe(data: Data, size: int = 280) -> Data:
+    return data.model_copy(update={"tokenizer": "bpe", "vocabulary": size})
+
+
+def test_a_trained_vocabulary_is_of_the_training_text_alone(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    made = prepare(_bpe(data), tmp_path)
+    assert made.vocabulary == len(made.token_bytes) == 280
+    parts = (made.train, made.held_out)
+    assert "".join(made.decode(part.tolist()) for part in parts) == TEXT
+    sizes = [int(made.token_bytes[part].sum()) for part in parts]
+    assert sizes == [made.train_bytes, made.held_out_bytes]
+    assert made.documents.train.tolist() == [0]
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    kept = json.loads(path.read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_vocabulary", None)  # whoever calls it now fails
+        assert _same(prepare(_bpe(data), tmp_path), made)
+    # Another end of the text is another corpus, and the same vocabulary.
+    path.unlink()
+    Path(data.source).write_text(TEXT[: -made.held_out_bytes] + "@!" * (made.held_out_bytes // 2))
+    other = prepare(_bpe(data), tmp_path)
+    assert (other.train_bytes, other.sha256 == made.sha256) == (made.train_bytes, False)
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    assert json.loads(path.read_text()) == kept
+
+
+def test_the_vocabulary_is_part_of_what_a_corpus_is(data: Data, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    made = [prepare(each, tmp_path) for each in (data, _bpe(data), _bpe(data, 281))]
+    assert len({each.sha256 for each in made}) == 3
+    assert [each.as_json()["vocabulary"] for each in made] == [256, 280, 281]
+    assert made[0].sha256 == module.corpus.load(data.source, 0.1, 1 << 24).sha256  # as ever
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"tokens": [], "merges": [], "sha256": ""}'])
+def test_a_damaged_vocabulary_is_said(data: Data, tmp_path: Path, text: str) -> None:
+    pytest.importorskip("tokenizers")
+    prepare(_bpe(data), tmp_path)
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    path.write_text(text)
+    with pytest.raises(CorruptCacheError, match=r"vocabulary-.*is damaged.*Delete it"):
+        prepare(_bpe(data), tmp_path)
+
+
 def _flip(path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[1234] ^= 1

@@ -129,8 +129,9 @@ class Model(Frozen):
     encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     ``nudge`` moves every initial weight to the next number, up or down. An arm that changes nothing
-    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm`` and
-    ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
+    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``,
+    ``qk_norm``, ``tied``, ``bias`` and ``std`` are those of its ``Shape``: GPT-2's own unless they
+    are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -146,6 +147,9 @@ class Model(Frozen):
     family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
+    tied: bool = added(True)
+    bias: bool = added(True)
+    std: float = added(0.02, gt=0)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -183,7 +187,8 @@ class Data(Frozen):
     * the path of a text file or a folder of them.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
-    of BERT (uncased), and ``"listops"`` that of the task of this name.
+    of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
+    encoding of ``vocabulary`` tokens, trained on the training text alone.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -191,10 +196,11 @@ class Data(Frozen):
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "bpe", "wordpiece", "listops"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
+    vocabulary: int = added(2048, ge=257, le=65536)
 
 
 class Attention(Frozen):

@@ -5,6 +5,9 @@ A cache is two files: ``tokens-KEY.bin`` holds the training tokens and then the 
 text's hash, the tokenizer and the format, so that a cache is never stale. The JSON is written last:
 a crash before it leaves nothing that would be read.
 
+A vocabulary that is trained on the text itself (the tokenizer ``"bpe"``) lies beside its tokens, in
+``vocabulary-KEY.json`` with a checksum.
+
 The borders of a text's documents (files of a folder, articles of WikiText) are kept beside the
 tokens, in ``documents-KEY.json``; they are only made where they are asked for. A text from a single
 file is one document.
@@ -27,7 +30,13 @@ from numpy.typing import NDArray
 from tilelab.common.files import replacing, write_atomically
 from tilelab.study.ask.config import Data
 from tilelab.study.data import corpus
-from tilelab.study.data.tokenizers import Tokenizer, tokenizer
+from tilelab.study.data.tokenizers import (
+    Tokenizer,
+    Vocabulary,
+    of_vocabulary,
+    tokenizer,
+    train_vocabulary,
+)
 from tilewise.errors import InvalidArgument, TilewiseError
 
 _AT_ONCE = 1 << 22  # tokens
@@ -113,8 +122,9 @@ class Tokens:
 
     name: str  # of the text, in words
     source: str  # as the config says it
-    tokenizer: str  # ``"bytes"`` or ``"gpt2"``
-    sha256: str  # of the text and its split, before it was tokenized
+    tokenizer: str  # as the config says it
+    # Of the text and its split, before it was tokenized; and of a vocabulary trained on it.
+    sha256: str
     vocabulary: int  # token ids
     train: NDArray[Any]  # mapped from a file, read only
     held_out: NDArray[Any]
@@ -123,6 +133,7 @@ class Tokens:
     held_out_bytes: int
     train_words: int | None  # of WikiText, before it was detokenised
     held_out_words: int | None
+    decode: Callable[[Sequence[int]], str] = field(compare=False)  # see ``Tokenizer``
     find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
 
     @cached_property
@@ -159,49 +170,88 @@ def prepare(data: Data, cache: Path) -> Tokens:
         DiskFullError: there is no room for the cache.
     """
     text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
-    chosen = tokenizer(data.tokenizer)
+    _make_folder(cache)
     text_sha256 = text.sha256
+    chosen = _tokenizer(data, text, text_sha256, cache)
     identity = f"{FORMAT} {text_sha256} {text.is_wikitext} {chosen.sha256}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     binary = cache / f"tokens-{key}.bin"
     sidecar = binary.with_suffix(".json")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        came = f"{cache} ({error.strerror})"
-        fix = "Name another in the environment variable TILEWISE_CACHE."
-        raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
     _made_once(sidecar, lambda: _write(text, chosen, binary, sidecar))
     said, train, held_out = _open(binary, sidecar)
     # The same text may come in other files.
     borders = hashlib.sha256(f"{key} {text.sizes}".encode()).hexdigest()[:16]
 
     def find_documents() -> Documents:
-        return _documents(cache / f"documents-{borders}.json", data, train, held_out)
+        return _documents(cache / f"documents-{borders}.json", data, chosen, train, held_out)
 
     return Tokens(
         name=text.name,
         source=data.source,
         tokenizer=data.tokenizer,
-        sha256=text_sha256,
+        sha256=_sha256(text_sha256, chosen.sha256) if data.tokenizer == "bpe" else text_sha256,
         vocabulary=len(chosen.token_bytes),
         train=train,
         held_out=held_out,
         token_bytes=chosen.token_bytes,
         **{name: said[name] for name in _COUNTS},
+        decode=chosen.decode,
         find_documents=find_documents,
     )
 
 
-def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[Any]) -> Documents:
+def _make_folder(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        came = f"{cache} ({error.strerror})"
+        fix = "Name another in the environment variable TILEWISE_CACHE."
+        raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
+
+
+def _sha256(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _tokenizer(data: Data, text: corpus.Corpus, text_sha256: str, cache: Path) -> Tokenizer:
+    """Return the tokenizer of a config; a trained one from its file, or trained now."""
+    if data.tokenizer != "bpe":
+        return tokenizer(data.tokenizer)
+    key = _sha256(str(FORMAT), text_sha256, str(text.is_wikitext), str(data.vocabulary))[:16]
+    path = cache / f"vocabulary-{key}.json"
+
+    def make() -> None:
+        made = train_vocabulary(text.prepared().train, data.vocabulary)
+        said = {**made._asdict(), "sha256": made.sha256}
+        write_atomically(path, json.dumps(said, indent=1) + "\n")
+
+    _made_once(path, make)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        merges = tuple((left, right) for left, right in said["merges"])
+        found = Vocabulary(tuple(said["tokens"]), merges)
+        reason = "" if found.sha256 == said["sha256"] else "its checksum is another one"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error)
+    if reason:
+        raise CorruptCacheError(
+            f"the vocabulary {path} is damaged ({reason}). Delete it, and run the same command "
+            "again: it will be made anew."
+        )
+    return of_vocabulary(found)
+
+
+def _documents(
+    path: Path, data: Data, chosen: Tokenizer, train: NDArray[Any], held_out: NDArray[Any]
+) -> Documents:
     """Return the borders of the documents, from their file or found now."""
 
     def make() -> None:
         text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
-        token_bytes = tokenizer(data.tokenizer).token_bytes
         parts = zip(("train", "held_out"), text.documents(), (train, held_out), strict=True)
         found = {
-            name: document_begins(sizes, part, token_bytes).tolist() for name, sizes, part in parts
+            name: document_begins(sizes, part, chosen.token_bytes).tolist()
+            for name, sizes, part in parts
         }
         write_atomically(path, json.dumps(found) + "\n")
 

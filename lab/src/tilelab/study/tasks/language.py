@@ -19,7 +19,6 @@ from torch.nn import functional
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data import order
-from tilelab.study.data.tokenizers import tokenizer
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
@@ -78,7 +77,7 @@ class _Examination(Examination):
     ) -> Sample:
         """Let the model go on with the held-out text; arms draw the same random numbers."""
         assert isinstance(model, GPT2)
-        decode = tokenizer(self._config.data.tokenizer).decode
+        decode = self._data.decode
         prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()
         written = sample(model, prompt, count, seed, autocast)
         return Sample(printable(decode(prompt)), printable(decode(written)))
@@ -88,7 +87,7 @@ class LanguageModelling(AbstractTask):
     """The next token of a text, with a GPT-2; see ``AbstractTask``."""
 
     families = ("gpt2",)
-    tokenizers = ("bytes", "gpt2")
+    tokenizers = ("bytes", "gpt2", "bpe")
     metrics = ("bits_per_byte", "loss")
     writes = True
     learns_text = True
@@ -112,7 +111,7 @@ class LanguageModelling(AbstractTask):
         return _Batches(config, data, seed)
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
-        """Return a GPT-2 with its tied head."""
+        """Return a GPT-2; the head is part of it."""
         return gpt2_of(config, data.vocabulary, seed, device)
 
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
@@ -120,9 +119,9 @@ class LanguageModelling(AbstractTask):
         return _Examination(config, data)
 
     def looked_up(self, model: nn.Module) -> int:
-        """Count the positions: the token embedding is the head, where it is multiplied."""
+        """Count the positions, and the token embedding unless it is the head, which multiplies."""
         assert isinstance(model, GPT2)
-        return super().looked_up(model) - model.tokens.weight.numel()
+        return super().looked_up(model) - (model.tokens.weight.numel() if model.head is None else 0)
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
         """Return tokens of the row, or of the document's piece in it, that a token is in."""

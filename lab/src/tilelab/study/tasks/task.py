@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilelab.study.ask.config import Evaluation, RunConfig, Training
+from tilelab.study.ask.config import Data, Evaluation, Model, RunConfig, Training
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -181,17 +181,23 @@ class AbstractTask(ABC):
         }
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if config.data.tokenizer != "bpe":
+            foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
         if model.family != "gpt2":
             foreign = {
                 "model.kv_heads": (model.kv_heads, None),
                 "model.positions": (model.positions, "learned"),
                 "model.norm": (model.norm, "layer"),
                 "model.qk_norm": (model.qk_norm, False),
+                "model.tied": (model.tied, True),
+                "model.bias": (model.bias, True),
+                "model.std": (model.std, Model().std),
             }
         factors = {**({} if self.packs else rows), **foreign}
         for path, (came, standard) in factors.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                who = f"tokenizer {config.data.tokenizer}" if path.startswith("data.v") else who
                 raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
 
     @abstractmethod

@@ -12,8 +12,8 @@ import pytest
 
 from tilelab.common.files import DiskFullError
 from tilelab.study.ask.config import Data
+from tilelab.study.data import corpus, wikitext
 from tilelab.study.data import tokens as module
-from tilelab.study.data import wikitext
 from tilelab.study.data.tokens import (
     CorruptCacheError,
     Tokens,
@@ -144,7 +144,7 @@ def test_the_vocabulary_is_part_of_what_a_corpus_is(data: Data, tmp_path: Path) 
     made = [prepare(each, tmp_path) for each in (data, _bpe(data), _bpe(data, 281))]
     assert len({each.sha256 for each in made}) == 3
     assert [each.as_json()["vocabulary"] for each in made] == [256, 280, 281]
-    assert made[0].sha256 == module.corpus.load(data.source, 0.1, 1 << 24).sha256  # as ever
+    assert made[0].sha256 == corpus.load(data.source, 0.1, 1 << 24).sha256  # as ever
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tokens": [], "merges": [], "sha256": ""}'])
@@ -301,8 +301,6 @@ def test_articles_begin_with_their_titles() -> None:
 def test_the_articles_of_wikitext(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 in the validation text, by its own count."""
     monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
-    from tilelab.study.data import corpus
-
     text = corpus.load("wikitext-103", 0.05, 1 << 20)
     train, held_out = text.documents()
     assert len(held_out) == 60

@@ -124,6 +124,7 @@ class Tokens:
     train_words: int | None  # of WikiText, before it was detokenised
     held_out_words: int | None
     find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
+    find_text: Callable[[], tuple[bytes, bytes]] | None = field(default=None, compare=False)
 
     @cached_property
     def documents(self) -> Documents:
@@ -131,6 +132,20 @@ class Tokens:
         if self.find_documents is None:
             return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         return self.find_documents()
+
+    def text(self) -> tuple[bytes, bytes]:
+        """Return the training text and the held-out text that the tokens stand for.
+
+        Raises:
+            InvalidArgument: the text is not there any more, or is another one now.
+        """
+        if self.find_text is None:  # tokens that are bytes
+            return self.train.tobytes(), self.held_out.tobytes()
+        train, held_out = self.find_text()
+        if (len(train), len(held_out)) != (self.train_bytes, self.held_out_bytes):
+            came = f"{self.source}, which has changed since its tokens were made"
+            raise InvalidArgument("data.source", came, "the text of the tokens")
+        return train, held_out
 
     def __str__(self) -> str:
         learnt, held_out = len(self.train), len(self.held_out)
@@ -179,6 +194,10 @@ def prepare(data: Data, cache: Path) -> Tokens:
     def find_documents() -> Documents:
         return _documents(cache / f"documents-{borders}.json", data, train, held_out)
 
+    def find_text() -> tuple[bytes, bytes]:
+        again = corpus.load(data.source, data.held_out, data.size_cap_bytes)
+        return again.prepared()[:2]
+
     return Tokens(
         name=text.name,
         source=data.source,
@@ -190,6 +209,7 @@ def prepare(data: Data, cache: Path) -> Tokens:
         token_bytes=chosen.token_bytes,
         **{name: said[name] for name in _COUNTS},
         find_documents=find_documents,
+        find_text=None if data.tokenizer == "bytes" else find_text,
     )
 
 

@@ -2,9 +2,10 @@
 """Store a finished study small: scripts/store_study.py STUDY_FOLDER benchmarks/studies/NAME.
 
 Copies ``study.json`` and ``report.md`` (without ``--out FOLDER`` in their command, a place of one
-machine) and every record; the records go into one ``records.tar.gz`` whose bytes depend on
-them alone. Checkpoints, the HTML page and the index stay behind. To have the
-page again: unpack the archive beside ``study.json``, and ``tilewise study report`` on the folder.
+machine), ``floors.json`` where there is one, and every record; the records go into one
+``records.tar.gz`` whose bytes depend on them alone. Checkpoints, the HTML page and the index stay
+behind. To have the page again: unpack the archive beside ``study.json``, and ``tilewise study
+report`` on the folder.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def store(study: Path, target: Path) -> int:
     (target / "study.json").write_text(json.dumps(told, indent=1) + "\n")
     report = (study / "report.md").read_text().replace(command, told["command"])
     (target / "report.md").write_text(report)
+    floors = study / "floors.json"
+    if floors.exists():
+        (target / floors.name).write_bytes(floors.read_bytes())
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for record in sorted(study.glob("runs/**/record.jsonl")):

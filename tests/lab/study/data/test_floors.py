@@ -24,7 +24,7 @@ from tilelab.study.data.tokens import CorruptCacheError, Tokens, prepare
 from tilewise.errors import InvalidArgument
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "left", "for", "home")
-Pieces = list[Sequence[int]]
+Pieces = Sequence[Sequence[int]]
 
 
 def text_of(size: int, seed: int) -> bytes:
@@ -89,16 +89,19 @@ def test_floors_are_of_what_was_seen_and_of_all(tmp_path: Path) -> None:
     tokens = of_words(500, 0)
     train, held_out = tokens.text()
     pieces = np.array([[0, 40], [60, 200], [499, 500]])
-    found = {(each.name, each.text): each for each in floors(tokens, pieces, tmp_path)}
+    found: dict[tuple[str, str], Floor] = {
+        (each.name, each.text): each for each in floors(tokens, pieces, tmp_path)
+    }
     cut = [tokens.train[first:end] for first, end in pieces.tolist()]
     decoded = ["".join(f"{WORDS[at]} " for at in piece).encode() for piece in cut]
     seen, size = b"".join(decoded), len(held_out)
-    for text, of_bytes, of_tokens in (
-        ("seen", [list(each) for each in decoded], [each.tolist() for each in cut]),
-        ("all", [list(train)], [tokens.train.tolist()]),
-    ):
+    learnt: dict[str, tuple[Pieces, Pieces]] = {
+        "seen": ([list(each) for each in decoded], [each.tolist() for each in cut]),
+        "all": ([list(train)], [tokens.train.tolist()]),
+    }
+    for text, (of_bytes, of_tokens) in learnt.items():
         for order in (1, 2, 3, 4):
-            each = found["byte table of order " + str(order), text]
+            each = found[f"byte table of order {order}", text]
             expected = direct(of_bytes, list(held_out), order, 256) / size
             assert each.value == pytest.approx(expected, rel=1e-12)
             assert each.bytes_seen == sum(map(len, of_bytes))

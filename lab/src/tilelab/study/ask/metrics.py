@@ -76,4 +76,4 @@ class Floor(NamedTuple):
     word_perplexity: float | None = None  # the same per original word, for WikiText
 
 
-BYTE_TABLE, TOKEN_TABLE, MAJORITY = "byte table of order", "token table of order", "majority answer"
+BYTE_TABLE, TOKEN_TABLE = "byte table of order", "token table of order"  # then the order

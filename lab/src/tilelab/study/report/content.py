@@ -80,8 +80,9 @@ def _figures(
     time = loss_chart(by_time, "time", metric, f"{slug}-time")
     if time is not None and withheld:
         time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
+    decides = next((each for each in verdict.floors if each.decides), None)
     charts = (
-        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens"),
+        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens", decides),
         difference_chart(gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),

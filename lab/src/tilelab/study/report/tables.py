@@ -63,6 +63,7 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
     texts = {each.bytes_seen for each in floors if each.text != "none"}
     if len(texts) == 1:  # a run that saw all
         floors = tuple(each for each in floors if each.text != "all")
+    units = {UNITS[each.metric] for each in floors}
     words_of = any(each.word_perplexity is not None for each in floors)
     rows = []
     for each in floors:
@@ -71,7 +72,10 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
         cells = [
             Cell(each.name, "decides whether an arm has learnt" if each.decides else ""),
             Cell(where, said),
-            Cell(words.plain(each.value, _FLOOR_DIGITS), UNITS[each.metric]),
+            Cell(
+                words.plain(each.value, _FLOOR_DIGITS),
+                UNITS[each.metric] if len(units) > 1 else "",
+            ),
         ]
         if words_of:
             perplexity = each.word_perplexity
@@ -86,7 +90,8 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
         notes.append("Floors score all of the held-out text, the arms windows of it.")
     if of_text and not any(each.text == "all" for each in experiment.floors):
         notes.append("All of the training text is too long to count and compress.")
-    head = ("floor", "learnt from", "score", *(["word perplexity"] if words_of else []))
+    score = units.pop() if len(units) == 1 else "score"
+    head = ("floor", "learnt from", score, *(["word perplexity"] if words_of else []))
     return Table("Floors", (*head, "arms that are better"), tuple(rows), tuple(notes), "floors")
 
 

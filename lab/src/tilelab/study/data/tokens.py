@@ -135,6 +135,7 @@ class Tokens:
     held_out_words: int | None
     decode: Callable[[Sequence[int]], str] = field(compare=False)  # see ``Tokenizer``
     find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
+    find_text: Callable[[], tuple[bytes, bytes]] | None = field(default=None, compare=False)
 
     @cached_property
     def documents(self) -> Documents:
@@ -142,6 +143,20 @@ class Tokens:
         if self.find_documents is None:
             return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         return self.find_documents()
+
+    def text(self) -> tuple[bytes, bytes]:
+        """Return the training text and the held-out text that the tokens stand for.
+
+        Raises:
+            InvalidArgument: the text is not there any more, or is another one now.
+        """
+        if self.find_text is None:  # tokens that are bytes
+            return self.train.tobytes(), self.held_out.tobytes()
+        train, held_out = self.find_text()
+        if (len(train), len(held_out)) != (self.train_bytes, self.held_out_bytes):
+            came = f"{self.source}, which has changed since its tokens were made"
+            raise InvalidArgument("data.source", came, "the text of the tokens")
+        return train, held_out
 
     def __str__(self) -> str:
         learnt, held_out = len(self.train), len(self.held_out)
@@ -185,6 +200,10 @@ def prepare(data: Data, cache: Path) -> Tokens:
     def find_documents() -> Documents:
         return _documents(cache / f"documents-{borders}.json", data, chosen, train, held_out)
 
+    def find_text() -> tuple[bytes, bytes]:
+        again = corpus.load(data.source, data.held_out, data.size_cap_bytes)
+        return again.prepared()[:2]
+
     return Tokens(
         name=text.name,
         source=data.source,
@@ -197,6 +216,7 @@ def prepare(data: Data, cache: Path) -> Tokens:
         **{name: said[name] for name in _COUNTS},
         decode=chosen.decode,
         find_documents=find_documents,
+        find_text=None if data.tokenizer == "bytes" else find_text,
     )
 
 

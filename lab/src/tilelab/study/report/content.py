@@ -13,6 +13,7 @@ from tilelab.common.svg import house_style
 from tilelab.study.ask import config
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
+from tilelab.study.records.floors import read_floors
 from tilelab.study.records.store import StoredStudy, flat, read_study, readable_records
 from tilelab.study.report.attention import attention_charts, attention_table, layers_of
 from tilelab.study.report.costs import (
@@ -23,7 +24,13 @@ from tilelab.study.report.costs import (
 from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.lines import curve, difference, difference_chart, loss_chart
 from tilelab.study.report.page import Chart, Table
-from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
+from tilelab.study.report.tables import (
+    config_table,
+    curve_table,
+    evidence_tables,
+    floors_table,
+    plain_table,
+)
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
@@ -53,7 +60,7 @@ class Evidence:
 def gather(folder: Path) -> Evidence:
     """Read a study's folder."""
     stored, (records, damaged) = read_study(folder), readable_records(folder)
-    experiments, verdict = unfolded(stored.study, records)
+    experiments, verdict = unfolded(stored.study, records, read_floors(folder))
     return Evidence(stored, records, verdict, folder, experiments, damaged)
 
 
@@ -74,8 +81,9 @@ def _figures(
     time = loss_chart(by_time, "time", metric, f"{slug}-time")
     if time is not None and withheld:
         time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
+    decides = next((each for each in verdict.floors if each.decides), None)
     charts = (
-        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens"),
+        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens", decides),
         difference_chart(gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
@@ -90,6 +98,7 @@ def _figures(
     without = [arm for arm in places if arm not in with_layers]
     tables = (
         plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
+        floors_table(verdict, planned),
         *evidence_tables(verdict),
         curve_table(by_tokens, by_time, verdict),
         attention_table(layers, measures, without),

@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.data import order
+from tilelab.study.data.floors import floors
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
@@ -117,6 +119,18 @@ class LanguageModelling(AbstractTask):
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
         """Windows of the held-out text."""
         return _Examination(config, data)
+
+    def floors(self, config: RunConfig, data: Tokens, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Return the floors of ``data/floors.py``, of WikiText with their word perplexity."""
+        size, tokens = data.held_out_bytes, len(data.held_out)
+        return tuple(
+            each._replace(
+                word_perplexity=word_perplexity(
+                    Score(each.value * math.log(2) * size, tokens, size), data
+                )
+            )
+            for each in floors(data, order.RunRows(config, data, seed).seen(), cache)
+        )
 
     def looked_up(self, model: nn.Module) -> int:
         """Count the positions, and the token embedding unless it is the head, which multiplies."""

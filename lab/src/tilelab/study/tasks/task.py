@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.study.ask.config import Data, Evaluation, Model, RunConfig, Training
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -241,6 +242,14 @@ class AbstractTask(ABC):
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the held-out side."""
+
+    def floors(self, config: RunConfig, data: Any, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Return what something simpler than a model scores on the held-out data; here nothing.
+
+        ``config`` and ``seed`` are of the run that says which data is seen. ``cache`` is a folder
+        for what takes long to compute.
+        """
+        return ()
 
     def looked_up(self, model: nn.Module) -> int:
         """Count the model's numbers that are looked up and not multiplied (``train/costs.py``).

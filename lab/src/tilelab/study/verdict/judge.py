@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, Study
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
+from tilelab.study.records.floors import Floors
 from tilelab.study.verdict.caveats import (
     experiment_notes,
     held_out_note,
@@ -27,6 +29,7 @@ from tilelab.study.verdict.decide import (
     look_by_look,
 )
 from tilelab.study.verdict.factorial import factor_effects, interactions
+from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
     TIMES,
@@ -54,6 +57,7 @@ from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.stats import ratio
 from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
+NO_FLOORS: Floors = {}
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 # What a cost and a target say where speed is withheld.
 _NO_TIMES: Mapping[str, Any] = dict.fromkeys(("wall_s", "cpu_s", "sweep_wall_s", "sweep_cpu_s"))
@@ -64,16 +68,18 @@ _NO_TARGET_TIMES: Mapping[str, Any] = {
 }
 
 
-def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
+def judge(
+    study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
+) -> StudyVerdict:
     """Return the verdicts of a study, by the records so far (by ``RunSpec.name``)."""
-    return unfolded(study, records)[1]
+    return unfolded(study, records, floors)[1]
 
 
 def unfolded(
-    study: Study, records: Mapping[str, RunRecord]
+    study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
     """Return the experiments of a study with the stages that follow, and their verdicts."""
-    found = {each.name: stages_of(each, records) for each in study.experiments}
+    found = {each.name: stages_of(each, records, floors) for each in study.experiments}
     stages = [stage for each in found.values() for stage in each]
     verdicts = tuple(each.verdict for each in stages)
     whole = all(map(over, verdicts))
@@ -86,24 +92,29 @@ def unfolded(
     return tuple(each.planned for each in stages), judged
 
 
-def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
+def stages_of(
+    experiment: Experiment, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
+) -> list[Stage]:
     """Return an experiment, and those that follow by its rules, as far as the records tell.
 
     Of a ladder that is its rungs.
     """
+
+    def stage(planned: Experiment, lost: Collection[str] = ()) -> Stage:
+        known = floors.get(planned.name, ())
+        return Stage(planned, _experiment(planned, records, known, lost))
+
     if experiment.ladder is not None:
         tuned = rates(experiment, records) or {}
-        return [
-            Stage(each, _experiment(each, records, _lost(tuned.get(name, {}))))
-            for name, each in experiment.rungs.items()
-        ]
-    found = [Stage(experiment, _experiment(experiment, records))]
+        rungs = experiment.rungs.items()
+        return [stage(each, _lost(tuned.get(name, {}))) for name, each in rungs]
+    found = [stage(experiment)]
     while True:
         last, following_it = found[-1], following(found)
         found[-1] = last._replace(verdict=replace(last.verdict, follows=following_it.words))
         if following_it.experiment is None:
             return found
-        found.append(Stage(following_it.experiment, _experiment(following_it.experiment, records)))
+        found.append(stage(following_it.experiment))
 
 
 def _lost(rates: Mapping[str, float | None]) -> frozenset[str]:
@@ -170,7 +181,10 @@ def _compared_all(
 
 
 def _experiment(
-    experiment: Experiment, records: Mapping[str, RunRecord], lost: Collection[str] = ()
+    experiment: Experiment,
+    records: Mapping[str, RunRecord],
+    floors: Sequence[Floor],
+    lost: Collection[str],
 ) -> ExperimentVerdict:
     """Return the verdict; ``lost`` arms have no runs: trials of another rung diverged."""
     sweeps = sweep_results(experiment, records)
@@ -192,7 +206,7 @@ def _experiment(
     broken = bool(shown.diverged)
     # A design has its own effects, and arms with other numbers of seeds have no contrasts.
     separate = experiment.design is not None or experiment.sequential is not None
-    return ExperimentVerdict(
+    verdict = ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
         metric=experiment.metric,
@@ -205,6 +219,19 @@ def _experiment(
         notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
         effects=factor_effects(experiment, per_seed, broken),
     )
+    return with_floors(verdict, floors, _same_text(experiment, finals))
+
+
+def _same_text(
+    experiment: Experiment, finals: Mapping[str, Mapping[int, RunRecord]]
+) -> frozenset[str]:
+    """Return the arms whose data is the baseline's."""
+    hashes = {
+        name: {start.corpus.get("sha256") for record in runs.values() for start in record.starts}
+        for name, runs in finals.items()
+    }
+    own = hashes[experiment.baseline_name]
+    return frozenset(name for name, found in hashes.items() if found <= own)
 
 
 def _runs(

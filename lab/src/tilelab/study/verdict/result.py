@@ -192,6 +192,8 @@ class ArmVerdict(Effect):
     notes: tuple[str, ...] = ()  # what else a reader has to know, as sentences
     agrees: bool | None = None  # a systems arm in float32: its losses differ by rounding only
     look: Look | None = None  # of a sequential experiment: where it is
+    learnt: bool | None = None  # better than the floor that decides; None: not known
+    neither_learnt: bool = False  # nor has the baseline
 
     @property
     def name(self) -> str:
@@ -217,6 +219,7 @@ class Baseline:
     measures: ArmMeasures
     cost: Cost
     target: TargetResult | None
+    learnt: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +277,20 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
+class FloorResult:
+    """A floor, and the arms that are better: fields as of ``ask.metrics.Floor``."""
+
+    name: str
+    text: Literal["none", "seen", "all"]
+    bytes_seen: int
+    value: float
+    metric: str
+    word_perplexity: float | None
+    decides: bool  # an arm that is not better has not learnt
+    beaten_by: tuple[str, ...]  # arms, the baseline among them
+
+
+@dataclass(frozen=True)
 class ExperimentVerdict:
     """One question decided, as far as its runs have come."""
 
@@ -289,6 +306,7 @@ class ExperimentVerdict:
     notes: tuple[str, ...] = ()  # as sentences
     effects: tuple[FactorEffect, ...] = ()  # of a design's factors; empty without a design
     follows: str = ""  # what was decided for the next stage
+    floors: tuple[FloorResult, ...] = ()  # empty where none are stored
 
     @property
     def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:

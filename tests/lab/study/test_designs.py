@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilelab.study.ask.designs import (
-    Design,
+from tilelab.stats.fractions import (
     arm_name,
     check,
     combinations_of,
     estimates,
-    fraction,
     resolution,
     words,
 )
+from tilelab.study.ask.designs import Design, fraction
 from tilewise.errors import InvalidArgument
 
 HALF = Design(factors=("a", "b", "c", "d"), generators={"d": ("a", "b", "c")})

@@ -11,11 +11,12 @@ import pytest
 from scipy import stats as oracle
 
 from tests.lab.study.records_of import Behaviour, experiment_of, judged, known
+from tilelab.stats.factorial import predicted
+from tilelab.stats.fractions import arm_name, combinations_of
+from tilelab.stats.paired import paired
 from tilelab.study.ask.config import Design, Experiment
-from tilelab.study.ask.designs import arm_name, combinations_of, fraction
-from tilelab.study.verdict.factorial import predicted
+from tilelab.study.ask.designs import fraction
 from tilelab.study.verdict.result import FactorEffect, Interaction
-from tilelab.study.verdict.stats import paired
 
 BASE = {0: 2.0, 1: 2.2, 2: 2.1}
 

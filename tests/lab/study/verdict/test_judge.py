@@ -17,12 +17,12 @@ from tests.lab.study.records_of import (
     records_of,
     study_of,
 )
+from tilelab.stats.decide import Comparison, Rules, decided
+from tilelab.stats.paired import paired, seeds_for_equivalence
 from tilelab.study.ask.config import Arm, Experiment, Sweep
-from tilelab.study.verdict.decide import Comparison, Rules, decided
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.measures import TIMES
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SeedResult
-from tilelab.study.verdict.stats import paired, seeds_for_equivalence
 
 SDPA = Arm(name="sdpa", changes={"attention.implementation": "sdpa"}, kind="systems")
 FLAT = {0: 2.0, 1: 2.1, 2: 2.2}  # final metrics of the baseline where they are given by hand
@@ -316,7 +316,7 @@ def test_the_cost_of_a_sweep_is_charged() -> None:
 
 def simulated(rng: np.random.Generator, arms: int, mean: float, spread: float) -> list[str]:
     """The labels of arms whose true effect is ``mean``, with three seeds."""
-    rules = Rules("bits_per_byte", 0.02, 0.95, 0.8, arms)
+    rules = Rules("bits per byte", 0.02, 0.95, 0.8, arms)
     compared = []
     for values in rng.normal(mean, spread, (arms, 3)):
         seeds = [

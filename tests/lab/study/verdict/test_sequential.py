@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from scipy import stats as oracle
 
 from tests.lab.study.records_of import Behaviour, experiment_of, known, study_of, work
+from tilelab.stats.decide import Comparison, Judged, look_by_look
 from tilelab.study.ask.config import Experiment, Sequential, Study
 from tilelab.study.plan import Agenda
-from tilelab.study.verdict.decide import Comparison, Judged, look_by_look
-from tilelab.study.verdict.judge import judge, wanted_seeds
+from tilelab.study.verdict.judge import judge, rules_of, wanted_seeds
 from tilelab.study.verdict.result import SeedResult
 
 LOOKS = (3, 6, 9, 12)
@@ -35,8 +35,9 @@ def compared(differences: np.ndarray) -> Comparison:
 def judged(differences: np.ndarray, smallest: float = 1.0) -> list[Judged]:
     """The decisions of an experiment whose arms (rows) have these differences by seed."""
     arms = [f"a{at}" for at in range(len(differences))]
-    experiment = planned(*arms, smallest_effect=smallest)
-    return look_by_look(experiment, RULE, [compared(row) for row in differences])
+    rules = rules_of(planned(*arms, smallest_effect=smallest), len(arms))
+    levels = RULE.levels(rules.alpha)
+    return look_by_look([compared(row) for row in differences], rules, LOOKS, levels)
 
 
 def test_the_levels_add_up_to_alpha() -> None:

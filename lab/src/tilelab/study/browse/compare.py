@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tilelab.common.terminal import say
+from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.browse.show import (
     WITHHELD,
@@ -31,7 +32,6 @@ from tilelab.study.browse.show import (
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics
-from tilelab.study.verdict.stats import paired, ratio
 from tilelab.study.verdict.text import count, size
 from tilewise.errors import InvalidArgument
 

@@ -5,7 +5,7 @@ Where its parts are made:
 - the page as a whole, every chart and table in its order: ``content`` (``_experiment``,
   ``_figures``);
 - the sentence above the table of arms: ``verdicts.meaning``;
-- the reason beside an arm: ``verdict/decide.py``;
+- the reason beside an arm: ``tilelab/stats/decide.py``;
 - the rows of the table of arms: ``verdicts.row_of``, its intervals: ``verdicts.forest_of``; its
   drawing: ``templates/parts.html``, ``report.md``;
 - the tables below it: ``tables.evidence_tables``, columns by ``verdict/measures.py``;

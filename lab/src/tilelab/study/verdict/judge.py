@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tilelab.stats.decide import Comparison, Decision, Judged, Rules, decided, look_by_look
+from tilelab.stats.factorial import factor_effects, interactions
+from tilelab.stats.paired import ratio
 from tilelab.study.ask.config import Arm, Experiment, Study
-from tilelab.study.ask.metrics import Floor
+from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.floors import Floors
@@ -20,15 +23,6 @@ from tilelab.study.verdict.caveats import (
     pairing_note,
     rounding,
 )
-from tilelab.study.verdict.decide import (
-    Comparison,
-    Decision,
-    Judged,
-    Rules,
-    decided,
-    look_by_look,
-)
-from tilelab.study.verdict.factorial import factor_effects, interactions
 from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
@@ -54,7 +48,6 @@ from tilelab.study.verdict.result import (
     SweepResult,
 )
 from tilelab.study.verdict.stages import Stage, following, over
-from tilelab.study.verdict.stats import ratio
 from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
 NO_FLOORS: Floors = {}
@@ -174,10 +167,23 @@ def _compared_all(
     runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
-    if experiment.sequential is not None:
-        return runs, look_by_look(experiment, experiment.sequential, compared)
-    rules = Rules.of(experiment, max(len(compared), 1))
+    rules, rule = rules_of(experiment, max(len(compared), 1)), experiment.sequential
+    if rule is not None:
+        return runs, look_by_look(compared, rules, rule.looks, rule.levels(rules.alpha))
     return runs, decided(compared, rules)
+
+
+def rules_of(experiment: Experiment, family: int = 1) -> Rules:
+    """Return the rules by which an experiment decides so many comparisons together."""
+    metric = METRICS[experiment.metric]
+    return Rules(
+        unit=metric.unit,
+        smallest=experiment.smallest_effect,
+        confidence=experiment.confidence,
+        power=experiment.power,
+        family=family,
+        higher_is_better=metric.higher_is_better,
+    )
 
 
 def _experiment(
@@ -205,7 +211,9 @@ def _experiment(
     per_seed = {arm.arm: arm.per_seed for arm in arms}
     broken = bool(shown.diverged)
     # A design has its own effects, and arms with other numbers of seeds have no contrasts.
-    separate = experiment.design is not None or experiment.sequential is not None
+    design, seeds, rules = experiment.design, experiment.seeds, rules_of(experiment)
+    separate = design is not None or experiment.sequential is not None
+    effects = () if design is None else factor_effects(design, per_seed, seeds, rules, broken)
     verdict = ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
@@ -214,10 +222,10 @@ def _experiment(
         confidence=experiment.confidence,
         baseline=shown,
         arms=arms,
-        interactions=() if separate else interactions(experiment, per_seed, broken),
+        interactions=() if separate else interactions(per_seed, seeds, rules, broken),
         sweeps=sweeps,
         notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
-        effects=factor_effects(experiment, per_seed, broken),
+        effects=effects,
     )
     return with_floors(verdict, floors, _same_text(experiment, finals))
 
@@ -288,7 +296,7 @@ def _arm(
     finals: Mapping[str, Mapping[int, RunRecord]],
     judged: Judged,
 ) -> ArmVerdict:
-    compared, test, decision, look = judged
+    compared, test, decision, _ = judged
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
@@ -302,17 +310,8 @@ def _arm(
     if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
         notes += ("The difference is the same with every seed: do the seeds change anything?",)
     return ArmVerdict(
-        arm=arm.name,
+        **vars(judged.verdict(arm.name)),
         kind=arm.kind,
-        label=decision.label,
-        reason=decision.reason,
-        **test.shown,
-        p_equivalence=test.p_equivalence,
-        p_equivalence_holm=test.p_equivalence_holm,
-        more_seeds=decision.more_seeds,
-        per_seed=tuple(compared.seeds),
-        diverged=compared.diverged,
-        identical=compared.identical,
         kernel_flags=kernel_flags(
             experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
         ),
@@ -322,7 +321,6 @@ def _arm(
         target=target,
         notes=notes,
         agrees=agrees,
-        look=look,
     )
 
 

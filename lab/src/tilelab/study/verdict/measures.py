@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Literal
 
+from tilelab.stats.paired import exp, ratio, summary
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
 from tilelab.study.records.events import Evaluation, RunRecord, Step
@@ -26,7 +27,6 @@ from tilelab.study.verdict.result import (
     Summary,
     TargetResult,
 )
-from tilelab.study.verdict.stats import exp, ratio, summary
 from tilelab.study.verdict.text import duration, fixed, percent, rate
 
 SPIKE_WINDOW = 32  # steps before a step that say what its loss should be

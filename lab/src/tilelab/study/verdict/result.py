@@ -12,47 +12,19 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from tilelab.stats.values import Effect as Effect
+from tilelab.stats.values import FactorEffect as FactorEffect
+from tilelab.stats.values import Interaction as Interaction
+from tilelab.stats.values import InteractionLabel as InteractionLabel
+from tilelab.stats.values import Interval as Interval
+from tilelab.stats.values import Label as Label
+from tilelab.stats.values import Look as Look
+from tilelab.stats.values import Ratio as Ratio
+from tilelab.stats.values import SeedResult as SeedResult
+from tilelab.stats.values import Status as Status
+from tilelab.stats.values import Summary as Summary
+from tilelab.stats.values import Verdict as Verdict
 from tilelab.study.records.events import finite
-
-Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
-InteractionLabel = Literal[
-    "better together",
-    "worse together",
-    "additive",
-    "better",
-    "worse",
-    "no difference",
-    "undecided",
-    "diverged",
-    "incomplete",
-]
-Status = Literal["done", "diverged", "incomplete"]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A two-sided confidence interval."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One measure over the seeds."""
-
-    mean: float  # over the seeds
-    values: tuple[float, ...]  # of each seed that has it, in the order of the experiment's seeds
-    spread: float | None  # the sample standard deviation; None for a single seed
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """An arm over its baseline, paired by seed."""
-
-    value: float  # geometric mean of the ratios of the seeds; above 1 the arm has more
-    interval: Interval | None  # t, on the logarithms; None for one seed
-    n: int  # paired seeds
 
 
 @dataclass(frozen=True)
@@ -138,52 +110,11 @@ class KernelFlag:
     words: str  # as a sentence
 
 
-@dataclass(frozen=True)
-class SeedResult:
-    """One seed of an arm."""
-
-    seed: int
-    status: Status  # of the arm's run
-    metric: float | None  # of the arm after the last step; None unless done
-    baseline: float | None  # the same of the baseline with this seed
-    difference: float | None  # ``metric - baseline``; None unless both are done
-    identical: bool  # both runs ended with the same weights, bit for bit
-
-
-@dataclass(frozen=True)
-class Look:
-    """A look of a sequential comparison."""
-
-    number: int  # 1 for the first look
-    of: int  # looks that there may be
-    level: float  # of its tests, over all arms; the interval is at 1 less this
-
-
 @dataclass(frozen=True, kw_only=True)
-class Effect:
-    """A difference that the seeds show, of an arm or of several together."""
-
-    reason: str  # the decision as one sentence with its numbers
-    n: int  # seeds that finished in all of these arms and in the baseline
-    effect: float | None  # mean paired difference; None without a pair
-    interval: Interval | None  # not adjusted for other arms; None for fewer than two pairs
-    p_value: float | None  # of the two-sided paired t test
-    p_holm: float | None  # the same, adjusted over the arms, the interactions or the main effects
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmVerdict(Effect):
+class ArmVerdict(Verdict):
     """The verdict on an arm's runs against the baseline's."""
 
-    arm: str
     kind: Literal["training", "systems"]
-    label: Label
-    p_equivalence: float | None  # of the two one-sided tests against the smallest effect
-    p_equivalence_holm: float | None
-    more_seeds: int | None  # further seeds that an undecided arm needs; None for other labels
-    per_seed: tuple[SeedResult, ...]  # of a sequential experiment those that it needed
-    diverged: tuple[int, ...]  # seeds
-    identical: bool  # every paired seed ended with the same weights, bit for bit
     kernel_flags: tuple[KernelFlag, ...]
     speed_withheld: str  # why; empty where speed is shown
     measures: ArmMeasures
@@ -191,7 +122,6 @@ class ArmVerdict(Effect):
     target: TargetResult | None
     notes: tuple[str, ...] = ()  # what else a reader has to know, as sentences
     agrees: bool | None = None  # a systems arm in float32: its losses differ by rounding only
-    look: Look | None = None  # of a sequential experiment: where it is
     learnt: bool | None = None  # better than the floor that decides; None: not known
     neither_learnt: bool = False  # nor has the baseline
 
@@ -220,28 +150,6 @@ class Baseline:
     cost: Cost
     target: TargetResult | None
     learnt: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interaction(Effect):
-    """An interaction: the effect of all choices together minus what smaller sets explain.
-
-    For two: (both - baseline) - (first - baseline) - (second - baseline).
-    """
-
-    arms: tuple[str, ...]  # e.g. ``("lion", "wsd")``
-    together: str  # e.g. ``"lion+wsd"``
-    label: InteractionLabel
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorEffect(Effect):
-    """An effect of a factorial design, averaged over the levels of all other factors."""
-
-    factors: tuple[str, ...]  # of one its main effect, of more their interaction
-    aliases: tuple[str, ...]  # of a fraction, with their sign, e.g. ``"+c x d"``
-    label: InteractionLabel
-    p_equivalence_holm: float | None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tilelab.stats.factorial import predicted
+from tilelab.stats.fractions import arm_name, combinations_of
 from tilelab.study.ask.config import Arm, Experiment, change
-from tilelab.study.ask.designs import arm_name, changes_of, combinations_of, fraction
+from tilelab.study.ask.designs import changes_of, fraction
 from tilelab.study.ask.metrics import rank
 from tilelab.study.ask.values import overlap
-from tilelab.study.verdict.factorial import predicted
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, SweepResult
 from tilelab.study.verdict.text import effect_text, listing
 

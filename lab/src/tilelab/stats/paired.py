@@ -10,10 +10,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
-from scipy import special
-
-from tilelab.study.verdict.result import Interval, Ratio, Summary
+from tilelab.stats.values import Interval, Ratio, Summary
 
 SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
 
@@ -161,27 +161,35 @@ def _spread(values: Sequence[float]) -> float:
     return 0.0 if min(values) == max(values) else statistics.stdev(values)
 
 
+@cache
+def _special() -> ModuleType:
+    """Return ``scipy.special``, which takes a quarter of a second to load: the first test does."""
+    from scipy import special
+
+    return special  # type: ignore[no-any-return]
+
+
 def _quantile(freedom: int, probability: float) -> float:
-    return float(special.stdtrit(freedom, probability))
+    return float(_special().stdtrit(freedom, probability))
 
 
 def _upper_tail(distance: float, error: float, freedom: int) -> float:
     """P(T >= distance / error); of a vanishing error its limit."""
     if error == 0:
         return 0.0 if distance > 0 else 1.0
-    return float(special.stdtr(freedom, -distance / error))
+    return float(_special().stdtr(freedom, -distance / error))
 
 
 def _seeds(spread: float, effect: float, tail: float, power: float) -> int:
     """Smallest n with P(T' > t_(1 - tail)) >= power, T' noncentral with sqrt(n) effect / spread."""
     if spread == 0:
         return 2
-    z = float(special.ndtri(1 - tail) + special.ndtri(power))
+    z = float(_special().ndtri(1 - tail) + _special().ndtri(power))
     guess = (z * spread / effect) ** 2
     n = max(2, math.ceil(min(guess, SEEDS_LIMIT)))
     while n < SEEDS_LIMIT:
         shift = math.sqrt(n) * effect / spread
-        if 1 - special.nctdtr(n - 1, shift, _quantile(n - 1, 1 - tail)) >= power:
+        if 1 - _special().nctdtr(n - 1, shift, _quantile(n - 1, 1 - tail)) >= power:
             return n
         n += 1
     return max(SEEDS_LIMIT, math.ceil(guess))

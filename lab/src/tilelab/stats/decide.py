@@ -11,9 +11,9 @@ In this order, the first that holds:
 
 So an effect that is surely not zero but surely too small to matter is no difference.
 
-Sequential comparisons: seeds are added until every arm is decided, by the rule of the config.
+Sequential comparisons: seeds are added until every arm is decided, or all of them are spent.
 
-``config.Sequential`` has the levels. At a look, Holm's adjustment is over the arms at the look's
+``look_levels`` has the levels. At a look, Holm's adjustment is over the arms at the look's
 level. The family shrinks only by the arms that an earlier look rejected. The first wrong rejection
 of all then has a p-value of at most the look's level over the number of arms for which the
 hypothesis is true. These levels add up over looks and arms to alpha.
@@ -26,40 +26,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from tilelab.study.ask.config import Experiment, Sequential
-from tilelab.study.ask.metrics import ahead
-from tilelab.study.verdict.result import Interval, Label, Look, SeedResult
-from tilelab.study.verdict.stats import Paired, equivalence, holm, more_seeds, paired
-from tilelab.study.verdict.text import UNITS, effect_text, interval_text, p_text, seeds_text
+from tilelab.stats.paired import Paired, equivalence, holm, more_seeds, paired
+from tilelab.stats.values import Interval, Label, Look, SeedResult, Verdict
+from tilelab.stats.words import effect_text, interval_text, p_text, seeds_text
 
 
 @dataclass(frozen=True)
 class Rules:
     """The decision rules of an experiment."""
 
-    metric: str
+    unit: str  # of the metric, in words; may be empty
     smallest: float  # effect that matters
     confidence: float  # of intervals
     power: float  # of further seeds
     family: int  # comparisons that share the error of the experiment
+    higher_is_better: bool = False
 
-    @classmethod
-    def of(cls, experiment: Experiment, family: int) -> Rules:
-        """Make the rules of an experiment."""
-        return cls(
-            experiment.metric,
-            experiment.smallest_effect,
-            experiment.confidence,
-            experiment.power,
-            family,
-        )
-
-    @property
-    def unit(self) -> str:
-        """The unit of the metric, in words."""
-        return UNITS[self.metric]
+    def helps(self, effect: float) -> bool:
+        """Return whether a difference of the metric is an improvement."""
+        return effect > 0 if self.higher_is_better else effect < 0
 
     @property
     def alpha(self) -> float:
@@ -109,7 +97,7 @@ class Examined:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The fields of ``result.Effect`` that it decides."""
+        """The fields of ``values.Effect`` that it decides."""
         seen = self.paired
         values = {"n": seen.n, "effect": seen.mean, "interval": seen.interval}
         return {**values, "p_value": seen.p_value, "p_holm": self.p_holm}
@@ -131,6 +119,23 @@ class Judged(NamedTuple):
     test: Examined
     decision: Decision
     look: Look | None = None
+
+    def verdict(self, arm: str) -> Verdict:
+        """Return it as the verdict on an arm of that name."""
+        compared, test, decision, look = self
+        return Verdict(
+            arm=arm,
+            label=decision.label,
+            reason=decision.reason,
+            **test.shown,
+            p_equivalence=test.p_equivalence,
+            p_equivalence_holm=test.p_equivalence_holm,
+            more_seeds=decision.more_seeds,
+            per_seed=tuple(compared.seeds),
+            diverged=compared.diverged,
+            identical=compared.identical,
+            look=look,
+        )
 
 
 def decided(
@@ -211,7 +216,7 @@ def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
         )
     if test.p_holm is not None and test.p_holm <= rules.alpha:
         assert interval is not None
-        label: Label = "better" if ahead(rules.metric, effect) else "worse"
+        label: Label = "better" if rules.helps(effect) else "worse"
         nearest = min(abs(interval.low), abs(interval.high))
         doubt = (
             f" It may be smaller than {rules.smallest:g}, the smallest effect that matters."
@@ -242,7 +247,7 @@ def _undecided(comparison: Comparison, size: str, rules: Rules) -> Decision:
 
 def size_text(effect: float, interval: Interval | None, rules: Rules) -> str:
     """Return an effect with its unit and interval."""
-    text = f"{effect_text(effect, rules.smallest)} {rules.unit}"
+    text = f"{effect_text(effect, rules.smallest)} {rules.unit}".rstrip()
     return text if interval is None else f"{text} {interval_text(interval, rules.smallest)}"
 
 
@@ -263,26 +268,40 @@ def _incomplete_text(comparison: Comparison, rules: Rules, so_far: Paired) -> st
     return f"{text}; so far {size_text(so_far.mean, so_far.interval, rules)}."
 
 
+def look_levels(looks: Sequence[int], rho: float, alpha: float) -> tuple[float, ...]:
+    """Return alpha_j of every look; they add up to ``alpha``.
+
+        alpha_j = alpha (t_j^rho - t_(j-1)^rho)        t_j = looks[j] / looks[-1], t_0 = 0
+
+    Sources: Lan and DeMets, "Discrete sequential boundaries for clinical trials", Biometrika 70,
+    1983 (spending); Kim and DeMets, Biometrika 74, 1987 (this family of functions).
+    """
+    spent = [0.0, *(alpha * (look / looks[-1]) ** rho for look in looks)]
+    return tuple(after - before for before, after in pairwise(spent))
+
+
 def look_by_look(
-    experiment: Experiment, rule: Sequential, compared: Sequence[Comparison]
+    compared: Sequence[Comparison], rules: Rules, looks: Sequence[int], levels: Sequence[float]
 ) -> list[Judged]:
     """Return the decisions about all arms of a sequential experiment, as far as its runs have come.
 
-    Each comparison comes with all of the experiment's seeds, run or not, and is cut to those that
-    its look asks for.
+    Args:
+        compared: each with all of the experiment's seeds, run or not; it is cut to those that its
+            look asks for.
+        rules: of the experiment.
+        looks: seeds at each look.
+        levels: of each look, which add up to ``rules.alpha``.
     """
-    rules = Rules.of(experiment, max(len(compared), 1))
-    levels = rule.levels(rules.alpha)
     found: dict[int, Judged] = {}
-    for number, (count, level) in enumerate(zip(rule.looks, levels, strict=True), 1):
+    for number, (count, level) in enumerate(zip(looks, levels, strict=True), 1):
         left = [at for at in range(len(compared)) if at not in found]
         cut = [_first(compared[at], count) for at in left]
-        look = Look(number, len(rule.looks), level)
+        look = Look(number, len(looks), level)
         tested = decided(cut, replace(rules, confidence=1 - level), _others(found))
         judged = dict(zip(left, tested, strict=True))
         if any(each.decision.label == "incomplete" for each in tested):
             return _in_order({**found, **{at: _waiting(each, look) for at, each in judged.items()}})
-        last = number == len(rule.looks)
+        last = number == len(looks)
         found |= {
             at: _with_look(each, look)
             for at, each in judged.items()

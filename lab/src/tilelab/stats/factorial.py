@@ -23,18 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
-from tilelab.study.ask.config import Experiment
-from tilelab.study.ask.designs import Design, Estimate, combinations_of, estimates
-from tilelab.study.ask.metrics import ahead
-from tilelab.study.verdict.decide import Examined, Rules, family_tests, size_text
-from tilelab.study.verdict.result import (
-    FactorEffect,
-    Interaction,
-    InteractionLabel,
-    SeedResult,
-)
-from tilelab.study.verdict.stats import paired
-from tilelab.study.verdict.text import p_text
+from tilelab.stats.decide import Examined, Rules, family_tests, size_text
+from tilelab.stats.fractions import Estimate, TwoLevels, combinations_of, estimates
+from tilelab.stats.paired import paired
+from tilelab.stats.values import FactorEffect, Interaction, InteractionLabel, SeedResult
+from tilelab.stats.words import p_text
 
 Seeds = Mapping[str, tuple[SeedResult, ...]]  # arm -> its seeds
 
@@ -45,19 +38,24 @@ _Contrast = tuple[int, Sequence[float] | None]
 
 
 def interactions(
-    experiment: Experiment, per_seed: Seeds, baseline_diverged: bool = False
+    per_seed: Seeds, seeds: Sequence[int], rules: Rules, baseline_diverged: bool = False
 ) -> tuple[Interaction, ...]:
-    """Return every interaction that the experiment's arms can tell, with Holm over them."""
-    joined = list(_joined([arm.name for arm in experiment.arms]))
+    """Return every interaction that the arms can tell, with Holm over them.
+
+    Args:
+        per_seed: of every arm.
+        seeds: of the experiment.
+        rules: of it; their ``family`` is not read.
+        baseline_diverged: whether a run of the baseline did.
+    """
+    joined = list(_joined(list(per_seed)))
     contrasts: list[_Contrast] = []
     for parts, signs in joined:
         arms = {arm: per_seed[arm] for arm in signs}
-        values = [
-            sum(sign * row[arm] for arm, sign in signs.items()) for row in _rows(experiment, arms)
-        ]
+        values = [sum(sign * row[arm] for arm, sign in signs.items()) for row in _rows(seeds, arms)]
         broken = baseline_diverged or _diverged(arms)
         contrasts.append((len(parts), None if broken else values))
-    tested = _tested(experiment, contrasts)
+    tested = _tested(contrasts, seeds, rules)
     return tuple(
         Interaction(arms=parts, together="+".join(parts), **found)
         for (parts, _), (found, _) in zip(joined, tested, strict=True)
@@ -65,14 +63,15 @@ def interactions(
 
 
 def factor_effects(
-    experiment: Experiment, per_seed: Seeds, baseline_diverged: bool
+    design: TwoLevels,
+    per_seed: Seeds,
+    seeds: Sequence[int],
+    rules: Rules,
+    baseline_diverged: bool = False,
 ) -> tuple[FactorEffect, ...]:
-    """Return every effect that the experiment's design estimates; none where it has no design."""
-    design = experiment.design
-    if design is None:
-        return ()
+    """Return every effect that a design estimates; arguments as of ``interactions``."""
     broken = baseline_diverged or _diverged(per_seed)
-    rows = [] if broken else _rows(experiment, per_seed)
+    rows = [] if broken else _rows(seeds, per_seed)
     effects = []
     for joint in (False, True):
         family = [each for each in estimates(design) if (len(each.factors) > 1) == joint]
@@ -80,7 +79,7 @@ def factor_effects(
             (len(each.factors), None if broken else [_effect(design, each, row) for row in rows])
             for each in family
         ]
-        tested = _tested(experiment, contrasts)
+        tested = _tested(contrasts, seeds, rules)
         for estimate, (found, p_equivalence_holm) in zip(family, tested, strict=True):
             aliases = tuple(
                 f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
@@ -92,7 +91,7 @@ def factor_effects(
     return tuple(effects)
 
 
-def predicted(design: Design, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
+def predicted(design: TwoLevels, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
     """Return the metric of a combination of factors less that of the baseline, by these effects."""
 
     def at(active: Sequence[str]) -> float:
@@ -125,11 +124,11 @@ def _joined(names: list[str]) -> Iterable[tuple[tuple[str, ...], dict[str, int]]
             )
 
 
-def _rows(experiment: Experiment, per_seed: Seeds) -> list[dict[str, float]]:
+def _rows(seeds: Sequence[int], per_seed: Seeds) -> list[dict[str, float]]:
     """Arm -> difference to the baseline, of every seed that all these arms have finished."""
     known = {arm: {each.seed: each.difference for each in found} for arm, found in per_seed.items()}
     rows = []
-    for seed in experiment.seeds:
+    for seed in seeds:
         row = {arm: values.get(seed) for arm, values in known.items()}
         finished = {arm: value for arm, value in row.items() if value is not None}
         if len(finished) == len(row):
@@ -141,7 +140,7 @@ def _diverged(per_seed: Seeds) -> bool:
     return any(each.status == "diverged" for seeds in per_seed.values() for each in seeds)
 
 
-def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> float:
+def _effect(design: TwoLevels, estimate: Estimate, row: Mapping[str, float]) -> float:
     runs = combinations_of(design)
     by_factors = {frozenset(arm.split("+")): value for arm, value in row.items()}
     total = 0.0
@@ -152,16 +151,15 @@ def _effect(design: Design, estimate: Estimate, row: Mapping[str, float]) -> flo
 
 
 def _tested(
-    experiment: Experiment, family: Sequence[_Contrast]
+    family: Sequence[_Contrast], seeds: Sequence[int], rules: Rules
 ) -> list[tuple[dict[str, Any], float | None]]:
     """Decide the contrasts of one family; one that is not whole is not tested, but counts in it.
 
     Returns:
         of each the fields of an ``Effect`` with its label, and the p-value of equivalence (Holm).
     """
-    rules = Rules.of(experiment, max(len(family), 1))
     values = [each or [] for _, each in family]
-    wholes = [each if len(each) == len(experiment.seeds) else None for each in values]
+    wholes = [each if len(each) == len(seeds) else None for each in values]
     tests = family_tests([paired(each, rules.confidence) for each in values], wholes, rules)
     found = []
     for contrast, test, whole in zip(family, tests, wholes, strict=True):
@@ -188,7 +186,7 @@ def _decide(
         return "additive", f"{size}: they add up, to within {rules.smallest:g}."
     if p_holm is not None and p_holm <= rules.alpha:
         p = f"(Holm p {p_text(p_holm)})"
-        helps = ahead(rules.metric, seen.mean)
+        helps = rules.helps(seen.mean)
         if alone:
             return ("better" if helps else "worse"), f"{size} {p}."
         side: InteractionLabel = "better together" if helps else "worse together"

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tests.lab.study.records_of import known
-from tilelab.study.verdict.result import Interval
-from tilelab.study.verdict.stats import (
+from tilelab.stats.paired import (
     SEEDS_LIMIT,
     equivalence,
     holm,
@@ -23,6 +22,7 @@ from tilelab.study.verdict.stats import (
     seeds_for_equivalence,
     summary,
 )
+from tilelab.stats.values import Interval
 
 
 def drawn(n: int, mean: float = 0.0, seed: int = 0) -> list[float]:

@@ -1,0 +1,191 @@
+"""Verdicts on plain values: by hand, and those of every stored study."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tilelab import stats
+from tilelab.study.ask.config import Experiment
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import read_records, read_study
+from tilelab.study.verdict import text as words
+from tilelab.study.verdict.judge import unfolded
+from tilelab.study.verdict.measures import final_metric
+from tilewise.errors import InvalidArgument
+
+BASE = {0: 2.0, 1: 2.1, 2: 2.2}
+
+
+def moved(*by: float) -> dict[int, float | None]:
+    """The baseline's values, each moved."""
+    return {seed: value + each for (seed, value), each in zip(BASE.items(), by, strict=True)}
+
+
+def test_arms_are_decided_together() -> None:
+    arms: dict[str, dict[int, float | None]] = {
+        "good": moved(-0.099, -0.116, -0.12),
+        "same": moved(0.004, 0.005, 0.006),
+        "wide": moved(0.05, -0.05, 0.0),
+        "lost": {**moved(0, 0, 0), 1: float("nan")},
+        "late": {0: 2.0},
+    }
+    found = stats.compare_all(BASE, arms, smallest_effect=0.02, unit="bits per byte")
+    labels = {name: each.label for name, each in found.items()}
+    assert labels == {
+        "good": "better",
+        "same": "no difference",
+        "wide": "undecided",
+        "lost": "diverged",
+        "late": "incomplete",
+    }
+    alone = stats.compare(BASE, arms["good"], smallest_effect=0.02)
+    assert alone.p_value == found["good"].p_value == alone.p_holm
+    assert found["good"].p_holm == pytest.approx(5 * (alone.p_value or 0)), "one family of five"
+    more = found["wide"].more_seeds or 0
+    assert more == stats.more_seeds([0.05, -0.05, 0.0], 0.02, 0.05 / 5, 0.8)
+    higher = stats.compare(BASE, arms["good"], smallest_effect=0.02, higher_is_better=True)
+    assert higher.label == "worse"
+
+
+def test_effects_of_a_factorial() -> None:
+    arms = {"a": moved(-0.1, -0.1, -0.11), "b": moved(-0.2, -0.21, -0.2)}
+    arms["a+b"] = moved(-0.1, -0.11, -0.1)
+    rule: dict[str, Any] = {"smallest_effect": 0.02}
+    (together,) = stats.interactions_of(BASE, arms, **rule)
+    assert (together.together, together.label) == ("a+b", "worse together")
+    assert together.effect == pytest.approx((0.2 + 0.2 + 0.21) / 3)
+    found = stats.factorial_effects(stats.Factorial(("a", "b")), BASE, arms, **rule)
+    by_factors = {each.factors: each.effect for each in found}
+    assert by_factors["a",] == pytest.approx((-0.31 + 0.3) / 6)
+    assert by_factors["a", "b"] == pytest.approx(together.effect)
+    with pytest.raises(InvalidArgument, match="design: got arms a, b; required: arms a, b, a"):
+        stats.factorial_effects(
+            stats.Factorial(("a", "b")), BASE, {"a": arms["a"], "b": arms["b"]}, **rule
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"smallest_effect": 0.0}, "smallest_effect: got 0.0; required: a number above 0"),
+        ({"confidence": 95}, "confidence: got 95"),
+        ({"seeds": (0, 0)}, "seeds: got (0, 0)"),
+        ({"looks": (2, 4)}, "looks: got (2, 4); required: 2 or more, growing, up to 3 seeds"),
+        ({"systems": ["b"]}, "systems: got 'b'; required: arms: a"),
+    ],
+)
+def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        stats.compare_all(BASE, {"a": BASE}, **{"smallest_effect": 0.1, **changes})
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys, tilelab.stats as stats\n"
+        "print(stats.compare({0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.4}, smallest_effect=0.1).label)\n"
+        "print(*({'torch', 'tilewise', 'pydantic'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["undecided", ""]
+
+
+STORED = sorted((ROOT / "benchmarks/studies").glob("*/records.tar.gz"))
+
+
+@pytest.mark.parametrize("archive", STORED, ids=lambda path: path.parent.name)
+def test_the_verdicts_of_stored_studies(tmp_path: Path, archive: Path) -> None:
+    """From the runs' last metrics alone, as the stored report prints them."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    records, folder = read_records(tmp_path), archive.parent
+    experiments, _ = unfolded(read_study(folder).study, records)
+    sections = (folder / "report.md").read_text().partition("## Evidence")[0].split("\n### ")[1:]
+    assert len(sections) == len(experiments) > 0
+    for experiment, section in zip(experiments, sections, strict=True):
+        printed, found = rows_of(section), verdicts_of(experiment, records)
+        assert list(printed) == list(found) != []
+        for arm, verdict in found.items():
+            assert_printed(verdict, printed[arm])
+
+
+def rows_of(section: str) -> dict[str, list[str]]:
+    """Arm -> the cells of its row in a stored report: verdict, effect, interval, p, seeds."""
+    found = {}
+    for line in section.splitlines():
+        name, *cells = (cell.strip().replace("\\", "") for cell in line.strip("| ").split(" | "))
+        if len(cells) > 5 and cells[0][:1] in set("✓✗=?!…~"):
+            found[name] = cells[:5]
+    return found
+
+
+RAISED = str.maketrans(
+    "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
+    "\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}\N{SUPERSCRIPT FIVE}\N{SUPERSCRIPT SIX}"
+    "\N{SUPERSCRIPT SEVEN}\N{SUPERSCRIPT EIGHT}\N{SUPERSCRIPT NINE}\N{MINUS SIGN}",
+    "-0123456789-",
+)
+
+
+def numbers(cell: str) -> list[tuple[float, float]]:
+    """The numbers of a cell, each with half a unit of its last digit."""
+    found = []
+    for each in re.split(r"[\[\], ]+", cell.translate(RAISED)):
+        digits, _, power = each.partition("\N{MULTIPLICATION SIGN}10")
+        if digits and digits != "\N{EN DASH}":
+            unit = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
+            found.append((float(digits) * 10.0 ** int(power or 0), 0.501 * unit))
+    return found
+
+
+def assert_printed(verdict: stats.Verdict, cells: list[str]) -> None:
+    label, effect, interval, p, seeds = cells
+    assert label[2:] == verdict.label
+    assert p == words.p_value(verdict.p_holm)
+    more = re.search(r"needs ([\d,]+) more", seeds)
+    assert (int(more[1].replace(",", "")) if more else None) == verdict.more_seeds
+    ends = verdict.interval
+    known = [verdict.effect, *((ends.low, ends.high) if ends is not None else ())]
+    printed = numbers(effect) + numbers(interval)
+    assert len(printed) == len(known)
+    for (said, within), value in zip(printed, known, strict=True):
+        assert value == pytest.approx(said, abs=within)
+
+
+def verdicts_of(experiment: Experiment, records: dict[str, RunRecord]) -> dict[str, stats.Verdict]:
+    """The verdicts on the arms of an experiment, from its runs' last metrics."""
+
+    def runs(arm: str) -> dict[int, RunRecord]:
+        names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
+        return {seed: records[name] for seed, name in names.items() if name in records}
+
+    def values(arm: str) -> dict[int, float | None]:
+        return {seed: final_metric(each, experiment.metric) for seed, each in runs(arm).items()}
+
+    def weights(arm: str) -> list[str]:
+        return [each.weights_sha256 for each in runs(arm).values()]
+
+    base, others = experiment.baseline_name, [arm.name for arm in experiment.arms]
+    metric, rule = METRICS[experiment.metric], experiment.sequential
+    return stats.compare_all(
+        values(base),
+        {arm: values(arm) for arm in others},
+        smallest_effect=experiment.smallest_effect,
+        seeds=experiment.seeds,
+        higher_is_better=metric.higher_is_better,
+        unit=metric.unit,
+        confidence=experiment.confidence,
+        power=experiment.power,
+        looks=() if rule is None else rule.looks,
+        rho=2.0 if rule is None else rule.rho,
+        systems=[arm.name for arm in experiment.arms if arm.kind == "systems"],
+        identical=[arm for arm in others if weights(arm) == weights(base)],
+    )

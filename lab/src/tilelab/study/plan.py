@@ -13,6 +13,8 @@ The order:
   it;
 * a sequential experiment runs the seeds of a look, and those of the next one for the arms that are
   not decided then;
+* a run whose config and seed are those of another one elsewhere in the study takes over its record:
+  ``RunSpec.is_like``. It waits while that one is running;
 * a run of an experiment that compares kernels (one that has a systems arm) runs alone, because
   anything that runs beside it would be part of the measurement.
 """
@@ -184,6 +186,14 @@ class Agenda:
     def ready(self) -> list[RunSpec]:
         """Return the runs that have not ended and may start now, the preferred ones first."""
         return [run for run in self._known if not _is_done(run, self.records)]
+
+    def twin(self, run: RunSpec) -> RunSpec | None:
+        """Return a run that has ended and is like this one; None where there is none."""
+        for other in self._known:
+            record = self.records.get(other.name)
+            if record is not None and record.done and run.is_like(other):
+                return other
+        return None
 
     def check(self) -> None:
         """Refuse a record of another config: it does not belong to the study that is to go on.

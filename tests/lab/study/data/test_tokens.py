@@ -277,6 +277,22 @@ def test_files_are_documents(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("documents-*.json"))) == 1
 
 
+def test_the_text_for_tuning_stands_for_the_held_out_one(tmp_path: Path) -> None:
+    texts = [f"document {number}: " + "words and words " * (3 + number % 7) for number in range(40)]
+    data = Data(source=str(_folder(tmp_path / "texts", texts)), held_out=0.2, tuning=0.2)
+    plain = prepare(data.model_copy(update={"tuning": 0.0}), tmp_path / "cache")
+    tokens = prepare(data, tmp_path / "cache")
+    assert bytes(tokens.held_out) == bytes(plain.held_out)
+    assert tokens.sha256 != plain.sha256
+    assert "tuning_tokens" not in plain.as_json()
+    scored = tokens.scored_on("tuning")
+    assert scored.held_out_bytes == tokens.as_json()["tuning_bytes"] == len(scored.held_out)
+    borders = scored.documents.held_out
+    pieces = np.split(np.asarray(scored.held_out), borders[1:])
+    assert {bytes(piece.tolist()).decode() for piece in pieces} <= set(texts)
+    assert tokens.scored_on("held-out") is tokens
+
+
 def test_the_same_text_in_other_files_has_other_borders(tmp_path: Path) -> None:
     held_out = "something else to be kept apart, as the smallest file of all"
     one = _folder(tmp_path / "one", ["a" * 500, "b" * 500, held_out])

@@ -194,6 +194,9 @@ class Data(Frozen):
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
     each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
+
+    ``tuning`` is the share of a text that only trials of a sweep are scored on, so that the
+    held-out text chooses nothing: ``data/corpus.py``. The held-out text does not depend on it.
     """
 
     source: str = "stdlib"
@@ -202,6 +205,14 @@ class Data(Frozen):
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
     vocabulary: int = added(2048, ge=257, le=65536)
+    tuning: float = added(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _leaves_a_text(self) -> Self:
+        if self.held_out + self.tuning >= 1:
+            required = f"less than 1 - data.held_out = {1 - self.held_out:g}"
+            raise InvalidArgument("data.tuning", f"{self.tuning:g}", required)
+        return self
 
 
 class Attention(Frozen):
@@ -266,6 +277,9 @@ class Evaluation(Frozen):
     query sees its own document alone, in all arms alike, and the first token of a document is not
     scored. ``attention_windows`` windows (or first examples) give the recorded statistics of the
     attention layers, which changes no result; 0 for none.
+
+    ``text`` is the text that is scored: ``"held-out"``, or that of ``data.tuning``. A trial of a
+    sweep sets it by itself.
     """
 
     every: int = Field(25, ge=1)
@@ -274,6 +288,7 @@ class Evaluation(Frozen):
     sample_tokens: int = Field(0, ge=0)
     documents: bool = added(False)
     attention_windows: int = added(4, ge=0)
+    text: Literal["held-out", "tuning"] = added("held-out")
 
 
 class RunConfig(Frozen):
@@ -304,6 +319,9 @@ class RunConfig(Frozen):
             came, required = "softcap", "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
             raise InvalidArgument("attention.variant", came, required, fix)
+        if self.evaluation.text == "tuning" and not self.data.tuning:
+            required = "held-out, or a data.tuning above 0"
+            raise InvalidArgument("evaluation.text", "tuning", required)
         self.learning.check(self)
         return self
 
@@ -490,7 +508,7 @@ class Experiment(Frozen):
             found[name] = change(self, paths | own)
         return found
 
-    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+    def config_of(self, arm: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
         """Return the config of an arm (without what a sweep chooses), with dotted changes."""
         key = arm, tuple((changes or {}).items())
         if key not in self._made:
@@ -502,7 +520,7 @@ class Experiment(Frozen):
         """Configs that were made before: checking one takes a millisecond, and they are many."""
         return {}
 
-    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+    def _make(self, arm: str, changes: Mapping[str, Any]) -> RunConfig:
         if changes:
             return change(self.config_of(arm), changes)
         if arm == self.baseline_name:

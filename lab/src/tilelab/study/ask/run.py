@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,10 +61,21 @@ class RunSpec:
         trial += "" if self.rung is None else f"rung-{self.rung}-"
         return f"{self.experiment}/{self.arm}/{trial}seed-{self.seed}"
 
-    @property
+    @cached_property
     def config_hash(self) -> str:
         """The hash of the config alone; a run refuses a checkpoint with another one."""
         return config_hash(self.config)
+
+    def is_like(self, other: RunSpec) -> bool:
+        """Return whether the other run comes to the same bits, elsewhere in the study.
+
+        Arms of one experiment are compared, so each trains its own runs; and where kernels are
+        compared, the times of a run are its result.
+        """
+        elsewhere = (self.experiment, self.phase) != (other.experiment, other.phase)
+        if self.alone or other.alone or self.seed != other.seed or not elsewhere:
+            return False
+        return self.config_hash == other.config_hash
 
     def folder(self, study: Path) -> Path:
         """Return the folder that the run writes to, inside the folder of its study."""
@@ -94,10 +106,15 @@ _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Executio
 
 
 def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:
-    """Return one trial of an experiment's sweep; without halving, ``rung`` is 0."""
+    """Return one trial of an experiment's sweep; without halving, ``rung`` is 0.
+
+    It is scored on the text for tuning, where the data has one.
+    """
     sweep = experiment.sweep
     assert sweep is not None
-    changes = {sweep.path: value}
+    changes: dict[str, Any] = {sweep.path: value}
+    if experiment.config_of(arm).data.tuning:
+        changes["evaluation.text"] = "tuning"
     if sweep.halving is not None:
         changes["budget.steps"] = sweep.steps_of(experiment.config_of(arm).steps, rung)
     config = experiment.config_of(arm, changes)

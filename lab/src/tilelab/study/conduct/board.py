@@ -92,7 +92,7 @@ class Board(Watcher):
         """A run is over."""
         begun, share = self._begun.pop(run.name, (0.0, 0.0))
         expected = self._expected_s(run) * share
-        if expected:
+        if expected and not (record.starts and record.start.same_as):
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)

@@ -169,7 +169,9 @@ class Conductor:
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                Pool(place, jobs).work(agenda, (_Target(self.study), board, shown, tracking))
+                Pool(place, jobs, execution.folder).work(
+                    agenda, (_Target(self.study), board, shown, tracking)
+                )
         return 0
 
     @contextmanager

@@ -161,6 +161,8 @@ def _ended_words(run: RunSpec, record: RunRecord) -> str:
         assert record.end is not None
         return f"{run.name} diverged: {record.end.reason}"
     last = record.evaluations[-1] if record.evaluations else None
+    if record.starts and record.start.same_as:
+        return f"{run.name} is {record.start.same_as}, and takes over its record"
     if last is None or last.loss is None:
         return f"{run.name} done"
     return f"{run.name} done, held-out loss {last.loss:.4f}, {in_words(last.train_wall_s)}"

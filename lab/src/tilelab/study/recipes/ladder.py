@@ -33,6 +33,7 @@ SIZES_AT_MB = 3
 # Layers and width of about 0.3, 1, 3 and 10 million parameters.
 MODELS = {"0.3M": (1, 64), "1M": (2, 128), "3M": (5, 192), "10M": (5, 384)}
 HEAD_WIDTH = 32
+TUNING = 0.02  # of the text: rates are chosen on it, and the held-out text only judges
 _WARMUP_STEPS = 10
 
 
@@ -131,7 +132,7 @@ def learns_well(source: str, megabytes: float) -> RunConfig:
             tied=False,
             std=0.08,
         ),
-        data=Data(source=source, tokenizer="bpe"),
+        data=Data(source=source, tokenizer="bpe", tuning=TUNING),
         optimizer=Optimizer(name="adamw", lr=0.006, embedding_lr=0.006),
         schedule=Schedule(**_schedule("linear")["schedule"]),
         training=Training(batch=16),

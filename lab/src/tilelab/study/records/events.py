@@ -23,7 +23,7 @@ import os
 import re
 import statistics
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -119,6 +119,7 @@ class Start(Event):
     peak_flops_s: float  # measured in its precision; on a CPU per second of CPU time
     weights_sha256: str = ""  # before the first step; empty where not recorded
     shared_steps: int = 0  # first ones, which another run took: ``train/trunk.py``
+    same_as: str = ""  # the run of the study that was trained in this one's place, by its name
     format: int = FORMAT
 
 
@@ -335,6 +336,13 @@ _WHOLE_STEPS = 32  # first ones that are kept apart: kernels are compared by the
 _BLOCK = 32
 
 
+def renamed(path: Path, **changes: Any) -> bytes:
+    """Return a whole record with other values in its starts: the record of a run like that one."""
+    return _as_bytes(
+        replace(each, **changes) if isinstance(each, Start) else each for each in _events(path)
+    )
+
+
 def condensed(path: Path) -> bytes:
     """Return a record with blocks of steps as one line each, for storing; it reads like the whole.
 
@@ -358,8 +366,12 @@ def condensed(path: Path) -> bytes:
             flush()
             found.append(event)
     flush()
+    return _as_bytes(found)
+
+
+def _as_bytes(events: Iterable[Event]) -> bytes:
     lines, before = [], b""
-    for event in found:
+    for event in events:
         before = _sealed(event.line(), before)
         lines.append(before)
     return b"".join(lines)

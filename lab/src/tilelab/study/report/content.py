@@ -180,16 +180,19 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
 
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
-    # Steps that runs share were taken once.
+    # Steps that runs share were taken once, and runs that are the same were trained once.
+    trained = [each for each in evidence.records.values() if not _taken_over(each, evidence)]
     own = [
         (each, [step for step in each.steps if step.step > each.start.shared_steps])
-        for each in evidence.records.values()
+        for each in trained
     ]
     steps = [step for _, taken in own for step in taken]
     tokens = sum(learnt(record, taken) for record, taken in own)
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
+    again = len(evidence.records) - len(trained)
+    runs += f", {again:,} of them the same as others" if again else ""
     seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
         ("runs", runs),
@@ -199,6 +202,31 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     ]
     chip = evidence.stored.environment.get("chip")
     return (*found, ("chip", str(chip))) if chip else tuple(found)
+
+
+def _taken_over(record: RunRecord, evidence: Evidence) -> bool:
+    return record.start.same_as in evidence.records
+
+
+def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
+    """Say which arms have the runs of an experiment before this one: they are no second finding."""
+    earlier = evidence.experiments[: evidence.experiments.index(planned)]
+    known: dict[tuple[str, int], str] = {}
+    for other in earlier:
+        for arm in other.arm_names:
+            for seed, record in evidence.finals(other, arm).items():
+                known.setdefault((record.start.config_hash, seed), f"{arm} in {other.name}")
+    found: dict[tuple[str, str], list[int]] = {}
+    for arm in planned.arm_names:
+        for seed, record in evidence.finals(planned, arm).items():
+            there = known.get((record.start.config_hash, seed))
+            if there is not None:
+                found.setdefault((arm, there), []).append(seed)
+    return [
+        f"The runs of {arm} here are those of {there} ({words.seeds_text(seeds)}): one measurement, "
+        "not a second one."
+        for (arm, there), seeds in found.items()
+    ]
 
 
 def _experiment(
@@ -231,7 +259,7 @@ def _experiment(
         "rows": rows,
         "forest": forest_of(verdict),
         "follows": words.typeset(verdict.follows),
-        "notes": verdict.notes,
+        "notes": (*verdict.notes, *_same_runs(planned, evidence)),
         "charts": charts,
         "tables": tables,
         "writings": wrote,

@@ -51,6 +51,7 @@ class _Examination(Examination):
 
     def __init__(self, config: RunConfig, data: Tokens) -> None:
         evaluation, context = config.evaluation, config.model.context
+        data = data.scored_on(evaluation.text)
         self._config, self._data = config, data
         begins = data.documents.held_out if evaluation.documents else None
 
@@ -145,7 +146,8 @@ class LanguageModelling(AbstractTask):
         """Windows, those of the final stride after the last step."""
         evaluation = config.evaluation
         if whole and evaluation.final_stride:
-            return math.ceil(len(data.held_out) / evaluation.final_stride)
+            scored = data.scored_on(evaluation.text).held_out
+            return math.ceil(len(scored) / evaluation.final_stride)
         return evaluation.windows
 
 

@@ -180,6 +180,7 @@ class AbstractTask(ABC):
             "evaluation.documents": (config.evaluation.documents, False),
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
         }
+        texts = {} if self.learns_text else {"data.tuning": (config.data.tuning, 0.0)}
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
         if config.data.tokenizer != "bpe":
@@ -194,7 +195,8 @@ class AbstractTask(ABC):
                 "model.bias": (model.bias, True),
                 "model.std": (model.std, Model().std),
             }
-        factors = {**({} if self.packs else rows), **foreign}
+        rows = {**({} if self.packs else rows), **texts}
+        factors = {**rows, **foreign}
         for path, (came, standard) in factors.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"

@@ -105,7 +105,8 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
     """
     mine, theirs = experiment.config_of(arm.name), experiment.baseline
     text = {"source", "size_cap_bytes", "held_out"}
-    if mine.data.model_dump(include=text) != theirs.data.model_dump(include=text):
+    other = mine.data.model_dump(include=text) != theirs.data.model_dump(include=text)
+    if other or mine.evaluation.text != theirs.evaluation.text:
         what = "of another held-out text"
     elif experiment.metric == "loss" and _tokens(mine) != _tokens(theirs):
         what = "per token of another tokenizer"

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.lab.study.records_of import Behaviour, config_of, records_of, study_of
+from tilelab.models.bert import Head
 from tilelab.models.packed import pack
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
 from tilelab.study.ask.run import finals
 from tilelab.study.recipes.arms import compare_kernels
 from tilelab.study.records.events import RunRecord
+from tilelab.study.report.clock import speeds_of
 from tilelab.study.report.verdicts import meaning
 from tilelab.study.tasks.families import bert_of, gpt2_of
 from tilelab.study.verdict.judge import judge
@@ -49,32 +51,31 @@ def test_a_fault_is_what_it_says(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, TINY.model.width)
+    attention: Any
     if family == "gpt2":
         config = with_fault(TINY, implementation, fault)
-        layer = gpt2_of(config, 256, 0, torch.device("cpu")).layers[0].attention
-        attend = lambda: layer(x[None])[0]  # noqa: E731
+        attention = gpt2_of(config, 256, 0, torch.device("cpu")).layers[0].attention
+        inputs: tuple[Any, ...] = (x[None],)
     else:
         encoder = {"model.family": "bert", "attention.variant": "full"}
         words = {"data.tokenizer": "wordpiece", "task": "masked-language-modelling"}
         config = with_fault(change(TINY, {**encoder, **words}), implementation, fault)
-        from tilelab.models.bert import Head
-
         model = bert_of(config, 256, Head("masked"), 0, torch.device("cpu"))
-        layer = model.layers[0].attention
+        attention = model.layers[0].attention
         mask = None if model.pattern is None else model.pattern(8)
-        attend = lambda: layer(x, pack([list(range(8))]), mask)  # noqa: E731
-    for parameter in layer.parameters():  # as they are drawn, nobody looks anywhere
+        inputs = x, pack([list(range(8))]), mask
+    for parameter in attention.parameters():  # as they are drawn, nobody looks anywhere
         torch.nn.init.normal_(parameter, std=0.3)
     q, k, v = (
         project(x).unflatten(-1, (config.model.heads, -1)).transpose(0, 1)
-        for project in (layer.query, layer.key, layer.value)
+        for project in (attention.query, attention.key, attention.value)
     )
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     heads = [
         probabilities(config, fault, head) @ value for head, value in zip(scores, v, strict=True)
     ]
-    expected = layer.output(torch.cat(heads, dim=-1))
-    torch.testing.assert_close(attend(), expected, rtol=1e-4, atol=1e-5)
+    expected = attention.output(torch.cat(heads, dim=-1))
+    torch.testing.assert_close(attention(*inputs).view(8, -1), expected, rtol=1e-4, atol=1e-5)
 
 
 def compared(**changes: Any) -> Experiment:
@@ -114,7 +115,9 @@ def test_a_control_that_is_not_flagged_is_said_and_one_that_is_counts_for_nothin
     assert "a softmax scale that is wrong by 1 %: the control wrong-scale" in note
     assert not any(each.changed_what_is_learnt for each in found.arms)
     assert len(arm(found, "wrong-mask").per_seed) == 1
-    assert "wrong-mask was flagged, as it should be; wrong-scale was not seen" in meaning(found)
+    assert "wrong-mask was flagged, as it should be; wrong-scale was not seen" in meaning(
+        found, speeds_of(found, [])
+    )
     both = judged(experiment, {"wrong-scale": 2e-6, "wrong-mask": 1e-4})
     assert not [each for each in both.notes if "could not have seen" in each]
 

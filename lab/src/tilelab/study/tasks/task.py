@@ -175,7 +175,7 @@ class AbstractTask(ABC):
 
     def _check_factors(self, config: RunConfig) -> None:
         """Nothing that a task or a model does not know is set without an effect."""
-        rows = {
+        rows: dict[str, tuple[Any, Any]] = {
             "data.packing": (config.data.packing, "stream"),
             "evaluation.documents": (config.evaluation.documents, False),
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),

@@ -281,8 +281,9 @@ def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
 def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
     seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in runs.finals)
     diverged = [seed for seed in runs.finals if _status(experiment, baseline, seed) == "diverged"]
-    kind = "training" if arm.kind == "training" else "systems"
-    return Comparison(kind, seeds, diverged, runs.lost)
+    return Comparison(
+        "training" if arm.kind == "training" else "systems", seeds, diverged, runs.lost
+    )
 
 
 def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:

@@ -223,8 +223,8 @@ def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
             if there is not None:
                 found.setdefault((arm, there), []).append(seed)
     return [
-        f"The runs of {arm} here are those of {there} ({words.seeds_text(seeds)}): one measurement, "
-        "not a second one."
+        f"The runs of {arm} here are those of {there} ({words.seeds_text(seeds)}): one "
+        "measurement, not a second one."
         for (arm, there), seeds in found.items()
     ]
 

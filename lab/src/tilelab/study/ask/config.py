@@ -185,7 +185,7 @@ class Data(Frozen):
     * ``"stdlib"``: the ``*.py`` of Python's standard library;
     * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
       folder that ``TILEWISE_DATA`` names;
-    * the path of a text file or a folder of them.
+    * the path of a text file, of a folder of them, or of a folder with a pattern of its files.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
     of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair

@@ -64,6 +64,9 @@ class Need:
         return self.process + max(self.reading, self.training)
 
 
+_UNKNOWN = Need(0, 0, 0, 0, 0, process=0)  # of a script: nothing is refused
+
+
 def parameters(config: RunConfig) -> int:
     """Count the weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
@@ -126,6 +129,8 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
 
 def gpu_need(config: RunConfig) -> Need:
     """Return the GPU memory that a process of a run needs."""
+    if config.learning.external:
+        return _UNKNOWN
     return need(config, "cuda")
 
 
@@ -134,6 +139,8 @@ def host_need(config: RunConfig, device: str = "cpu") -> Need:
 
     With a GPU that is its data, and the state, which goes through it with every checkpoint.
     """
+    if config.learning.external:
+        return _UNKNOWN
     found = need(config, device)
     if device == "cuda":
         found = Need(state=found.state, activations=0, matrix=0, freed=0, moment=0)

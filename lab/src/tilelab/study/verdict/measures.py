@@ -47,6 +47,10 @@ class _Reading:
         self.last = _last(record)
         self.timed = [each for each in record.steps if not each.warmup]
         self.walls = sorted(each.wall_s for each in self.timed)
+        # A script's line may have no loss; a step of ours has one, or it was not finite.
+        self.losses = [
+            each.loss for each in record.steps if each.loss is not None or not record.of_script
+        ]
         norms = [each.gradient_norm for each in record.steps]
         self.norms = [each for each in norms if each is not None]
         self.layers = [each.softmaxes for each in record.evaluations if each.softmaxes]
@@ -226,7 +230,7 @@ MEASURES: Mapping[str, Measure] = {
             "spike_rate",
             "share of steps whose training loss jumped",
             "share of 1",
-            lambda run: spike_rate([each.loss for each in run.record.steps]),
+            lambda run: spike_rate(run.losses),
             "stability",
             "spikes",
             percent,

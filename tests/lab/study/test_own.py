@@ -20,6 +20,7 @@ from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct import script
 from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
+from tilewise import cli
 from tilewise.errors import InvalidArgument, TilewiseError
 
 # Without torch, so that a run takes an instant. The seed moves all arms alike.
@@ -80,7 +81,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_command_is_tuned_paired_and_judged(place: Path) -> None:
+def test_a_command_is_tuned_paired_and_judged(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = place / "studies"
     with quickly(place):
         status, started = run(str(place / "my.py"), out)
@@ -108,6 +111,14 @@ def test_a_command_is_tuned_paired_and_judged(place: Path) -> None:
     assert "model.layers" not in page, "a script has no such setting"
     with quickly(place):
         assert run(str(place / "my.py"), out) == (0, []), "nothing is run again"
+    capsys.readouterr()
+    assert cli.main(["study", "show", "own/trick", "--out", str(out)]) == 0
+    assert cli.main(["study", "compare", "own/trick", "own/baseline", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"own/trick/seed-1 +done +4 +1\.0382", shown)
+    assert "last bit" not in shown, "nobody knows the weights of a script"
+    assert run(str(place / "my.py"), place / "several", options=("--processes", "2")) == (2, [])
+    assert "--processes: got 2 processes; required: 1: a script" in capsys.readouterr().err
 
 
 def test_a_function_yields_or_logs(place: Path) -> None:
@@ -234,6 +245,20 @@ def test_another_script_is_another_study(place: Path) -> None:
     assert experiment() == before
     (place / "train.py").write_text("print(1)")
     assert experiment().baseline.task != before.baseline.task
+
+
+@pytest.mark.thorough
+def test_the_example_runs_and_is_a_script_with_few_lines_more(tmp_path: Path) -> None:
+    folder = ROOT / "examples/own"
+    lines = (folder / "train.py").read_text().splitlines()
+    assert 0 < len([line for line in lines if line.endswith("# study")]) <= 20
+    options = ("--steps", "3", "--seeds", "2", "--set", "sweep=null")
+    with quickly(tmp_path):
+        status, started = run(str(folder / "study.py"), tmp_path / "out", options=options)
+    assert (status, len(started)) == (0, 2 * 4)
+    (verdict,) = verdicts(tmp_path / "out")
+    assert [each["n"] for each in verdict["arms"]] == [2, 2, 2]
+    assert [each["together"] for each in verdict["interactions"]] == ["linear+no-decay"]
 
 
 @pytest.mark.thorough

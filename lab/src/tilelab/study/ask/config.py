@@ -348,6 +348,16 @@ class RunConfig(Frozen):
         return {length: count for length, count in sorted(counts.items()) if count}
 
 
+OF_SCRIPT = ("task", "choice", "budget")  # the parts of a config that a script hears of
+
+
+def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the run of a config in JSON's types is told: of a script, its own parts."""
+    if values.get("task", {}).get("name") != "script":
+        return values
+    return {part: values[part] for part in OF_SCRIPT}
+
+
 class Arm(Frozen):
     """The baseline with some values changed.
 

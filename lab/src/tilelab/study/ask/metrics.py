@@ -63,6 +63,11 @@ METRICS: Mapping[str, Metric] = _Metrics(
 )
 
 
+def undirected(metric: str) -> str:
+    """Return the name of a metric without the direction that a script's has before it."""
+    return metric.rpartition(":")[2]
+
+
 def ahead(metric: str, effect: float) -> bool:
     """Return whether a difference of a metric is an improvement."""
     return effect > 0 if METRICS[metric].higher_is_better else effect < 0

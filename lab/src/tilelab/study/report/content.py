@@ -275,13 +275,9 @@ def _writings(
 
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
     """Return the config that ran, with what a sweep chose; the planned one before it ran."""
-    found = planned.config_of(arm).model_dump(mode="json")
     for record in evidence.finals(planned, arm).values():
-        found = record.start.config
-        break
-    if planned.config_of(arm).learning.external:
-        return {part: found[part] for part in ("task", "choice", "budget")}
-    return found
+        return config.told(record.start.config)
+    return config.told(planned.config_of(arm).model_dump(mode="json"))
 
 
 def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:

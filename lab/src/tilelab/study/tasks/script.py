@@ -17,14 +17,14 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, ClassVar, NamedTuple
 
-from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.config import OF_SCRIPT, RunConfig
+from tilelab.study.ask.metrics import undirected
 from tilelab.study.tasks.task import DataBytes
 from tilewise.errors import InvalidArgument
 
 GIVEN = ("seed", "folder", "steps")  # what the runner gives, beside the choices
 _ALL = "{choices}"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-_OWN = {"task", "choice", "budget"}  # the parts of a config that a script has
 
 
 class Source(NamedTuple):
@@ -64,7 +64,7 @@ class Script:
     @property
     def key(self) -> str:
         """The metric's name in the lines."""
-        return self.metric.partition(":")[2]
+        return undirected(self.metric)
 
     def check(self, config: RunConfig) -> None:
         """Refuse settings that a script would never hear of.
@@ -77,7 +77,7 @@ class Script:
         if bool(self.command) == bool(self.function):
             came = "both a command and a function" if self.command else "neither of the two"
             raise InvalidArgument("task", came, "either task.command or task.function")
-        for name in RunConfig.model_fields.keys() - _OWN:
+        for name in RunConfig.model_fields.keys() - {*OF_SCRIPT}:
             if getattr(config, name) != RunConfig.model_fields[name].get_default():
                 fix = "A script has choices of its own: choice.NAME."
                 raise InvalidArgument(name, "a change", "its default: the task is a script", fix)

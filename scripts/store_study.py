@@ -2,9 +2,11 @@
 """Store a finished study small: scripts/store_study.py STUDY_FOLDER benchmarks/studies/NAME.
 
 Copies ``study.json`` and ``report.md`` (without ``--out FOLDER`` in their command, a place of one
-machine) and every record; the records go into one ``records.tar.gz`` whose bytes depend on
-them alone. Checkpoints, the HTML page and the index stay behind. To have the
-page again: unpack the archive beside ``study.json``, and ``tilewise study report`` on the folder.
+machine), ``floors.json`` where there is one, and every record; the records go into one
+``records.tar.gz`` whose bytes depend on them alone. Records of more than 1,000 steps are condensed:
+a line stands for 32 steps. Checkpoints, the HTML page and the index stay behind. To have the page
+again, or to go on with the study on another machine: unpack the archive beside ``study.json``, in
+the folder that the study would have.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import sys
 import tarfile
 from pathlib import Path
 
+from tilelab.study.records.events import condensed
+
+MOST_STEPS = 1000  # of a record that is stored as it is
 FOLDER = re.compile(r""" --out[ =]('[^']*'|\S+)""")  # as a shell quotes it
 
 
@@ -33,13 +38,18 @@ def store(study: Path, target: Path) -> int:
     (target / "study.json").write_text(json.dumps(told, indent=1) + "\n")
     report = (study / "report.md").read_text().replace(command, told["command"])
     (target / "report.md").write_text(report)
+    floors = study / "floors.json"
+    if floors.exists():
+        (target / floors.name).write_bytes(floors.read_bytes())
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for record in sorted(study.glob("runs/**/record.jsonl")):
             member = tarfile.TarInfo(record.relative_to(study).as_posix())
-            member.size = record.stat().st_size
-            with record.open("rb") as file:
-                archive.addfile(member, file)
+            data = record.read_bytes()
+            if data.count(b'"event":"step"') > MOST_STEPS:
+                data = condensed(record)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
     (target / "records.tar.gz").write_bytes(gzip.compress(packed.getvalue(), 9, mtime=0))
     return sum(path.stat().st_size for path in target.iterdir())
 

@@ -69,6 +69,7 @@ def test_a_stored_study_is_whole(tmp_path: Path) -> None:
         (study / "runs" / run / "checkpoint.safetensors").write_bytes(b"large")
     command = "tilewise study run a --out '/my place' --jobs 2"
     (study / "study.json").write_text(json.dumps({"command": command, "hash": "abc"}))
+    (study / "floors.json").write_text('{"a": []}')
     for name in ("report.md", "report.html"):
         (study / name).write_text(f"before\n{command}\nafter")
     script = ROOT / "scripts" / "store_study.py"
@@ -76,7 +77,9 @@ def test_a_stored_study_is_whole(tmp_path: Path) -> None:
         subprocess.run([sys.executable, script, study, tmp_path / target], check=True)
     first, second = (tmp_path / each / "records.tar.gz" for each in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
+    assert (tmp_path / "first" / "floors.json").read_text() == '{"a": []}'
     assert {path.name for path in (tmp_path / "first").iterdir()} == {
+        "floors.json",
         "records.tar.gz",
         "report.md",
         "study.json",

@@ -176,9 +176,10 @@ def test_a_config_without_dropout_has_hugging_faces_standard(tmp_path: Path) -> 
     )
 
 
-def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_reads_what_is_saved(tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    model = GPT2(SMALL, seed=2)
+    model = GPT2(replace(SMALL, tied=tied), seed=2)
     model.save(tmp_path)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     assert torch.allclose(theirs(_tokens()).logits, model(_tokens()), atol=1e-5)

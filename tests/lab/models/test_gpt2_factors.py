@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests.contract import assert_exact, assert_same_bits
 from tilewise import masks
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Implementation
 
 pytest.importorskip("safetensors")
@@ -25,7 +25,14 @@ from tilewise.serving import generate
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("plain", "sdpa", "tilewise")
 STANDARD = Shape(layers=2, heads=4, width=32, context=12, vocabulary=31)
-ALL: dict[str, Any] = {"positions": "rotary", "kv_heads": 2, "norm": "rms", "qk_norm": True}
+ALL: dict[str, Any] = {
+    "positions": "rotary",
+    "kv_heads": 2,
+    "norm": "rms",
+    "qk_norm": True,
+    "bias": False,
+    "tied": False,
+}
 FACTORS: list[dict[str, Any]] = [
     {"positions": "rotary"},
     {"positions": "none"},
@@ -33,6 +40,8 @@ FACTORS: list[dict[str, Any]] = [
     {"kv_heads": 2},
     {"norm": "rms"},
     {"qk_norm": True},
+    {"bias": False},
+    {"tied": False},
     ALL,
 ]
 each_factor = pytest.mark.parametrize("factor", FACTORS, ids=str)
@@ -93,6 +102,9 @@ def test_the_other_weights_are_those_of_a_gpt2_of_the_same_seed(factor: dict[str
     for name, mine in GPT2(replace(STANDARD, **factor), seed=3).state_dict().items():
         if name.endswith(("query_norm.weight", "key_norm.weight")):
             assert (mine == 1.0).all()
+        elif name == "head.weight":  # drawn last, from the same numbers
+            assert mine.std().item() == pytest.approx(0.02, rel=0.1)
+            assert not torch.equal(mine, standard["tokens.weight"])
         else:
             assert_same_bits(mine, standard[name][: len(mine)], name)
 
@@ -101,7 +113,13 @@ def test_what_each_factor_is_made_of() -> None:
     model = GPT2(replace(STANDARD, **ALL))
     names = dict(model.named_parameters())
     assert "positions.weight" not in names
-    assert not any(name.endswith("norm.bias") for name in names)
+    assert not any(name.endswith("bias") for name in names)
+    assert names["head.weight"] is not names["tokens.weight"]
+    kept = {name for name, _ in GPT2(replace(STANDARD, bias=False)).named_parameters()}
+    assert {name for name in kept if name.endswith("bias")} == {
+        "norm.bias",
+        *(f"layers.{n}.{part}_norm.bias" for n in (0, 1) for part in ("attention", "mlp")),
+    }
     assert names["layers.0.attention.key.weight"].shape == (16, 32)
     assert names["layers.1.attention.query_norm.weight"].shape == (8,)
     # Without positions a causal layer sees a set: in a model of one, the order of the past is lost.
@@ -126,6 +144,16 @@ def test_the_whole_model_is_one_graph(
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     expected = model(_tokens(), documents)
     assert_same_bits(compiled(_tokens(), documents), expected, "logits")
+
+
+def test_the_first_weights_are_as_wide_as_the_shape_says() -> None:
+    wide, standard = (GPT2(replace(STANDARD, tied=False, std=std), seed=3) for std in (0.08, 0.02))
+    for (name, mine), theirs in zip(wide.named_parameters(), standard.parameters(), strict=True):
+        factor = 4.0 if mine.dim() == 2 else 1.0
+        assert torch.allclose(mine, factor * theirs, rtol=1e-6), name
+    for std in (0.0, float("nan")):
+        with pytest.raises(InvalidArgument, match="std"):
+            replace(STANDARD, std=std)
 
 
 @each_factor
@@ -154,11 +182,15 @@ def test_files_keep_every_bit_and_are_not_called_a_gpt2(
     for name, tensor in model.state_dict().items():
         assert_same_bits(again.state_dict()[name], tensor, name)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("tilewise-gpt2", [])
+    if factor == {"tied": False}:  # which Hugging Face's GPT-2 has too
+        assert (config["model_type"], config["tie_word_embeddings"]) == ("gpt2", False)
+    else:
+        assert (config["model_type"], config["architectures"]) == ("tilewise-gpt2", [])
     GPT2(STANDARD).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "gpt2"
     assert not config.keys() & ALL.keys()
+    assert config["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

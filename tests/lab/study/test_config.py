@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tilelab.study.records.store import read_study
 from tilelab.study.tasks.language import LanguageModelling
 from tilewise.errors import InvalidArgument
 
+STORED = sorted(Path(__file__).parents[3].glob("benchmarks/studies/*/records.tar.gz"))
 LION = Arm(name="lion", changes={"optimizer.name": "lion", "optimizer.lr": 0.001})
 
 
@@ -65,8 +67,9 @@ def test_a_saved_config_says_every_number() -> None:
         "weight_decay": 0.1,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
+        "embedding_lr": 0.0,
     }
-    assert values["schedule"] == {"name": "linear", "warmup": 0.05}
+    assert values["schedule"] == {"name": "linear", "warmup": 0.05, "warmup_steps": 0}
     assert values["attention"]["variant"] == {"name": "causal"}
     assert values["task"] == {"name": "language-modelling"}
     assert (values["model"]["family"], values["model"]["checkpoint"]) == ("gpt2", "")
@@ -140,12 +143,18 @@ CHANGES: dict[str, Any] = {
     "model.kv_heads": 2,
     "model.norm": "rms",
     "model.qk_norm": True,
+    "model.tied": False,
+    "model.bias": False,
+    "model.std": 0.08,
     "data.source": "wikitext-2",
+    "data.tokenizer": "gpt2",
     "attention.implementation": "plain",
     "attention.variant": {"name": "window", "size": 16},
     "optimizer.betas": [0.9, 0.96],
+    "optimizer.embedding_lr": 0.01,
     "optimizer.name": "lion",
     "schedule.warmup": 0.06,
+    "schedule.warmup_steps": 3,
     "training.precision": "bf16",
     "training.compile": True,
     "budget.tokens": 1000,
@@ -179,6 +188,30 @@ def test_every_change_changes_the_hash() -> None:
     assert len({config_hash(RunConfig()), *hashes}) == len(CHANGES) + 1
 
 
+def test_an_option_that_came_later_counts_where_it_is_changed() -> None:
+    hashes = {
+        config_hash(change(RunConfig(), {"optimizer.embedding_lr": value})) for value in (0, 0.003)
+    }
+    assert len(hashes) == 2
+    assert config_hash(RunConfig()) in hashes
+
+
+@pytest.mark.parametrize("archive", STORED, ids=lambda path: path.parent.name)
+def test_configs_of_stored_studies_have_the_hashes_of_their_records(archive: Path) -> None:
+    found = 0
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            file = packed.extractfile(member)
+            if file is None or not member.name.endswith(".jsonl"):
+                continue
+            for line in file:
+                event = json.loads(line)
+                if "config_hash" in event:
+                    assert config_hash(parse(RunConfig, event["config"])) == event["config_hash"]
+                    found += 1
+    assert found >= 12
+
+
 @given(st.permutations([*CHANGES, "optimizer", "optimizer.lr"]))
 def test_the_order_of_changes_does_not_matter(order: list[str]) -> None:
     changes = {**CHANGES, "optimizer": "sgd", "optimizer.lr": 0.5}
@@ -202,14 +235,14 @@ def test_a_change_leaves_the_config_and_the_changes_as_they_are() -> None:
 
 def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
     config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
-    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), "embedding_lr": 0.0}
     assert config.optimizer.options == kept
     same = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "adamw"})
     assert same.optimizer.options["lr"] == 0.5
 
 
 def test_a_whole_choice_has_its_own_standard_values() -> None:
-    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99)}
+    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), "embedding_lr": 0.0}
     for value in ("lion", {"name": "lion"}):
         assert change(RunConfig(), {"optimizer": value}).optimizer.options == lion
     # Without a name it is the standard choice.
@@ -219,7 +252,11 @@ def test_a_whole_choice_has_its_own_standard_values() -> None:
 def test_choices_made_by_hand_are_complete() -> None:
     assert Optimizer(name="lion").options["lr"] == 0.001
     assert Optimizer().options == RunConfig().optimizer.options
-    assert Schedule(name="cosine").options == {"warmup": 0.05, "floor": 0.1}
+    assert Schedule(name="cosine").options == {
+        "warmup": 0.05,
+        "floor": 0.1,
+        "warmup_steps": 0,
+    }
     window = Variant(name="window")
     assert window.options == {"size": 256}
     window.options["size"] = 9
@@ -257,6 +294,8 @@ def test_choices_made_by_hand_are_complete() -> None:
         ("budget.steps", None, "budget: got neither; required: either steps or tokens"),
         ("budget", {"steps": 1, "tokens": 1}, "budget: got both"),
         ("data.held_out", 0.0, "greater than 0"),
+        ("data.vocabulary", 512, r"vocabulary: got 512; required: 2048 for tokenizer bytes"),
+        ("data", {"tokenizer": "bpe", "vocabulary": 256}, "greater than or equal to 257"),
         ("evaluation", {"evry": 3}, r"evaluation\.evry: .*Did you mean 'every'\?"),
         ("evaluation.final_stride", 257, r"final_stride: got 257.*at most model.context=256"),
         ("model.kv_heads", 3, r"model.kv_heads: got 3.*a divisor of heads=4"),

@@ -34,6 +34,8 @@ FACTORS: list[dict[str, Any]] = [
     {"model.kv_heads": 1},
     {"model.norm": "rms"},
     {"model.qk_norm": True},
+    {"model.tied": False},
+    {"model.bias": False, "model.norm": "rms"},
     {"model.positions": "rotary", "model.kv_heads": 2, "model.norm": "rms", "model.qk_norm": True},
 ]
 
@@ -95,7 +97,7 @@ def test_parameters_are_counted(changes: dict[str, Any]) -> None:
     config = large(**{"model.heads": 4, **changes})
     model = gpt2_of(config, 256, 0, torch.device("cpu"))
     assert 4 * parameters(config) == storage_bytes(model.parameters())
-    assert len(tokenizer("bytes").token_bytes) == needs.VOCABULARY["bytes"]
+    assert len(tokenizer("bytes").token_bytes) == needs.vocabulary(config.data)
 
 
 def test_only_what_writes_its_matrix_pays_for_it() -> None:

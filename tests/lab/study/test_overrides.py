@@ -173,7 +173,7 @@ def test_an_arm_keeps_its_own_change_and_a_note_says_so() -> None:
 def test_a_note_for_an_option_that_an_arm_has_not() -> None:
     overrides = ["kernels.training.clip=2", "choices.schedule=wsd", "choices.schedule.decay=0.5"]
     study = apply(STUDY, overrides)
-    cosine = '{"name": "cosine", "warmup": 0.05, "floor": 0.1}'
+    cosine = '{"name": "cosine", "warmup": 0.05, "floor": 0.1, "warmup_steps": 0}'
     assert notes(study, overrides) == [
         f"choices/cosine keeps its own schedule: {cosine}",
         "choices/cosine has no schedule.decay",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.lab.study.records_of import records_of, study_of
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilelab.study.records import store
 from tilelab.study.records.events import (
     Checkpoint,
@@ -28,7 +28,9 @@ from tilelab.study.records.events import (
     Start,
     Step,
     Writer,
+    condensed,
 )
+from tilelab.study.verdict.measures import cost, measure
 
 
 def start(from_step: int = 0) -> Start:
@@ -200,6 +202,29 @@ def test_a_record_without_checksums_is_read_and_goes_on_with_them(tmp_path: Path
     path.write_text(path.read_text().replace("1.5", "1.6"))  # in the old lines too: the next knows
     with pytest.raises(CorruptRecordError, match="line 3"):
         RunRecord.read(path)
+
+
+def test_a_condensed_record_measures_like_the_whole(tmp_path: Path) -> None:
+    study = study_of(experiment_of("lion", baseline=config_of(**{"budget.steps": 400})))
+    lines, sizes = {}, {}
+    for name, record in records_of(study, {"lion": Behaviour(diverged={1: 300})}).items():
+        path = written(tmp_path / name.replace("/", "-"), *record.starts, *record.steps)
+        data = condensed(path)
+        sizes[name], lines[name] = path.stat().st_size / len(data), data.count(b"\n")
+        path.write_bytes(data)
+        read = RunRecord.read(path)
+        assert read.whole_steps == record.whole_steps
+        assert read.steps[:32] == record.steps[:32]
+        for one, other in zip(costs_of(read), costs_of(record), strict=True):
+            assert one == pytest.approx(other, rel=1e-12)
+    assert min(sizes.values()) > 4
+    assert lines["optimizers/lion/seed-1"] == 1 + 32 + 9 + 1, "the step that diverged stays apart"
+
+
+def costs_of(record: RunRecord) -> tuple[Any, ...]:
+    found, paid = measure(record), cost([record])
+    names = ("tokens_per_s", "tokens_per_cpu_s", "gradient_norm_max")
+    return (*(found[name] for name in names), paid.tokens, paid.wall_s, paid.cpu_s)
 
 
 def test_a_line_without_a_checksum_after_lines_with_one_is_noticed(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_every_key_is_there() -> None:
     keys |= {*fields(Arm), *(key for key in Experiment.model_fields)}
     assert sorted(keys - named) == []
     rules = (designs.Sweep, designs.Halving, designs.Sequential, designs.Design)
-    for rule in (*rules, designs.Combine, designs.Confirm):
+    for rule in (*rules, designs.Combine, designs.Confirm, designs.Ladder):
         assert {rule.__name__, *rule.model_fields} - named == set()
 
 

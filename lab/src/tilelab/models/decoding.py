@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
-from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
 from tilelab.models.layers import Layer
@@ -67,7 +66,7 @@ def step(model: GPT2) -> Step:
         x = model.embedded(tokens, positions)
         for index, layer in enumerate(layers):
             x = layer(x, partial(_attended, layer.attention, index, attend, positions))
-        return functional.linear(model.norm(x[rows]), model.tokens.weight)
+        return model.logits(model.norm(x[rows]))
 
     return run
 

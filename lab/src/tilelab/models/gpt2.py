@@ -3,8 +3,8 @@
 The architecture is that of the published weights: learned positions and pre-norm layers. The
 perceptron has four times the width and the tanh form of GELU. The head is the token embedding
 itself. The ``Shape`` also has single changes of later models: rotary positions, fewer key/value
-heads, RMSNorm, QK-norm. ``save`` and ``load`` use the Hugging Face layout (``config.json`` and
-``model.safetensors``): ``folders.py``.
+heads, RMSNorm, QK-norm, a head of its own, no biases. ``save`` and ``load`` use the Hugging Face
+layout (``config.json`` and ``model.safetensors``): ``folders.py``.
 
 Dimensions: B batch, S positions, V vocabulary.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models.layers import STD, Layer, check_shape
+from tilelab.models.layers import STD, Layer, Unembedding, check_shape
 from tilewise import masks
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Attention, Implementation, Rotary
@@ -50,6 +50,9 @@ class Shape:
             keys are turned, see ``tilewise.nn.rotary``) or ``"none"``.
         norm: ``"layer"`` (LayerNorm) or ``"rms"`` (RMSNorm: neither mean nor bias).
         qk_norm: normalise queries and keys, see ``tilewise.nn.Attention``.
+        tied: whether the head is the token embedding, or a matrix of its own.
+        bias: whether the products of layers have biases; those of LayerNorm belong to ``norm``.
+        std: the standard deviation of the first weights.
 
     Raises:
         InvalidArgument: a number that is not positive, or numbers that do not fit together.
@@ -70,6 +73,9 @@ class Shape:
     positions: Literal["learned", "rotary", "none"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
     qk_norm: bool = False
+    tied: bool = True
+    bias: bool = True
+    std: float = STD
 
     def __post_init__(self) -> None:
         check_shape(self, "context", "vocabulary")
@@ -80,6 +86,8 @@ class Shape:
             if getattr(self, name) not in known:
                 required = f"one of {', '.join(known)}"
                 raise InvalidArgument(name, repr(getattr(self, name)), required)
+        if not (self.std > 0 and math.isfinite(self.std)):
+            raise InvalidArgument("std", str(self.std), "a number above 0")
         if self.positions == "rotary" and (self.width // self.heads) % 2:
             came = f"rotary with a head width of {self.width // self.heads}"
             raise InvalidArgument("positions", came, "an even head width")
@@ -139,7 +147,7 @@ LAYOUT = folders.Layout(
     said={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": (EPS,),
-        "tie_word_embeddings": (True,),
+        "tie_word_embeddings": (True, False),
     },
     unsaid={
         "add_cross_attention": (False,),
@@ -147,15 +155,34 @@ LAYOUT = folders.Layout(
         "scale_attn_weights": (True,),
     },
 )
+_UNTIED = replace(
+    LAYOUT,
+    parameters={**LAYOUT.parameters, "head.weight": "lm_head.weight"},
+    tied={},
+    outside=("lm_head.",),
+)
 # What GPT-2 itself has none of; said in the file of a model that has it.
-_FACTORS = {"kv_heads": None, "positions": "learned", "norm": "layer", "qk_norm": False}
+_FACTORS = {
+    "kv_heads": None,
+    "positions": "learned",
+    "norm": "layer",
+    "qk_norm": False,
+    "bias": True,
+}
+# What Hugging Face's own GPT-2 has too.
+_SAID = {"tied": ("tie_word_embeddings", True), "std": ("initializer_range", STD)}
 _FUSED = ("query", "key", "value")
+
+
+def _layout(shape: Shape) -> folders.Layout:
+    return LAYOUT if shape.tied else _UNTIED
 
 
 def _config_of(shape: Shape) -> dict[str, Any]:
     factors = {name: getattr(shape, name) for name in _FACTORS}
     standard = factors == _FACTORS
     values = LAYOUT.config(vars(shape), "GPT2LMHeadModel" if standard else None)
+    values |= {key: getattr(shape, name) for name, (key, _) in _SAID.items()}
     return values if standard else values | factors
 
 
@@ -194,7 +221,7 @@ def _layer(shape: Shape, implementation: Implementation, mask: Mask, score: Scor
         shape.width,
         shape.heads,
         kv_heads=shape.kv_heads,
-        bias=True,
+        bias=shape.bias,
         qk_norm=shape.qk_norm,
         rotary=Rotary() if shape.positions == "rotary" else None,
         mask=mask,
@@ -209,6 +236,7 @@ def _layer(shape: Shape, implementation: Implementation, mask: Mask, score: Scor
         inner=4 * shape.width,
         gelu="tanh",
         dropout=shape.residual_dropout,
+        bias=shape.bias,
     )
 
 
@@ -267,16 +295,17 @@ class GPT2(nn.Module):
                 _layer(shape, implementation, mask, score) for _ in range(shape.layers)
             )
             self.norm = _norm(shape)
+            self.head = None if shape.tied else Unembedding(shape.width, shape.vocabulary)
         self.to_empty(device="cpu")
         self._initialise(seed)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Draw normal weights of ``STD``, smaller by sqrt(2 layers) where branches add up.
+        """Draw normal weights of ``shape.std``, smaller by sqrt(2 layers) where branches add up.
 
         Gains are 1 and biases 0. The parts of GPT-2 that a shape lacks (positions, heads of keys
-        and values) are drawn all the same. The other weights are therefore those of a GPT-2 of the
-        same seed.
+        and values) are drawn all the same, and a head of its own is drawn last. The other weights
+        are therefore those of a GPT-2 of the same seed.
         """
         shape, generator = self.shape, torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -285,7 +314,7 @@ class GPT2(nn.Module):
                 shrink = math.sqrt(2 * shape.layers) if ends_branch else 1.0
                 grouped = name.endswith(("attention.key.weight", "attention.value.weight"))
                 whole = parameter.new_empty(shape.width, shape.width) if grouped else parameter
-                whole.normal_(std=STD / shrink, generator=generator)
+                whole.normal_(std=shape.std / shrink, generator=generator)
                 parameter.copy_(whole[: len(parameter)])
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -322,7 +351,11 @@ class GPT2(nn.Module):
         for layer in self.layers:
             asked = (x, None if seen is None else _asked(layer, seen, places))
             x = checkpoint(layer, *asked, use_reentrant=False) if recompute else layer(*asked)
-        return functional.linear(self.norm(x), self.tokens.weight)
+        return self.logits(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the head's output of what the last norm gave, [..., width] -> [..., V]."""
+        return functional.linear(x, (self.tokens if self.head is None else self.head).weight)
 
     def embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Return the input of the first layer, before dropout; [..., width].
@@ -341,7 +374,7 @@ class GPT2(nn.Module):
             folder: made where it is missing; files of an earlier save are replaced.
         """
         values = {**self.extra_config, **_config_of(self.shape)}
-        LAYOUT.write(folder, _as_stored(self.state_dict()), values)
+        _layout(self.shape).write(folder, _as_stored(self.state_dict()), values)
 
 
 def load(folder: Path, **keywords: Any) -> GPT2:
@@ -363,10 +396,11 @@ def load(folder: Path, **keywords: Any) -> GPT2:
         raise Unsupported(f"a GPT-2 with n_inner {values['n_inner']}: only 4 * n_embd is known")
     if values["model_type"] == LAYOUT.kinds[1]:
         given |= {name: values.get(name, standard) for name, standard in _FACTORS.items()}
+    given |= {name: values.get(key, standard) for name, (key, standard) in _SAID.items()}
     shape = Shape(**given)
     model = GPT2(shape, **keywords)
     own = _config_of(shape)
     model.extra_config = {key: value for key, value in values.items() if key not in own}
-    state, _ = LAYOUT.read(folder, _as_stored(model.state_dict()))
+    state, _ = _layout(shape).read(folder, _as_stored(model.state_dict()))
     folders.fill(model, _from_stored(state, shape))
     return model

@@ -45,6 +45,13 @@ def initialise(model: nn.Module, seed: int) -> None:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
 
+class Unembedding(nn.Linear):
+    """A head with a row for each token and no bias; optimizers treat it like an embedding."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + perceptron(norm(x)); [B, S, width] to the same.
 
@@ -54,6 +61,7 @@ class Layer(nn.Module):
         width, inner: channels outside and inside the perceptron.
         gelu: the form of GELU, ``"none"`` for the exact one or ``"tanh"``.
         dropout: probability at the end of both branches.
+        bias: of the perceptron's two products.
     """
 
     def __init__(
@@ -65,14 +73,15 @@ class Layer(nn.Module):
         inner: int,
         gelu: str,
         dropout: float,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.gelu = gelu
         self.attention_norm = norm()
         self.attention = attention
         self.mlp_norm = norm()
-        self.expand = nn.Linear(width, inner)
-        self.contract = nn.Linear(inner, width)
+        self.expand = nn.Linear(width, inner, bias=bias)
+        self.contract = nn.Linear(inner, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:

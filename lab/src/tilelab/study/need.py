@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.config import Data, RunConfig
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
@@ -67,12 +67,18 @@ class Need:
 _UNKNOWN = Need(0, 0, 0, 0, 0, process=0)  # of a script: nothing is refused
 
 
+def vocabulary(data: Data) -> int:
+    """Return the number of tokens that the tokenizer of a config has."""
+    return data.vocabulary if data.tokenizer == "bpe" else VOCABULARY[data.tokenizer]
+
+
 def parameters(config: RunConfig) -> int:
     """Count the weights of the model: V d + T d + L (12 d^2 + 13 d) + 2 d for a GPT-2.
 
     Without learned positions T d falls away; with fewer heads, keys and values have fewer columns;
-    RMSNorm has no biases; QK-norm has two gains for each head's channels. A BERT has token types
-    too, a perceptron of any width, and a head of d^2 and a little more. A ViT has positions, and a
+    RMSNorm has no biases; QK-norm has two gains for each head's channels. A head of its own has V d
+    more; without ``bias`` a layer has 9 d fewer. A BERT has token types too, a perceptron of any
+    width, and a head of d^2 and a little more. A ViT has positions, and a
     matrix for its patches, taken to be of colour, and of 16 x 16 pixels for a task that has no
     option ``patch``. The head of a ViT is left out.
     """
@@ -85,14 +91,14 @@ def parameters(config: RunConfig) -> int:
             patch = _CHANNELS * int(config.task.options.get("patch", _PATCH)) ** 2
             return (model.context + patch + 4) * width + model.layers * layer
         start = config.data.tokenizer == "bytes"  # which are no token to begin with
-        tables = (VOCABULARY[config.data.tokenizer] + start + model.context + 4) * width
+        tables = (vocabulary(config.data) + start + model.context + 4) * width
         return tables + model.layers * layer + width**2 + 4 * width
     norm = width if model.norm == "rms" else 2 * width
-    attention = 2 * (width**2 + width) + 2 * kv_width * (width + 1)
+    attention = 2 * width * (width + model.bias) + 2 * kv_width * (width + model.bias)
     attention += 2 * model.head_width if model.qk_norm else 0
-    perceptron = 8 * width**2 + 5 * width
+    perceptron = 8 * width**2 + 5 * width * model.bias
     positions = model.context * width if model.positions == "learned" else 0
-    tokens = VOCABULARY[config.data.tokenizer] * width
+    tokens = vocabulary(config.data) * width * (1 if model.tied else 2)
     return tokens + positions + model.layers * (attention + perceptron + 2 * norm) + norm
 
 
@@ -114,7 +120,7 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
         activations, matrix = inputs + layer, kept
     else:
         activations, matrix = layer * model.layers, kept * model.layers
-    logits = int(_FLOAT_BYTES * tokens * VOCABULARY[config.data.tokenizer] * _predicted(config))
+    logits = int(_FLOAT_BYTES * tokens * vocabulary(config.data) * _predicted(config))
     activations += _LOGITS_KEPT * logits + _norm_bytes(config)
     matrix += _MATRICES_AT_ONCE * square if kept else 0
     slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)

@@ -13,6 +13,8 @@ The order:
   it;
 * a sequential experiment runs the seeds of a look, and those of the next one for the arms that are
   not decided then;
+* a run whose config and seed are those of another one elsewhere in the study takes over its record:
+  ``RunSpec.is_like``. It waits while that one is running;
 * a run of an experiment that compares kernels (one that has a systems arm) runs alone, because
   anything that runs beside it would be part of the measurement.
 """
@@ -26,6 +28,7 @@ from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
+from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.stages import follows, stand_ins
 from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
 from tilewise.errors import TilewiseError
@@ -58,6 +61,8 @@ def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
     No arm counts before the last trial of all has ended. So all arms begin to count together, and a
     study that is stopped has none without the rest.
     """
+    if experiment.ladder is not None:
+        return _ladder_runs(experiment, records)
     stages = [experiment]
     staged = experiment.combine is not None or experiment.confirm is not None
     # Judging takes a while: nothing can follow before the first stage is over.
@@ -70,6 +75,31 @@ def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
         later = [each for each in stand_ins(experiment) if follows(each, stages[-1])]
         expected += [run for each in later for part in _stage_runs(each, {}) for run in part]
     return _Runs(known, expected)
+
+
+def _ladder_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+    """Return the runs of a ladder: trials of the tuned rungs first, then all rungs upwards."""
+    found = rates(experiment, records)
+    tuned = [each for each in experiment.rungs.values() if each.sweep is not None]
+    trials = [run for each in tuned for run in known_trials(each, records)]
+    if found is None:
+        firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
+        stand_ins = dict.fromkeys(experiment.rungs, firsts)
+        return _Runs(trials, _rung_finals(experiment, stand_ins))
+    return _Runs([*trials, *_rung_finals(experiment, found)], [])
+
+
+def _rung_finals(
+    experiment: Experiment, found: Mapping[str, Mapping[str, float | None]]
+) -> list[RunSpec]:
+    path = None if experiment.sweep is None else experiment.sweep.path
+    ladder = experiment.ladder
+    shared = ladder.shared if ladder is not None and ladder.axis == "tokens" else ()
+    return [
+        run
+        for name, planned in experiment.rungs.items()
+        for run in finals(planned, found[name], path=path, branching=shared)
+    ]
 
 
 def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
@@ -156,6 +186,14 @@ class Agenda:
     def ready(self) -> list[RunSpec]:
         """Return the runs that have not ended and may start now, the preferred ones first."""
         return [run for run in self._known if not _is_done(run, self.records)]
+
+    def twin(self, run: RunSpec) -> RunSpec | None:
+        """Return a run that has ended and is like this one; None where there is none."""
+        for other in self._known:
+            record = self.records.get(other.name)
+            if record is not None and record.done and run.is_like(other):
+                return other
+        return None
 
     def check(self) -> None:
         """Refuse a record of another config: it does not belong to the study that is to go on.

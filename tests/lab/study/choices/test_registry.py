@@ -167,4 +167,4 @@ def test_the_registry_fills_itself_in_a_fresh_process() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"{names('variant')}\n{{'warmup': 0.05}}\n"
+    assert done.stdout == f"{names('variant')}\n{{'warmup': 0.05, 'warmup_steps': 0}}\n"

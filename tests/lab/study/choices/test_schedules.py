@@ -71,6 +71,25 @@ def test_wsd_is_flat_and_then_decays(steps: int, warmup: float, shape: str) -> N
     assert values[steps - decay :] == pytest.approx(expected)
 
 
+@given(st.sampled_from(["constant", "linear", "cosine"]), STEPS, st.integers(1, 250))
+def test_a_warmup_of_steps_is_that_of_the_share_that_gives_as_many(
+    name: str, steps: int, ramp: int
+) -> None:
+    share = min(ramp, steps - 1) / steps
+    assert rates(name, steps, warmup_steps=ramp, warmup=0.7) == rates(name, steps, warmup=share)
+
+
+def test_runs_of_different_lengths_share_their_trunk() -> None:
+    short, long = (rates("wsd", steps, warmup_steps=10, decay=0.25) for steps in (40, 400))
+    assert short[:30] == long[:30]
+    for name in ("constant", "linear", "cosine"):
+        short, long = (rates(name, steps, warmup_steps=10) for steps in (11, 400))
+        assert short[:11] == long[:11]
+    # A decay does not begin before the warm-up ends, however long that is.
+    values = rates("wsd", 20, warmup_steps=12, decay=0.9, shape="linear")
+    assert values == [(t + 1) / 13 for t in range(12)] + [1.0 - y / 8 for y in range(8)]
+
+
 def test_inverse_sqrt_halves_when_the_steps_are_four_times_as_many() -> None:
     values = rates("inverse-sqrt", 100, warmup=0.09)
     assert values[9] == 1.0

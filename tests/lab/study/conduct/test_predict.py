@@ -63,6 +63,8 @@ def test_products_and_bytes_are_those_counted_by_hand() -> None:
     examined = 3 * 48 / 16 / 3  # three evaluations, a third of a step for 16 sequences
     assert found.run_s == pytest.approx(5 + (100 + examined) * found.step_s)
     assert found.memory_bytes == gpu_need(SMALL).total
+    untied = with_(model__tied=False)  # the tokens are looked up, and the head multiplies
+    assert predict(untied, H200).products_s == found.products_s
 
 
 def test_attention_is_that_of_the_io_model() -> None:

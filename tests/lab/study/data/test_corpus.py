@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tilelab.study.data import corpus
 from tilelab.study.data.corpus import Corpus, Piece, load, standard_library
-from tilelab.study.data.wikitext import NAMES, detokenise, find, inside, words
+from tilelab.study.data.wikitext import NAMES, detokenise, find, inside, last_articles, words
 from tilewise.errors import InvalidArgument
 
 CAP = 1 << 24
@@ -41,7 +41,7 @@ def test_the_standard_library_is_split_by_file() -> None:
     train = set(first.train.split(b"\n"))
     held_out = [line for line in first.held_out.split(b"\n") if len(line) > 30]
     assert sum(line in train for line in held_out) < 0.15 * len(held_out)
-    assert first.prepared() == (first.train, first.held_out, None, None)
+    assert first.prepared()[:4] == (first.train, first.held_out, None, None)
 
 
 def test_python_files_are_sorted_capped_and_freed_of_what_varies(tmp_path: Path) -> None:
@@ -125,6 +125,38 @@ def test_one_file_is_cut_at_a_line(tmp_path: Path) -> None:
         load(str(tmp_path / "alone"), 0.1, CAP).train
         == load(str(tmp_path / "text.txt"), 0.1, CAP).train
     )
+
+
+def test_a_text_for_tuning_comes_out_of_the_training_text_alone(tmp_path: Path) -> None:
+    lines = "".join(f"line {index}\n" for index in range(100))
+    files = {f"{at}.txt": f"file {at} has words of its own\n" * (5 + at % 3) for at in range(40)}
+    _write(tmp_path, {"one.txt": lines})
+    _write(tmp_path / "many", files)
+    for source in ("stdlib", str(tmp_path / "one.txt"), str(tmp_path / "many")):
+        plain, tuned = (load(source, 0.1, 1 << 20, tuning) for tuning in (0.0, 0.1))
+        assert tuned.held_out == plain.held_out
+        assert sorted(tuned.train + tuned.tuning) == sorted(plain.train)
+        assert 0.05 < len(tuned.tuning) / sum(map(len, tuned.parts)) < 0.12
+        assert tuned.sha256 != plain.sha256
+        assert tuned.sha256 == load(source, 0.1, 1 << 20, 0.1).sha256
+    text = load(str(tmp_path / "one.txt"), 0.1, CAP, 0.1)
+    assert (text.train + text.tuning + text.held_out).decode() == lines
+    many = load(str(tmp_path / "many"), 0.1, CAP, 0.1)
+    kept = [name for name, body in files.items() if body.encode() in many.tuning]
+    assert sum(len(files[name]) for name in kept) == len(many.tuning)  # whole files
+    assert list(map(sum, many.documents())) == list(map(len, many.parts))
+    with pytest.raises(InvalidArgument, match=r"data\.tuning"):
+        load(str(tmp_path / "many"), 0.1, 400, 0.001)
+
+
+def test_wikitext_tunes_on_its_last_articles() -> None:
+    text = "".join(f" \n = Title {at} = \n \n words of it, {at} . \n" for at in range(50)).encode()
+    for size in (1, 100, 700):
+        first = last_articles(text, size)
+        assert text[first:].startswith(b" = Title")
+        assert len(text) - first <= max(size, 40)
+        assert len(text) - first > size - 40
+    assert last_articles(b"no title\nat all", 4) == 0
 
 
 def test_a_text_of_one_line_is_cut_between_characters(tmp_path: Path) -> None:

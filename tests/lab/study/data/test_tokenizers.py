@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilelab.study.data import tokenizers as module
-from tilelab.study.data.tokenizers import Tokenizer, tokenizer
+from tilelab.study.data.tokenizers import (
+    Tokenizer,
+    of_vocabulary,
+    tokenizer,
+    train_vocabulary,
+)
 from tilewise.errors import InvalidArgument, Unsupported
 
 KNOWN = {
@@ -74,6 +79,41 @@ def test_pieces_of_any_text_give_the_tokens_of_the_whole(gpt2: Tokenizer, text: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK_LENGTH", 1)
         assert np.array_equal(gpt2.encode(text.encode()), whole)
+
+
+def test_a_trained_encoding_loses_no_byte() -> None:
+    pytest.importorskip("tokenizers")
+    text = Path(module.__file__).read_bytes()
+    vocabulary = train_vocabulary(text, 400)
+    made = of_vocabulary(vocabulary)
+    assert len(made.token_bytes) == len(vocabulary.tokens) == 400
+    assert len(vocabulary.merges) == 400 - 256
+    assert made.dtype == made.encode(b"x").dtype == np.uint16
+    for each in (text, ODD.encode()):  # the second has bytes that the first lacks
+        tokens = made.encode(each)
+        assert made.token_bytes[tokens].sum() == len(each)
+        assert made.decode(tokens.tolist()) == each.decode()
+    assert len(made.encode(text)) < 0.6 * len(text)
+    assert made.sha256 != of_vocabulary(train_vocabulary(text, 401)).sha256
+    with pytest.raises(InvalidArgument, match=r"UTF-8 for data.tokenizer=bpe"):
+        train_vocabulary(b"caf\xe9", 300)
+    with pytest.raises(InvalidArgument, match=r"data.vocabulary: got 300; required: at most 258"):
+        train_vocabulary(b"abab", 300)
+
+
+@pytest.mark.parametrize("parallel", ["false", "true"])
+def test_training_is_the_same_whoever_counts(
+    parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties between pairs, too: the text has many pairs that are equally frequent."""
+    pytest.importorskip("tokenizers")
+    text = b"".join(path.read_bytes() for path in sorted(Path(module.__file__).parent.glob("*.py")))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    first = train_vocabulary(text, 2000)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+    for size in (100, 1 << 18):  # of the pieces that are counted apart
+        monkeypatch.setattr(module, "_CHUNK_LENGTH", size)
+        assert train_vocabulary(text, 2000) == first
 
 
 def test_a_missing_vocabulary_says_how_to_get_it(

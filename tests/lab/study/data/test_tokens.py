@@ -12,8 +12,8 @@ import pytest
 
 from tilelab.common.files import DiskFullError
 from tilelab.study.ask.config import Data
+from tilelab.study.data import corpus, wikitext
 from tilelab.study.data import tokens as module
-from tilelab.study.data import wikitext
 from tilelab.study.data.tokens import (
     CorruptCacheError,
     Tokens,
@@ -108,6 +108,53 @@ def test_gpt2_tokens_and_words_of_wikitext(
     assert _same(prepare(Data(source=str(folder), tokenizer="gpt2"), tmp_path), made)
     plain = prepare(Data(source=str(folder)), tmp_path)
     assert plain.held_out.tobytes().decode() == text
+
+
+def _bpe(data: Data, size: int = 280) -> Data:
+    return data.model_copy(update={"tokenizer": "bpe", "vocabulary": size})
+
+
+def test_a_trained_vocabulary_is_of_the_training_text_alone(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    made = prepare(_bpe(data), tmp_path)
+    assert made.vocabulary == len(made.token_bytes) == 280
+    parts = (made.train, made.held_out)
+    assert "".join(made.decode(part.tolist()) for part in parts) == TEXT
+    sizes = [int(made.token_bytes[part].sum()) for part in parts]
+    assert sizes == [made.train_bytes, made.held_out_bytes]
+    assert made.documents.train.tolist() == [0]
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    kept = json.loads(path.read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_vocabulary", None)  # whoever calls it now fails
+        assert _same(prepare(_bpe(data), tmp_path), made)
+    # Another end of the text is another corpus, and the same vocabulary.
+    path.unlink()
+    Path(data.source).write_text(TEXT[: -made.held_out_bytes] + "@!" * (made.held_out_bytes // 2))
+    other = prepare(_bpe(data), tmp_path)
+    assert (other.train_bytes, other.sha256 == made.sha256) == (made.train_bytes, False)
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    assert json.loads(path.read_text()) == kept
+
+
+def test_the_vocabulary_is_part_of_what_a_corpus_is(data: Data, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    made = [prepare(each, tmp_path) for each in (data, _bpe(data), _bpe(data, 281))]
+    assert len({each.sha256 for each in made}) == 3
+    assert [each.as_json()["vocabulary"] for each in made] == [256, 280, 281]
+    assert made[0].sha256 == corpus.load(data.source, 0.1, 1 << 24).sha256  # as ever
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"tokens": [], "merges": [], "sha256": ""}'])
+def test_a_damaged_vocabulary_is_said(data: Data, tmp_path: Path, text: str) -> None:
+    pytest.importorskip("tokenizers")
+    prepare(_bpe(data), tmp_path)
+    (path,) = tmp_path.glob("vocabulary-*.json")
+    path.write_text(text)
+    with pytest.raises(CorruptCacheError, match=r"vocabulary-.*is damaged.*Delete it"):
+        prepare(_bpe(data), tmp_path)
 
 
 def _flip(path: Path) -> None:
@@ -230,6 +277,22 @@ def test_files_are_documents(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("documents-*.json"))) == 1
 
 
+def test_the_text_for_tuning_stands_for_the_held_out_one(tmp_path: Path) -> None:
+    texts = [f"document {number}: " + "words and words " * (3 + number % 7) for number in range(40)]
+    data = Data(source=str(_folder(tmp_path / "texts", texts)), held_out=0.2, tuning=0.2)
+    plain = prepare(data.model_copy(update={"tuning": 0.0}), tmp_path / "cache")
+    tokens = prepare(data, tmp_path / "cache")
+    assert bytes(tokens.held_out) == bytes(plain.held_out)
+    assert tokens.sha256 != plain.sha256
+    assert "tuning_tokens" not in plain.as_json()
+    scored = tokens.scored_on("tuning")
+    assert scored.held_out_bytes == tokens.as_json()["tuning_bytes"] == len(scored.held_out)
+    borders = scored.documents.held_out
+    pieces = np.split(np.asarray(scored.held_out), borders[1:])
+    assert {bytes(piece.tolist()).decode() for piece in pieces} <= set(texts)
+    assert tokens.scored_on("held-out") is tokens
+
+
 def test_the_same_text_in_other_files_has_other_borders(tmp_path: Path) -> None:
     held_out = "something else to be kept apart, as the smallest file of all"
     one = _folder(tmp_path / "one", ["a" * 500, "b" * 500, held_out])
@@ -254,8 +317,6 @@ def test_articles_begin_with_their_titles() -> None:
 def test_the_articles_of_wikitext(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 in the validation text, by its own count."""
     monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
-    from tilelab.study.data import corpus
-
     text = corpus.load("wikitext-103", 0.05, 1 << 20)
     train, held_out = text.documents()
     assert len(held_out) == 60

@@ -35,5 +35,6 @@ def tokens_of(
         held_out_bytes=len(held_out),
         train_words=None,
         held_out_words=None,
+        decode=lambda tokens: bytes(tokens).decode(errors="replace"),
     )
     return replace(made, **changes)

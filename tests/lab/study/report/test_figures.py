@@ -38,7 +38,9 @@ from tilelab.study.report import gather, write
 from tilelab.study.report.attention import attention_charts, layers_of
 from tilelab.study.report.costs import Point, front, kaplan_meier
 from tilelab.study.report.lines import Series, curve, difference, loss_chart
+from tilelab.study.report.page import Chart
 from tilelab.study.verdict.measures import measure, over_seeds
+from tilelab.study.verdict.result import FloorResult
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:
@@ -119,6 +121,23 @@ def test_losses_that_are_all_one_number_have_a_frame(loss: float) -> None:
     same = (loss, loss)
     series = Series("baseline", 0, (0.0, 10.0), same, same, same, 1, broken=False)
     assert loss_chart([series], "tokens", "bits_per_byte", "curve") is not None
+
+
+def test_a_floor_is_drawn_where_the_frame_need_not_grow_much_for_it() -> None:
+    falls = (4.0, 3.0)
+    drawn = [Series("baseline", 0, (0.0, 10.0), falls, falls, falls, 1, broken=False)]
+
+    def chart(value: float, metric: str = "bits_per_byte") -> Chart:
+        floor = FloorResult("byte table", "seen", 9, value, metric, None, True, ())
+        return known(loss_chart(drawn, "tokens", "bits_per_byte", "curve", floor))
+
+    plain = known(loss_chart(drawn, "tokens", "bits_per_byte", "curve"))
+    dashes = "stroke-dasharray"
+    assert dashes in chart(2.6).svg
+    assert dashes not in plain.svg + chart(0.5).svg
+    assert chart(2.6).caption.endswith(" Dashed: the byte table (2.600).")
+    assert chart(0.5).caption.endswith(" Outside of the frame: the byte table (0.500).")
+    assert chart(2.6, "accuracy") == plain
 
 
 def test_the_names_of_sixteen_arms_do_not_touch() -> None:

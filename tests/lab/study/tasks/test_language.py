@@ -19,13 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.lab.study.data.texts import tokens_of
+from tests.lab.study.records_of import config_of
 from tests.lab.study.train.toys import record_of, session_of
 from tilelab.models.gpt2 import GPT2, Shape
 from tilelab.study.data.order import Windows, evaluation_windows, strided
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.tasks import language as module
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.language import Score, evaluate, printable, sample, word_perplexity
+from tilelab.study.tasks.language import (
+    LanguageModelling,
+    Score,
+    evaluate,
+    printable,
+    sample,
+    word_perplexity,
+)
 from tilelab.study.tasks.task import losses
 
 
@@ -139,6 +147,22 @@ def test_word_perplexity_is_megatrons_for_the_full_pass() -> None:
     assert word_perplexity(score, text) == pytest.approx(expected)
     assert word_perplexity(Score(1e6, 1, 1), text) == math.inf
     assert word_perplexity(score, _text()) is None
+
+
+def test_floors_of_wikitext_have_a_word_perplexity(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    train, held_out = (draw.integers(97, 101, size=each, dtype=np.uint8) for each in (400, 90))
+    config = config_of(**{"model.context": 8, "budget.steps": 2})
+    floors = LanguageModelling().floors
+    for words in (21, None):
+        text = tokens_of(train, held_out, held_out_words=words)
+        found = floors(config, text, 0, tmp_path)
+        assert {each.text for each in found} == {"none", "seen", "all"}
+        for each in found:
+            # Neither the first byte nor the first word is predicted.
+            per_word = each.value * math.log(2) * 89 / 20
+            expected = None if words is None else pytest.approx(math.exp(per_word), rel=1e-9)
+            assert each.word_perplexity == expected
 
 
 @pytest.mark.thorough

@@ -114,6 +114,25 @@ def test_listops_has_the_arenas_tokens(tmp_path: Path) -> None:
     assert short.sha256 != data.sha256
 
 
+def test_the_floor_is_one_answer_for_all_examples(tmp_path: Path) -> None:
+    """Of the held-out classes 9, 4, 3 and 5, once 9 more often: its share, and the entropy."""
+    folder = write_listops(tmp_path / "lra", "lra", 2)
+    for name in ("val", "test"):
+        with (folder / f"basic_{name}.tsv").open("a") as file:
+            file.write("( ( ( [MAX 2 ) 9 ) ] )\t9\n" * 4)
+    config = config_of("listops", folder)
+    data = prepared(config)
+    labels = data.held_out["held_out"].labels
+    assert np.bincount(labels)[[3, 4, 5, 9]].tolist() == [4, 4, 4, 12]
+    floors = config.learning.floors(config, data, 0, tmp_path)
+    found = {each.metric: each.value for each in floors}
+    assert {each.name for each in floors} == {"majority answer"}
+    assert found.keys() == set(config.learning.metrics)
+    assert found["accuracy"] == 0.5
+    entropy = -(0.5 * np.log(0.5) + 3 / 6 * np.log(1 / 6))
+    assert found["cross_entropy"] == pytest.approx(entropy, rel=1e-12)
+
+
 def test_the_split_of_short_expressions_is_theirs_alone(tmp_path: Path) -> None:
     """Who is held out depends on the expression, not on its place or on what else is there."""
     folder = write_listops(tmp_path / "nyu", "nyu", 0)

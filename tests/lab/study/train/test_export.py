@@ -31,6 +31,9 @@ FACTORS: dict[str, Any] = {
     "model.norm": "rms",
     "model.kv_heads": 1,
     "model.qk_norm": True,
+    "model.tied": False,
+    "model.bias": False,
+    "model.std": 0.08,
 }
 
 

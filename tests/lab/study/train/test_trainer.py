@@ -271,6 +271,23 @@ def test_the_coin_is_the_seeds_and_not_the_weights() -> None:
     assert abs(torch.corrcoef(torch.stack([weights, first.sign() * weights.sign()]))[0, 1]) < 0.05
 
 
+def test_a_head_of_its_own_multiplies_and_is_trained_like_an_embedding() -> None:
+    """Its table of tokens is looked up; the head's operations are those of the tied one."""
+    found = {}
+    for tied in (True, False):
+        trainer = trainer_of({"model.tied": tied, "optimizer": "muon"})
+        numbers = trainer.parameters
+        found[tied] = numbers["total"] - numbers["embedding"]
+        heads = ["head.weight"] * (not tied)
+        assert trainer.groups["no-decay"][-1:] == (heads or ["norm.bias"])
+        trainer.step()
+        moments = [trainer.optimizer.state[each] for each in trainer.model.parameters()]
+        # AdamW's second moments: those of tables, biases and norms, and of the head.
+        without = sum("momentum_buffer" in each for each in moments)
+        assert without == len(trainer.groups["decay"])
+    assert found[True] == found[False]
+
+
 WARM = {"training.length_warmup": {"start": 4, "steps": 4}}
 
 

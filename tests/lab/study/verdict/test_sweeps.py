@@ -19,7 +19,8 @@ from tests.lab.study.records_of import (
     study_of,
     work,
 )
-from tilelab.study.ask.config import Arm, Experiment, Halving, Sweep
+from tilelab.study.ask.config import Arm, Experiment, Halving, Sweep, change
+from tilelab.study.ask.run import trial
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import judge
@@ -33,6 +34,7 @@ from tilelab.study.verdict.sweeps import (
     sweep_results,
     tuning_tokens,
 )
+from tilewise.errors import InvalidArgument
 
 RATES = (3e-3, 1e-3, 1e-2, 3e-4)
 
@@ -166,6 +168,16 @@ def test_every_arm_is_tuned_with_the_tokens_that_are_stated() -> None:
         assert sum(taken) == tuning_tokens(study.experiments[0], arm) == stated
     assert {each.budget_tokens for each in found.sweeps} == {stated}
     assert {each.sweep_tokens for each in (found.baseline.cost, found.arms[0].cost)} == {stated}
+
+
+def test_trials_are_scored_on_the_text_for_tuning_and_verdicts_are_not() -> None:
+    swept = experiment(Arm(name="lion"))
+    tuned = change(swept, {"baseline.data.tuning": 0.02})
+    tried, judged = trial(tuned, "lion", 0.001, 0, 1000), tuned.config_of("lion")
+    assert (tried.config.evaluation.text, judged.evaluation.text) == ("tuning", "held-out")
+    assert trial(swept, "lion", 0.001, 0, 1000).config.evaluation.text == "held-out"
+    with pytest.raises(InvalidArgument, match=r"evaluation\.text: got tuning"):
+        config_of(**{"evaluation.text": "tuning"})
 
 
 def test_a_rung_waits_for_every_trial_of_its_arm_only() -> None:

@@ -22,7 +22,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tilelab.stats import fractions
 from tilelab.study.ask import designs
-from tilelab.study.ask.designs import Combine, Confirm, Design, Halving, Sequential, Sweep
+from tilelab.study.ask.designs import (
+    Combine,
+    Confirm,
+    Design,
+    Halving,
+    Ladder,
+    Sequential,
+    Sweep,
+)
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.values import (
     Choice,
@@ -32,6 +40,7 @@ from tilelab.study.ask.values import (
     config_hash,
     find,
     nearest,
+    overlap,
     parse,
     unhashed,
     value_at,
@@ -54,6 +63,7 @@ __all__ = [
     "Experiment",
     "Frozen",
     "Halving",
+    "Ladder",
     "LengthWarmup",
     "Model",
     "Optimizer",
@@ -120,8 +130,9 @@ class Model(Frozen):
     encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
 
     ``nudge`` moves every initial weight to the next number, up or down. An arm that changes nothing
-    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm`` and
-    ``qk_norm`` are those of its ``Shape``: GPT-2's own unless they are changed.
+    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``,
+    ``qk_norm``, ``tied``, ``bias`` and ``std`` are those of its ``Shape``: GPT-2's own unless they
+    are changed.
     """
 
     layers: int = Field(4, ge=1)
@@ -137,6 +148,9 @@ class Model(Frozen):
     family: Literal["gpt2", "bert", "vit"] = added("gpt2")
     checkpoint: str = added("")
     feed_forward: int | None = added(None, ge=1)
+    tied: bool = added(True)
+    bias: bool = added(True)
+    std: float = added(0.02, gt=0)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -174,18 +188,31 @@ class Data(Frozen):
     * the path of a text file or a folder of them.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
-    of BERT (uncased), and ``"listops"`` that of the task of this name.
+    of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
+    encoding of ``vocabulary`` tokens, trained on the training text alone.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
     each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
+
+    ``tuning`` is the share of a text that only trials of a sweep are scored on, so that the
+    held-out text chooses nothing: ``data/corpus.py``. The held-out text does not depend on it.
     """
 
     source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "wordpiece", "listops"] = "bytes"
+    tokenizer: Literal["bytes", "gpt2", "bpe", "wordpiece", "listops"] = "bytes"
     size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
     held_out: float = Field(0.05, gt=0, lt=1)
     packing: Literal["stream", "documents", "padded"] = added("stream")
+    vocabulary: int = added(2048, ge=257, le=65536)
+    tuning: float = added(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _leaves_a_text(self) -> Self:
+        if self.held_out + self.tuning >= 1:
+            required = f"less than 1 - data.held_out = {1 - self.held_out:g}"
+            raise InvalidArgument("data.tuning", f"{self.tuning:g}", required)
+        return self
 
 
 class Attention(Frozen):
@@ -250,6 +277,9 @@ class Evaluation(Frozen):
     query sees its own document alone, in all arms alike, and the first token of a document is not
     scored. ``attention_windows`` windows (or first examples) give the recorded statistics of the
     attention layers, which changes no result; 0 for none.
+
+    ``text`` is the text that is scored: ``"held-out"``, or that of ``data.tuning``. A trial of a
+    sweep sets it by itself.
     """
 
     every: int = Field(25, ge=1)
@@ -258,6 +288,7 @@ class Evaluation(Frozen):
     sample_tokens: int = Field(0, ge=0)
     documents: bool = added(False)
     attention_windows: int = added(4, ge=0)
+    text: Literal["held-out", "tuning"] = added("held-out")
 
 
 def _in_json(argument: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -305,6 +336,9 @@ class RunConfig(Frozen):
             came, required = "softcap", "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
             raise InvalidArgument("attention.variant", came, required, fix)
+        if self.evaluation.text == "tuning" and not self.data.tuning:
+            required = "held-out, or a data.tuning above 0"
+            raise InvalidArgument("evaluation.text", "tuning", required)
         self.learning.check(self)
         return self
 
@@ -401,6 +435,7 @@ class Experiment(Frozen):
             so.
         combine: a further stage, the factorial of the arms that survived; None for none.
         confirm: the last stage, the winner on fresh seeds; None for none.
+        ladder: the rungs that take the experiment's place, one after the other; None for none.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -419,6 +454,7 @@ class Experiment(Frozen):
     design: Design | None = added(None)
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)
+    ladder: Ladder | None = added(None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -439,6 +475,8 @@ class Experiment(Frozen):
         _check_stages(self)
         if self.sequential is not None:
             _check_looks(self, self.sequential)
+        if self.ladder is not None:
+            _check_ladder(self, self.ladder)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -474,7 +512,31 @@ class Experiment(Frozen):
         """Whether its runs have the machine to themselves: it compares kernels (a systems arm)."""
         return any(arm.kind == "systems" for arm in self.arms)
 
-    def config_of(self, arm: str, changes: Mapping[str, float] | None = None) -> RunConfig:
+    @cached_property
+    def rungs(self) -> dict[str, Experiment]:
+        """The rungs of its ladder, smallest first, as experiments; none without a ladder.
+
+        A tuned rung has the sweep. The configs have the arms' own values, not yet the tuned ones.
+        """
+        ladder = self.ladder
+        if ladder is None:
+            return {}
+        *_, top = ladder.rungs
+        found = {}
+        for name, changes in ladder.rungs.items():
+            arms = [arm for arm in self.arms if name == top or arm.name not in ladder.last]
+            paths = {f"baseline.{path}": value for path, value in changes.items()}
+            own = {
+                "name": f"{self.name}.{name}",
+                "ladder": None,
+                "arms": [arm.model_dump(mode="json") for arm in arms],
+            }
+            if name not in ladder.tuned:
+                own["sweep"] = None
+            found[name] = change(self, paths | own)
+        return found
+
+    def config_of(self, arm: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
         """Return the config of an arm (without what a sweep chooses), with dotted changes."""
         key = arm, tuple((changes or {}).items())
         if key not in self._made:
@@ -486,7 +548,7 @@ class Experiment(Frozen):
         """Configs that were made before: checking one takes a millisecond, and they are many."""
         return {}
 
-    def _make(self, arm: str, changes: Mapping[str, float]) -> RunConfig:
+    def _make(self, arm: str, changes: Mapping[str, Any]) -> RunConfig:
         if changes:
             return change(self.config_of(arm), changes)
         if arm == self.baseline_name:
@@ -520,6 +582,8 @@ class Study(Frozen):
         if len(set(names)) < len(names):
             raise InvalidArgument("experiments", ", ".join(names), "a name for each experiment")
         stages = {f"{name}.{stage}" for name in names for stage in ("combine", "confirm")}
+        ladders = [each for each in self.experiments if each.ladder is not None]
+        stages |= {f"{each.name}.{rung}" for each in ladders for rung in each.rungs}
         if stages & set(names):
             required = "a name that is not that of a later stage of another experiment"
             raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
@@ -540,6 +604,50 @@ def _check_looks(experiment: Experiment, rule: Sequential) -> None:
     if experiment.design is not None:
         required = "one of both: effects of a design need every run"
         raise InvalidArgument("sequential", "a design and sequential", required)
+
+
+def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
+    """Refuse a ladder that does not fit its experiment; each rung checks itself."""
+    others = ("combine", "confirm", "design", "sequential")
+    if taken := [name for name in others if getattr(experiment, name) is not None]:
+        required = "one of both: every rung runs all its seeds, and is judged by itself"
+        raise InvalidArgument("ladder", f"a ladder and {taken[0]}", required)
+    for name, known in {
+        "tuned": (ladder.tuned, ladder.rungs),
+        "shared": (ladder.shared, experiment.arm_names),
+        "last": ((*ladder.last, *ladder.last.values()), experiment.arm_names),
+    }.items():
+        given, there = known
+        if unknown := [each for each in given if each not in there]:
+            required = f"of {', '.join(there)}"
+            raise InvalidArgument(f"ladder.{name}", repr(unknown[0]), required)
+    if experiment.baseline_name in ladder.last:
+        required = "arms beside the baseline, which every rung has"
+        raise InvalidArgument("ladder.last", experiment.baseline_name, required)
+    if bool(ladder.tuned) != (experiment.sweep is not None):
+        required = "both or neither: rungs that are tuned need the sweep that says how"
+        raise InvalidArgument("ladder.tuned", f"{ladder.tuned} and sweep", required)
+    if experiment.sweep is not None and experiment.sweep.halving is not None:
+        required = "no halving: an optimum is read off candidates that trained as long"
+        raise InvalidArgument("sweep.halving", "a ladder with halving", required)
+    if len(set(ladder.tuned)) < len(ladder.tuned):
+        raise InvalidArgument("ladder.tuned", str(ladder.tuned), "each rung once")
+    changed = {path for changes in ladder.rungs.values() for path in changes}
+    for arm in experiment.arms:
+        if both := [path for path in arm.changes if any(overlap(path, each) for each in changed)]:
+            required = f"no path that the rungs change ({', '.join(sorted(changed))})"
+            raise InvalidArgument(f"arms.{arm.name}", both[0], required)
+    sizes = [size_of(each.baseline, ladder) for each in experiment.rungs.values()]
+    if sizes != sorted(set(sizes)):
+        required = f"the smallest first, each of another number of {ladder.axis}"
+        raise InvalidArgument("ladder.rungs", f"{ladder.axis} {sizes}", required)
+
+
+def size_of(config: RunConfig, ladder: Ladder) -> int:
+    """Return where a config is on the axis of a ladder: see ``Ladder.axis``."""
+    if ladder.axis == "tokens":
+        return config.steps * config.tokens_per_step
+    return 12 * config.model.layers * config.model.width**2
 
 
 def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:

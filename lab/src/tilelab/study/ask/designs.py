@@ -173,6 +173,35 @@ class Sequential(Frozen):
         return look_levels(self.looks, self.rho, alpha)
 
 
+class Ladder(Frozen):
+    """One comparison at several lengths of training, or several sizes of the model.
+
+    Every rung is an experiment of its own, called ``EXPERIMENT.RUNG``. The rungs in ``tuned`` try
+    the candidates of the sweep for every arm. A rung's optimum is the lowest point of the parabola
+    through the best candidate and its two neighbours, on the logarithm of the value; at an edge it
+    is the candidate. The value at a rung lies on the line through the optima, on logarithms of the
+    value and of the axis.
+
+    Args:
+        rungs: name -> what it changes in every arm, by dotted paths; the smallest rung first.
+        axis: what grows: ``"tokens"`` of training, or ``"parameters"`` of the model, for which
+            12 layers width^2 stands.
+        tuned: one or two of the rungs. With one, its optimum serves at all rungs.
+        shared: arms with one value at all rungs, the geometric mean of their optima: then a longer
+            run goes on from the stable phase of a shorter one.
+        last: further arms of the last rung -> the arm whose value they take.
+
+    Sources: Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations" (2024), for cool-downs that branch off from one stable phase.
+    """
+
+    rungs: dict[str, dict[str, Any]] = Field(min_length=2)
+    axis: Literal["tokens", "parameters"] = "tokens"
+    tuned: tuple[str, ...] = Field((), max_length=2)
+    shared: tuple[str, ...] = ()
+    last: dict[str, str] = Field(default_factory=dict)
+
+
 # (factors, factors with generators) -> their generators, by letters in the order of the factors.
 _FRACTIONS = {
     (3, 1): {"C": "AB"},

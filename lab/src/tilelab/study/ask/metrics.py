@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,17 @@ def value_in(evaluation: Mapping[str, Any], metric: str) -> float | None:
     """Return the metric in an evaluation's fields; None where it is not finite or not there."""
     own: float | None = evaluation.get(metric)
     return own if metric in evaluation else (evaluation.get("metrics") or {}).get(metric)
+
+
+class Floor(NamedTuple):
+    """What something much simpler than a model scores on the same held-out data."""
+
+    name: str  # e.g. ``"byte table of order 4"``
+    text: Literal["none", "seen", "all"]  # that it learnt from; "seen": by the baseline's first run
+    bytes_seen: int  # of that text; 0 for what needs none, and for data that is no text
+    value: float  # of the metric
+    metric: str = "bits_per_byte"
+    word_perplexity: float | None = None  # the same per original word, for WikiText
+
+
+BYTE_TABLE, TOKEN_TABLE = "byte table of order", "token table of order"  # then the order

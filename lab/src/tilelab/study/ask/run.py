@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ class RunSpec:
     candidate: float | None = None  # the swept value of a trial
     rung: int | None = None  # of a trial of successive halving, 0 for the shortest; None for others
     alone: bool = False  # nothing else of the study runs meanwhile
+    branches: bool = False  # runs of other lengths may share its first steps
     execution: Execution = STANDARD  # how and where; the standard one until the run is started
 
     @property
@@ -59,10 +61,21 @@ class RunSpec:
         trial += "" if self.rung is None else f"rung-{self.rung}-"
         return f"{self.experiment}/{self.arm}/{trial}seed-{self.seed}"
 
-    @property
+    @cached_property
     def config_hash(self) -> str:
         """The hash of the config alone; a run refuses a checkpoint with another one."""
         return config_hash(self.config)
+
+    def is_like(self, other: RunSpec) -> bool:
+        """Return whether the other run comes to the same bits, elsewhere in the study.
+
+        Arms of one experiment are compared, so each trains its own runs; and where kernels are
+        compared, the times of a run are its result.
+        """
+        elsewhere = (self.experiment, self.phase) != (other.experiment, other.phase)
+        if self.alone or other.alone or self.seed != other.seed or not elsewhere:
+            return False
+        return self.config_hash == other.config_hash
 
     def folder(self, study: Path) -> Path:
         """Return the folder that the run writes to, inside the folder of its study."""
@@ -93,10 +106,15 @@ _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Executio
 
 
 def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:
-    """Return one trial of an experiment's sweep; without halving, ``rung`` is 0."""
+    """Return one trial of an experiment's sweep; without halving, ``rung`` is 0.
+
+    It is scored on the text for tuning, where the data has one.
+    """
     sweep = experiment.sweep
     assert sweep is not None
-    changes = {sweep.path: value}
+    changes: dict[str, Any] = {sweep.path: value}
+    if experiment.config_of(arm).data.tuning:
+        changes["evaluation.text"] = "tuning"
     if sweep.halving is not None:
         changes["budget.steps"] = sweep.steps_of(experiment.config_of(arm).steps, rung)
     config = experiment.config_of(arm, changes)
@@ -108,12 +126,17 @@ def finals(
     experiment: Experiment,
     chosen: Mapping[str, float | None],
     wanted: Mapping[str, Sequence[int]] | None = None,
+    path: str | None = None,
+    branching: Sequence[str] = (),
 ) -> list[RunSpec]:
     """Return the runs that count, for all seeds or those that are ``wanted`` (arm -> seeds).
 
-    With a sweep, an arm that has chosen nothing, or is not known to, has no runs.
+    With a sweep, or where ``chosen`` is of another ``path``, an arm that has chosen nothing, or is
+    not known to, has no runs. Runs of the ``branching`` arms share steps with those of other rungs.
     """
-    sweep, names = experiment.sweep, experiment.arm_names
+    names = experiment.arm_names
+    if path is None and experiment.sweep is not None:
+        path = experiment.sweep.path
     found = []
     for index, seed in enumerate(experiment.seeds):
         first = index % len(names)
@@ -121,11 +144,20 @@ def finals(
             if wanted is not None and seed not in wanted[name]:
                 continue
             changes = {}
-            if sweep is not None:
+            if path is not None:
                 value = chosen.get(name)
                 if value is None:
                     continue
-                changes = {sweep.path: value}
-            config = experiment.config_of(name, changes)
-            found.append(RunSpec(experiment.name, name, seed, config, alone=experiment.alone))
+                changes = {path: value}
+            config, branches = experiment.config_of(name, changes), name in branching
+            found.append(
+                RunSpec(
+                    experiment.name,
+                    name,
+                    seed,
+                    config,
+                    alone=experiment.alone,
+                    branches=branches,
+                )
+            )
     return found

@@ -13,7 +13,8 @@ function::
         ...
 
 Its keyword-only parameters, with their types and defaults, are what a config may set and what a
-report shows; nothing else has to be touched. A type may carry pydantic's bounds.
+report shows; nothing else has to be touched. A type may carry pydantic's bounds, and ``ADDED`` for
+an option that came later: it is hashed as a field that is declared with ``added``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 F = TypeVar("F", bound=Callable[..., Any])
+_ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
+ADDED = Field(json_schema_extra=dict(_ADDED))  # ``Annotated[Share, ADDED]``: see the top
 
 
 class Entry(NamedTuple):
@@ -168,9 +171,6 @@ def nearest(word: str, known: Any) -> str:
     """Return a sentence that suggests the nearest known word, or ``""`` where none is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
-
-
-_ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
 
 
 class Frozen(BaseModel):
@@ -303,7 +303,10 @@ def hash_of(values: Mapping[str, Any]) -> str:
 def _canonical(config: Frozen) -> dict[str, Any]:
     """Return the config in JSON's types, without the fields that are not hashed."""
     values = config.model_dump(mode="json")
-    for name, field in type(config).model_fields.items():
+    fields = dict(type(config).model_fields)
+    if isinstance(config, Choice):
+        fields |= find(config.kind, config.name).options.model_fields
+    for name, field in fields.items():
         value = getattr(config, name)
         extra = field.json_schema_extra
         if extra == _UNHASHED or (extra == _ADDED and value == field.get_default()):

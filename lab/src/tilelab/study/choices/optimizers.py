@@ -18,7 +18,8 @@ from pydantic import Field
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from tilelab.study.ask.values import NotNegative, Positive, Share, find, register
+from tilelab.models.layers import Unembedding
+from tilelab.study.ask.values import ADDED, NotNegative, Positive, Share, find, register
 
 if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Optimizer
@@ -29,30 +30,42 @@ if TYPE_CHECKING:  # config imports this module, through values
 SHARDED = ("adamw", "lion", "sgd")
 
 
+# The full rate of embeddings and of a head over tokens; 0 for that of all weights.
+EmbeddingRate = Annotated[NotNegative, ADDED]
+
+
 class Group(NamedTuple):
     """Parameters that are treated alike."""
 
     name: str
     parameters: Mapping[str, nn.Parameter]  # by name
     decays: bool
+    embeds: bool = False  # embeddings and a head over tokens alone
 
 
-def parameter_groups(model: nn.Module) -> list[Group]:
-    """Return the parameters of a model in two groups.
+def parameter_groups(model: nn.Module, apart: bool = False) -> list[Group]:
+    """Return the parameters of a model in two groups, in three with embeddings ``apart``.
 
     ``decay``: weights of two dimensions or more that are multiplied with activations.
-    ``no-decay``: biases, norms, and embeddings, whose rows are looked up (a head that is tied to
-    an embedding is that embedding). A parameter without gradient is in none, and so is a group
-    without parameters.
+    ``no-decay``: biases, norms, and embeddings, whose rows are looked up; a head over tokens too,
+    whether it is that embedding or a matrix of its own. With ``apart`` these two are a group of
+    their own, ``embedding``. A parameter without gradient is in none, and a group without
+    parameters is left out.
     """
-    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding | Unembedding))
+    embeddings = {id(each.weight) for each in tables}
     decayed: dict[str, nn.Parameter] = {}
     kept: dict[str, nn.Parameter] = {}
+    embedded: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            multiplied = parameter.dim() >= 2 and id(parameter) not in embeddings
-            (decayed if multiplied else kept)[name] = parameter
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in embeddings:
+            (embedded if apart else kept)[name] = parameter
+        else:
+            (decayed if parameter.dim() >= 2 else kept)[name] = parameter
     groups = [Group("decay", decayed, True), Group("no-decay", kept, False)]
+    groups.append(Group("embedding", embedded, False, embeds=True))
     return [each for each in groups if each.parameters]
 
 
@@ -65,7 +78,7 @@ class Built(NamedTuple):
 
 def build(optimizer: Optimizer, model: nn.Module) -> Built:
     """Return the optimizer of a model, in training mode, at the full learning rate."""
-    groups = parameter_groups(model)
+    groups = parameter_groups(model, apart=bool(optimizer.options.get("embedding_lr")))
     made = find("optimizer", optimizer.name).function(groups, **optimizer.options)
     assert isinstance(made, torch.optim.Optimizer)
     for group in made.param_groups:
@@ -100,12 +113,15 @@ def adamw(
     weight_decay: NotNegative = 0.1,
     betas: tuple[Share, Share] = (0.9, 0.95),
     eps: Positive = 1e-8,
+    embedding_lr: EmbeddingRate = 0.0,
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay.
 
+    Embeddings, and a head over tokens, train at ``embedding_lr`` where it is above 0.
+
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    return _torch_adamw(_for_torch(groups, lr, weight_decay), betas, eps)
+    return _torch_adamw(_for_torch(groups, lr, weight_decay, embedding_lr), betas, eps)
 
 
 @register("optimizer")
@@ -115,14 +131,16 @@ def lion(
     lr: Positive = 0.001,
     weight_decay: NotNegative = 0.3,
     betas: tuple[Share, Share] = (0.9, 0.99),
+    embedding_lr: EmbeddingRate = 0.0,
 ) -> torch.optim.Optimizer:
     """The sign of a momentum: every weight moves by the learning rate.
 
-    Wants a smaller rate and more decay than AdamW, some 3 to 10 times each.
+    Wants a smaller rate and more decay than AdamW, some 3 to 10 times each. Embeddings, and a head
+    over tokens, train at ``embedding_lr`` where it is above 0.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion(_for_torch(groups, lr, weight_decay), betas=betas)
+    return Lion(_for_torch(groups, lr, weight_decay, embedding_lr), betas=betas)
 
 
 @register("optimizer")
@@ -136,13 +154,15 @@ def muon(
     adamw_lr_share: Positive = 1.0,
     betas: tuple[Share, Share] = (0.9, 0.95),
     eps: Positive = 1e-8,
+    embedding_lr: EmbeddingRate = 0.0,
 ) -> torch.optim.Optimizer:
     """Orthogonalised momentum for hidden matrices, and AdamW for all other weights.
 
-    The matrices are the decaying weights of two dimensions; the rest trains at
-    ``adamw_lr_share * lr``. With ``adjust="match_rms_adamw"`` a matrix [A, B] moves by 0.2
-    sqrt(max(A, B)) lr times an orthogonal matrix. That has the root mean square of a step of AdamW,
-    so one rate serves both. With ``"original"`` it moves by sqrt(max(1, A / B)) lr.
+    The matrices are the decaying weights of two dimensions. The rest, biases and norms too, trains
+    at ``embedding_lr`` where it is above 0, else at ``adamw_lr_share * lr``. With
+    ``adjust="match_rms_adamw"`` a matrix [A, B] moves by 0.2 sqrt(max(A, B)) lr times an orthogonal
+    matrix. That has the root mean square of a step of AdamW, so one rate serves both. With
+    ``"original"`` it moves by sqrt(max(1, A / B)) lr.
 
     Sources: Jordan et al., Muon (2024); the adjustment: Liu et al., Muon is Scalable (2025), eq. 4.
     """
@@ -153,7 +173,7 @@ def muon(
         momentum=momentum,
         adjust_lr_fn=adjust,
     )
-    rest = _for_torch(others, lr * adamw_lr_share, weight_decay)
+    rest = _for_torch(others, embedding_lr or lr * adamw_lr_share, weight_decay)
     return MuonAdamW(hidden, _torch_adamw(rest, betas, eps) if rest else None)
 
 
@@ -212,11 +232,13 @@ def schedule_free(
     return made
 
 
-def _for_torch(groups: Sequence[Group], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+def _for_torch(
+    groups: Sequence[Group], lr: float, weight_decay: float, embedding_lr: float = 0.0
+) -> list[dict[str, Any]]:
     return [
         {
             "params": list(each.parameters.values()),
-            "lr": lr,
+            "lr": (embedding_lr or lr) if each.embeds else lr,
             "weight_decay": weight_decay if each.decays else 0.0,
         }
         for each in groups

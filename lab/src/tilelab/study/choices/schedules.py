@@ -1,22 +1,26 @@
 """Schedules: the learning rate of a step as a share of the optimizer's ``lr``.
 
 ``t`` is the step about to be taken, 0 for the first; ``T`` the steps of the run; ``W`` the steps of
-warm-up: ``warmup * T``, rounded, and at most T - 1. During warm-up (t < W) every schedule but
-one-cycle is (t + 1) / (W + 1). So no step is wasted on a rate of zero, and step W is the first at
-the full rate. After warm-up, with x = (t - W) / (T - W) in [0, 1), each has its own form, and none
-reaches its end before the run is over.
+warm-up: ``warmup_steps`` where that is above 0, else ``warmup * T``, rounded; at most T - 1. With
+``warmup_steps`` longer runs all warm up alike, whatever ``warmup`` says. During warm-up (t < W)
+every schedule but one-cycle is (t + 1) / (W + 1). So no step is wasted on a rate of zero, and step
+W is the first at the full rate. After warm-up, with x = (t - W) / (T - W) in [0, 1), each has its
+own form, and none reaches its end before the run is over.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from tilelab.study.ask.values import Share, find, register
+from tilelab.study.ask.values import ADDED, CountOrZero, Share, find, register
 from tilewise.errors import InvalidArgument
 
 if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Schedule
+
+
+WarmupSteps = Annotated[CountOrZero, ADDED]
 
 
 class Progress(NamedTuple):
@@ -35,34 +39,40 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 @register("schedule")
-def constant(progress: Progress, *, warmup: Share = 0.05) -> float:
+def constant(progress: Progress, *, warmup: Share = 0.05, warmup_steps: WarmupSteps = 0) -> float:
     """The full rate after warm-up."""
-    rise, _ = _phases(progress, warmup)
+    rise, _ = _phases(progress, warmup, warmup_steps)
     return rise
 
 
 @register("schedule")
-def linear(progress: Progress, *, warmup: Share = 0.05) -> float:
+def linear(progress: Progress, *, warmup: Share = 0.05, warmup_steps: WarmupSteps = 0) -> float:
     """A straight line down to zero: 1 - x.
 
     Source: Bergsma et al., Straight to Zero (2025), which finds it better than cosine to a tenth.
     """
-    rise, x = _phases(progress, warmup)
+    rise, x = _phases(progress, warmup, warmup_steps)
     return rise * (1.0 - x)
 
 
 @register("schedule")
-def cosine(progress: Progress, *, warmup: Share = 0.05, floor: Share = 0.1) -> float:
+def cosine(
+    progress: Progress,
+    *,
+    warmup: Share = 0.05,
+    floor: Share = 0.1,
+    warmup_steps: WarmupSteps = 0,
+) -> float:
     """Half a cosine down to the floor f: f + (1 - f) (1 + cos(pi x)) / 2.
 
     Source: Loshchilov and Hutter, SGDR (2017), equation 5, one cycle.
     """
-    rise, x = _phases(progress, warmup)
+    rise, x = _phases(progress, warmup, warmup_steps)
     return rise * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * x)))
 
 
-def _phases_fit(*, warmup: float, decay: float, **_: object) -> None:
-    if warmup + decay > 1.0:
+def _phases_fit(*, warmup: float, decay: float, warmup_steps: int, **_: object) -> None:
+    if not warmup_steps and warmup + decay > 1.0:
         came = f"{decay:g} with warmup {warmup:g}"
         raise InvalidArgument("schedule.decay", came, "warmup + decay of 1 at most")
 
@@ -74,15 +84,18 @@ def wsd(
     warmup: Share = 0.05,
     decay: Share = 0.2,
     shape: Literal["sqrt", "linear"] = "sqrt",
+    warmup_steps: WarmupSteps = 0,
 ) -> float:
     """Warmup-stable-decay: 1, and over the last ``decay`` of the run 1 - sqrt(y) or 1 - y.
 
-    y runs from 0 at the first step of the decay, t = T - D, to 1 - 1 / D at the last.
+    y runs from 0 at the first step of the decay, t = T - D, to 1 - 1 / D at the last. D is
+    ``decay * T``, rounded, and at most T - W: no decay begins before the warm-up ends.
 
     Sources: Hu et al., MiniCPM (2024), section 4; the square root: Haegele et al. (2024).
     """
-    rise, _ = _phases(progress, warmup)
-    last = min(round(decay * progress.steps), progress.steps - _warmup(progress, warmup))
+    rise, _ = _phases(progress, warmup, warmup_steps)
+    ramp = _warmup(progress, warmup, warmup_steps)
+    last = min(round(decay * progress.steps), progress.steps - ramp)
     y = max(0.0, (progress.step - (progress.steps - last)) / last) if last else 0.0
     return rise * (1.0 - (math.sqrt(y) if shape == "sqrt" else y))
 
@@ -116,12 +129,12 @@ def one_cycle(
     return end + (1.0 - end) * 0.5 * (1.0 + math.cos(math.pi * x))
 
 
-def _warmup(progress: Progress, warmup: float) -> int:
-    return min(round(warmup * progress.steps), progress.steps - 1)
+def _warmup(progress: Progress, warmup: float, warmup_steps: int = 0) -> int:
+    return min(warmup_steps or round(warmup * progress.steps), progress.steps - 1)
 
 
-def _phases(progress: Progress, warmup: float) -> tuple[float, float]:
+def _phases(progress: Progress, warmup: float, warmup_steps: int = 0) -> tuple[float, float]:
     """Return the warm-up factor (1 after it), and x, the elapsed share of the rest (0 before)."""
-    ramp = _warmup(progress, warmup)
+    ramp = _warmup(progress, warmup, warmup_steps)
     rise = min(1.0, (progress.step + 1) / (ramp + 1))
     return rise, max(0.0, (progress.step - ramp) / (progress.steps - ramp))

@@ -95,9 +95,10 @@ class Board(Watcher):
         """A run is over."""
         begun, share = self._begun.pop(run.name, (0.0, 0.0))
         expected = self._expected_s(run) * share
-        if share == 1.0:
+        copied = bool(record.starts and record.start.same_as)
+        if share == 1.0 and not copied:
             self._took.append(time.monotonic() - begun)
-        if expected:
+        if expected and not copied:
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)

@@ -19,7 +19,7 @@ from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
 from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
-from tilelab.study.conduct import progress
+from tilelab.study.conduct import floors, progress
 from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
     available_bytes,
@@ -140,6 +140,8 @@ class Conductor:
         finally:
             with interrupts_ignored():
                 tracking.close()
+        if code == 0:
+            floors.complete(study, folder, partial(say, console))
         return 1 if tracking.failed else code
 
     def _train(
@@ -167,7 +169,9 @@ class Conductor:
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                Pool(place, jobs).work(agenda, (_Target(self.study), board, shown, tracking))
+                Pool(place, jobs, execution.folder).work(
+                    agenda, (_Target(self.study), board, shown, tracking)
+                )
         return 0
 
     @contextmanager

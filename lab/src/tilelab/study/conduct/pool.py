@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from tilelab.common.files import replacing, telling_full_disk
 from tilelab.common.terminal import interrupts_ignored
-from tilelab.study.ask.run import RunSpec
+from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.plan import Agenda, Watcher
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, renamed
+from tilelab.study.train.state import CHECKPOINT
 from tilewise.errors import TilewiseError
 
 _POLL_S = 0.05
@@ -71,6 +74,7 @@ class Pool:
 
     place: Place
     jobs: int  # runs at once
+    folder: Path | None = None  # of the study, where runs take over the records of others
 
     def work(self, agenda: Agenda, watchers: Sequence[Watcher]) -> None:
         """Run everything that is not done yet, and tell each watcher in turn.
@@ -109,8 +113,12 @@ class Pool:
             return
         running = {worker.run.name for worker in workers}
         for run in agenda.ready():
-            if run.name in running:
-                continue
+            if run.name in running or any(run.is_like(each.run) for each in workers):
+                continue  # one that is like a running one waits for its record
+            twin = None if self.folder is None else agenda.twin(run)
+            if twin is not None:
+                self._take_over(run, twin, agenda, watchers)
+                return  # the agenda may be another one now
             if len(workers) >= self.jobs or (run.alone and workers):
                 return
             workers.append(self.place.start(run, workers))
@@ -118,6 +126,17 @@ class Pool:
                 watcher.started(run)
             if run.alone:
                 return
+
+    def _take_over(
+        self, run: RunSpec, twin: RunSpec, agenda: Agenda, watchers: Sequence[Watcher]
+    ) -> None:
+        assert self.folder is not None
+        for watcher in watchers:
+            watcher.started(run)
+        record = take_over(run, twin, self.folder)
+        agenda.ended(run, record)
+        for watcher in watchers:
+            watcher.ended(run, record)
 
     def _end(
         self,
@@ -142,6 +161,25 @@ class Pool:
             agenda.ended(run, record)
             for watcher in watchers:
                 watcher.ended(run, record)
+
+
+def take_over(run: RunSpec, twin: RunSpec, study: Path) -> RunRecord:
+    """Make the record of a run from that of a finished one that is like it; its weights too.
+
+    The checkpoint is the same file, which is never changed in its place.
+    """
+    theirs, ours = twin.folder(study), run.folder(study)
+    first = RunRecord.read(theirs / RECORD).start.same_as or twin.name
+    place = {name: getattr(run, name) for name in ("experiment", "arm", "phase", "candidate")}
+    made = renamed(theirs / RECORD, run=run.name, same_as=first, **place)
+    with telling_full_disk(ours):
+        ours.mkdir(parents=True, exist_ok=True)
+        (ours / CHECKPOINT).unlink(missing_ok=True)
+        if (theirs / CHECKPOINT).exists():
+            (ours / CHECKPOINT).hardlink_to(theirs / CHECKPOINT)
+        with replacing(ours / RECORD) as temporary:
+            temporary.write_bytes(made)
+    return RunRecord.read(ours / RECORD)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import RunConfig, Study, Variant
 from tilelab.study.choices import variants
 from tilelab.study.conduct.checks import FORWARD_SHARE, RECOMPUTED, START_S
-from tilelab.study.need import VOCABULARY, need, parameters, writes_matrix
+from tilelab.study.need import need, parameters, vocabulary, writes_matrix
 from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask
 from tilelab.study.train.costs import dtype_of
@@ -111,8 +111,10 @@ def _multiplied(config: RunConfig) -> float:
     model, found = config.model, float(parameters(config))
     if model.positions == "learned":
         found -= model.context * model.width
+    if not model.tied:
+        found -= vocabulary(config.data) * model.width
     if model.family == "bert":  # tokens and their types; a head over some tokens is the former
-        tokens = VOCABULARY[config.data.tokenizer]
+        tokens = vocabulary(config.data)
         hidden = config.task.options.get("probability", 0.0)
         found -= ((1.0 - hidden) * tokens + 2) * model.width
     return found

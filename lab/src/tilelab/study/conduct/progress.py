@@ -163,6 +163,8 @@ def _ended_words(run: RunSpec, record: RunRecord) -> str:
         assert record.end is not None
         return f"{run.name} diverged: {record.end.reason}"
     last = record.evaluations[-1] if record.evaluations else None
+    if record.starts and record.start.same_as:
+        return f"{run.name} is {record.start.same_as}, and takes over its record"
     if last is None:
         return f"{run.name} done"
     found = {"held-out loss": last.loss}
@@ -246,7 +248,8 @@ def _arm_rows(experiment: ExperimentVerdict) -> Table:
     for arm in experiment.arms:
         said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
         reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
-        label = Text(arm.label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
+        said_label = f"{arm.label}, not learnt" if arm.neither_learnt else arm.label
+        label = Text(said_label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)

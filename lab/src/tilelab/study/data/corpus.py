@@ -1,8 +1,10 @@
-"""The text of a study, and the part of it that is held out.
+"""The text of a study, and the parts of it that are held out: for verdicts, and for tuning.
 
 Content and names alone decide a split, so it is the same on every machine and for every seed and
 arm. Files go to one side or the other by the hash of their path (near copies of others always to
-training). A single file is cut once.
+training). A single file is cut: its last part is held out, and the part before that is for tuning.
+WikiText has a held-out part of its own, and its last articles of the training part are for tuning.
+A part for tuning is taken from the training text: the held-out text is the same with and without.
 """
 
 from __future__ import annotations
@@ -42,51 +44,67 @@ class Prepared(NamedTuple):
     held_out: bytes
     train_words: int | None  # original words of WikiText; None for other text
     held_out_words: int | None
+    tuning: bytes = b""
+    tuning_words: int | None = None
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as it was found, split in two."""
+    """A text as it was found, split in two, or in three where a part is for tuning."""
 
     name: str  # the source in words
     train: bytes  # bytes as they are in the files
     held_out: bytes
     files: int  # how many went in
     is_wikitext: bool = False  # words that have to be made into text
-    sizes: tuple[Sequence[int], Sequence[int]] | None = None  # of documents; None: one, or WikiText
+    # Of the documents of each part; None: each is one, or WikiText.
+    sizes: tuple[Sequence[int], ...] | None = None
+    tuning: bytes = b""  # empty where nothing is kept for it
 
     @property
     def sha256(self) -> str:
-        """The hash of text and split: the training length in decimal, a newline, both parts."""
-        digest = hashlib.sha256(f"{len(self.train)}\n".encode())
-        digest.update(self.train)
-        digest.update(self.held_out)
+        """The hash of text and split: the training length in decimal, a newline, the parts.
+
+        With a part for tuning, the held-out length follows the training length, after a space.
+        """
+        lengths = [len(self.train), *([len(self.held_out)] if self.tuning else [])]
+        digest = hashlib.sha256(f"{' '.join(map(str, lengths))}\n".encode())
+        for part in self.parts:
+            digest.update(part)
         return digest.hexdigest()
 
-    def documents(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return bytes of each document of both parts, of the text as ``prepared`` gives it."""
+    @property
+    def parts(self) -> tuple[bytes, ...]:
+        """The training text, the held-out text, and that for tuning where there is one."""
+        return (self.train, self.held_out, *([self.tuning] if self.tuning else []))
+
+    def documents(self) -> tuple[Sequence[int], ...]:
+        """Return bytes of each document of each part, of the text as ``prepared`` gives it."""
         if not self.is_wikitext:
-            return self.sizes or ([len(self.train)], [len(self.held_out)])
-        parts = (wikitext.articles(part.decode()) for part in (self.train, self.held_out))
-        train, held_out = (
+            return self.sizes or tuple([len(part)] for part in self.parts)
+        parts = (wikitext.articles(part.decode()) for part in self.parts)
+        return tuple(
             [len(wikitext.detokenise(article).encode()) for article in part] for part in parts
         )
-        return train, held_out
 
     def prepared(self) -> Prepared:
         """Return the text to tokenize; WikiText is detokenised and its words are counted."""
         if not self.is_wikitext:
-            return Prepared(self.train, self.held_out, None, None)
-        train, held_out = self.train.decode(), self.held_out.decode()
+            return Prepared(self.train, self.held_out, None, None, self.tuning)
+        train, held_out, tuning = (
+            part.decode() for part in (self.train, self.held_out, self.tuning)
+        )
         return Prepared(
             wikitext.detokenise(train).encode(),
             wikitext.detokenise(held_out).encode(),
             wikitext.words(train),
             wikitext.words(held_out),
+            wikitext.detokenise(tuning).encode(),
+            wikitext.words(tuning) if tuning else None,
         )
 
 
-def load(source: str, held_out: float, size_cap_bytes: int) -> Corpus:
+def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0) -> Corpus:
     """Find a text and split it.
 
     Args:
@@ -95,6 +113,7 @@ def load(source: str, held_out: float, size_cap_bytes: int) -> Corpus:
         held_out: the share of the bytes that is kept for evaluation; WikiText brings its own part.
         size_cap_bytes: the most bytes that are read: whole files in the order of their paths, or
             whole lines of a single file. It does not cap WikiText's held-out text.
+        tuning: the share of the bytes that is kept for tuning, of WikiText of the training part.
 
     Raises:
         InvalidArgument: no such text, not text, or too little of it to split.
@@ -102,17 +121,18 @@ def load(source: str, held_out: float, size_cap_bytes: int) -> Corpus:
     if source == STDLIB:
         pieces = standard_library(size_cap_bytes)
         name = f"the standard library of Python {sysconfig.get_python_version()}"
-        return _split_files(name, pieces, held_out)
+        return _split_files(name, pieces, held_out, tuning)
     if source in wikitext.NAMES:
-        return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes)
+        return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes, tuning)
     path = Path(source).expanduser()
     if path.is_file():
-        return _split_file(path.name, _lines(_read(path), size_cap_bytes), held_out)
+        return _split_file(path.name, _lines(_read(path), size_cap_bytes), held_out, tuning)
     if path.is_dir():
         files = wikitext.inside(path)
         if files is not None:
-            return _wikitext(files, size_cap_bytes)
-        return _split_files(path.resolve().name, _text_files(path, size_cap_bytes), held_out)
+            return _wikitext(files, size_cap_bytes, tuning)
+        pieces = _text_files(path, size_cap_bytes)
+        return _split_files(path.resolve().name, pieces, held_out, tuning)
     known = ", ".join([STDLIB, *wikitext.NAMES])
     raise InvalidArgument("data.source", repr(source), f"{known}, or a path that exists")
 
@@ -202,35 +222,50 @@ def _cut(data: bytes, at: int) -> int:
     return at
 
 
-def _split_file(name: str, data: bytes, held_out: float) -> Corpus:
-    """Hold out the last part of a text, from the start of a line on."""
+def _split_file(name: str, data: bytes, held_out: float, tuning: float) -> Corpus:
+    """Hold out the last part of a text, from the start of a line on; the one before for tuning."""
     border = _cut(data, len(data) - int(len(data) * held_out))
-    return _checked(Corpus(name, data[:border], data[border:], 1))
+    first = _cut(data, border - int(len(data) * tuning)) if tuning else border
+    found = Corpus(name, data[:first], data[border:], 1, tuning=data[first:border])
+    return _checked(found, tuning)
 
 
-def _split_files(name: str, pieces: Sequence[Piece], held_out: float) -> Corpus:
-    """Whole files are held out: in the order of their paths' hashes, those that fit into the share.
-
-    Copies stay in training: their text would be learnt by heart. Where no file fits, the smallest
-    is held out. A single file is cut in two.
-    """
+def _split_files(
+    name: str, pieces: Sequence[Piece], held_out: float, tuning: float = 0.0
+) -> Corpus:
+    """Hold out whole files, and keep others for tuning. A single file is cut."""
     if len(pieces) == 1:
-        return _split_file(name, pieces[0].data, held_out)
-    share = left = int(sum(len(piece.data) for piece in pieces) * held_out)
-    candidates = _first_by_hash(pieces, share)
+        return _split_file(name, pieces[0].data, held_out, tuning)
+    size = sum(len(piece.data) for piece in pieces)
+    kept = _chosen(pieces, pieces, int(size * held_out))
+    rest = [piece for piece in pieces if piece.path not in kept]
+    tried = _chosen(rest, pieces, int(size * tuning)) if tuning else set()
+    parts = [
+        [piece.data for piece in pieces if (piece.path in kept, piece.path in tried) == side]
+        for side in ((False, False), (True, False), (False, True))
+    ]
+    train, evaluation, chosen = (b"".join(part) for part in parts)
+    sizes = tuple([len(data) for data in part] for part in parts[: 3 if tuning else 2])
+    found = Corpus(name, train, evaluation, len(pieces), sizes=sizes, tuning=chosen)
+    return _checked(found, tuning)
+
+
+def _chosen(among: Sequence[Piece], pieces: Sequence[Piece], share: int) -> set[str]:
+    """Return the paths that fit into a share of bytes, in the order of their hashes.
+
+    Copies of others of the ``pieces`` stay in training: their text would be learnt by heart. Where
+    no file fits, the smallest is chosen.
+    """
+    candidates, left = _first_by_hash(among, share), share
     copies = _copies(pieces, candidates)
     kept = set()
     for piece in candidates:
         if len(piece.data) <= left and piece.path not in copies:
             kept.add(piece.path)
             left -= len(piece.data)
-    if pieces and not kept:
-        kept = {min(pieces, key=lambda piece: (len(piece.data), piece.path)).path}
-    train = [piece.data for piece in pieces if piece.path not in kept]
-    evaluation = [piece.data for piece in pieces if piece.path in kept]
-    sizes = [len(data) for data in train], [len(data) for data in evaluation]
-    parts = b"".join(train), b"".join(evaluation)
-    return _checked(Corpus(name, *parts, len(pieces), sizes=sizes))
+    if among and not kept:
+        kept = {min(among, key=lambda piece: (len(piece.data), piece.path)).path}
+    return kept
 
 
 def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
@@ -267,7 +302,7 @@ def _copies(pieces: Sequence[Piece], candidates: Sequence[Piece]) -> set[str]:
     }
 
 
-def _wikitext(files: wikitext.Files, size_cap_bytes: int) -> Corpus:
+def _wikitext(files: wikitext.Files, size_cap_bytes: int, tuning: float) -> Corpus:
     train, held_out = _lines(_read(files.train), size_cap_bytes), _read(files.held_out)
     for path, data in ((files.train, train), (files.held_out, held_out)):
         try:
@@ -275,13 +310,18 @@ def _wikitext(files: wikitext.Files, size_cap_bytes: int) -> Corpus:
         except UnicodeDecodeError:
             came = f"{path}, which is not UTF-8"
             raise InvalidArgument("data.source", came, "the files of WikiText") from None
-    return _checked(Corpus(files.name, train, held_out, 2, is_wikitext=True))
+    first = wikitext.last_articles(train, int(len(train) * tuning)) if tuning else len(train)
+    parts = train[:first], held_out
+    found = Corpus(files.name, *parts, 2, is_wikitext=True, tuning=train[first:])
+    return _checked(found, tuning)
 
 
-def _checked(corpus: Corpus) -> Corpus:
-    if corpus.train and corpus.held_out:
+def _checked(corpus: Corpus, tuning: float) -> Corpus:
+    if corpus.train and corpus.held_out and (corpus.tuning or not tuning):
         return corpus
-    size = len(corpus.train) + len(corpus.held_out)
+    size = sum(map(len, corpus.parts))
     came = f"{size:,} bytes in {corpus.files} files ({corpus.name})"
-    fix = "Give more text, or a larger data.held_out or data.size_cap_bytes."
-    raise InvalidArgument("data.source", came, "text for both training and evaluation", fix)
+    shares = "data.held_out, data.tuning" if tuning else "data.held_out"
+    fix = f"Give more text, or a larger {shares} or data.size_cap_bytes."
+    required = "text for both training and evaluation" + (", and for tuning" if tuning else "")
+    raise InvalidArgument("data.source", came, required, fix)

@@ -88,6 +88,10 @@ class Samples:
             found.append([(epoch, int(self._order(epoch)[index])) for epoch, index in places])
         return found
 
+    def first(self, count: int) -> NDArray[np.int64]:
+        """Return the numbers of the first samples of a run, in order, at most the first epoch's."""
+        return self._order(0)[:count]
+
 
 class Rows(NamedTuple):
     """A micro-batch, or some windows of an evaluation."""
@@ -134,6 +138,11 @@ class Stream:
             for part in self._samples.at(step)
         ]
 
+    def seen(self, samples: int) -> NDArray[np.int64]:
+        """Return the place of each of a run's first samples, int64 [n, 2]; see ``RunRows.seen``."""
+        starts = self._offset(0) + self._samples.first(samples) * self._context
+        return np.stack([starts, starts + self._context + 1], axis=1)
+
     def _offset(self, epoch: int) -> int:
         return int(drawn(self._seed, epoch, 1, first=self.windows)[0] % np.uint64(self._offsets))
 
@@ -174,7 +183,13 @@ class Padded:
         if not self._rows:
             required = "documents of two tokens or more"
             raise InvalidArgument("data.packing", "padded, of none", required)
-        self._samples = Samples(len(self._rows), batch, accumulation, seed)
+        self.windows = len(self._rows)
+        self._samples = Samples(self.windows, batch, accumulation, seed)
+
+    def seen(self, samples: int) -> NDArray[np.int64]:
+        """Return the place of each of a run's first samples, int64 [n, 2]; see ``RunRows.seen``."""
+        rows = np.array(self._rows, np.int64)[self._samples.first(samples)]
+        return np.stack([rows[:, 0], rows.sum(axis=1) + 1], axis=1)
 
     def at(self, step: int) -> list[Rows]:
         """Return the micro-batches of an optimizer step, 0 for the first."""
@@ -200,7 +215,7 @@ class RunRows:
     """The rows of a run, of the length that a warm-up of lengths has come to."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, seed: int) -> None:
-        training, self._config = config.training, config
+        training, self._config, self._size = config.training, config, len(tokens.train)
         kind = _KINDS[config.data.packing]
         self._source = kind(
             tokens, config.model.context, training.batch, training.accumulation, seed
@@ -212,6 +227,20 @@ class RunRows:
         if length == self._config.model.context:
             return found
         return [shortened(each, length) for each in found]
+
+    def seen(self) -> NDArray[np.int64]:
+        """Return the pieces of the training text in the run's batches, int64 [P, 2].
+
+        A piece is its first token and one beyond its last, targets included. Pieces ascend and do
+        not touch: neighbouring windows are one piece. A run of an epoch or more has seen all.
+        """
+        training = self._config.training
+        samples = self._config.steps * training.batch * training.accumulation
+        if samples >= self._source.windows:
+            return np.array([[0, self._size]], np.int64)
+        starts, ends = (np.sort(each) for each in self._source.seen(samples).T)
+        apart = starts[1:] > ends[:-1]
+        return np.stack([starts[np.append(True, apart)], ends[np.append(apart, True)]], axis=1)
 
 
 def shortened(rows: Rows, length: int) -> Rows:

@@ -1,4 +1,4 @@
-"""Text to numbers: bytes, the byte-pair encoding of GPT-2, and BERT's WordPiece."""
+"""Text to numbers: bytes, byte-pair encodings (of GPT-2, or trained), and BERT's WordPiece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ class Tokenizer:
 
 def tokenizer(name: str) -> Tokenizer:
     """Find the tokenizer of that name: ``"bytes"``, ``"gpt2"`` or ``"wordpiece"``, with its files.
+
+    ``"bpe"`` has no files: see ``train_vocabulary`` and ``of_vocabulary``.
 
     Raises:
         InvalidArgument: the files of the vocabulary are not there; the message says how to get
@@ -104,26 +106,90 @@ def _package(what: str, instead: str = "") -> Any:
 
 
 def _gpt2(*files: Path) -> Tokenizer:
-    tokenizers = _package("GPT-2's encoding", ", or take data.tokenizer=bytes")
     words, pairs = (unpacked(each) for each in files)
     vocabulary = json.loads(words)
     lines = [line for line in pairs.decode().splitlines() if not line.startswith("#version")]
     merges = [(left, right) for left, right in (line.split(" ") for line in lines if line)]
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = tokenizers.decoders.ByteLevel()
+    encoder = _byte_level("GPT-2's encoding", vocabulary, merges)
     if len(vocabulary) != _GPT2_SIZE or encoder.encode("Hello world").ids != [15496, 995]:
         came = f"a vocabulary of {len(vocabulary):,}"
         raise InvalidArgument("data.tokenizer", came, "GPT-2's own vocab.json and merges.txt")
+    digest = hashlib.sha256(b"gpt2\n" + words + pairs).hexdigest()
+    return _of_encoder(encoder, vocabulary, digest, "gpt2", special="<|endoftext|>")
+
+
+class Vocabulary(NamedTuple):
+    """A byte-level byte-pair encoding; a character of a token stands for one byte."""
+
+    tokens: tuple[str, ...]  # by number
+    merges: tuple[tuple[str, str], ...]  # pairs that become one token, the first ones first
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all that decides the encoding."""
+        return hashlib.sha256(b"bpe\n" + json.dumps(self).encode()).hexdigest()
+
+
+def train_vocabulary(text: bytes, size: int) -> Vocabulary:
+    """Learn a byte-pair encoding from a text: the same text gives the same one.
+
+    All 256 bytes are tokens, so it encodes any text. Text is first cut into words as GPT-2 cuts it;
+    then the most frequent pair within words becomes a token, until there are ``size`` tokens.
+
+    Args:
+        text: UTF-8.
+        size: the number of tokens, more than 256.
+
+    Raises:
+        InvalidArgument: text that is not UTF-8, or that has not so many pairs.
+        Unsupported: the package ``tokenizers`` is not installed.
+
+    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units (2016);
+    over bytes: Radford et al., Language Models are Unsupervised Multitask Learners (2019).
+    """
+    encoder = _byte_level("data.tokenizer=bpe", {}, [])
+    tokenizers = _package("data.tokenizer=bpe")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
+    encoder.train_from_iterator(_chunks(_decoded(text, "bpe")), trainer)
+    made = json.loads(encoder.to_str())["model"]
+    if len(made["vocab"]) != size:
+        required = f"at most {len(made['vocab']):,}: the training text has no more pairs"
+        raise InvalidArgument("data.vocabulary", f"{size:,}", required, "Or give more text.")
+    tokens = sorted(made["vocab"], key=made["vocab"].__getitem__)
+    return Vocabulary(tuple(tokens), tuple((left, right) for left, right in made["merges"]))
+
+
+def of_vocabulary(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer of a vocabulary that ``train_vocabulary`` made."""
+    numbers = {token: index for index, token in enumerate(vocabulary.tokens)}
+    encoder = _byte_level("data.tokenizer=bpe", numbers, list(vocabulary.merges))
+    return _of_encoder(encoder, numbers, vocabulary.sha256, "bpe")
+
+
+def _byte_level(what: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> Any:
+    """Return an encoder that cuts text into words and looks at its bytes, as GPT-2 does."""
+    tokenizers = _package(what, ", or take data.tokenizer=bytes")
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(dict(vocabulary), merges))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    return encoder
+
+
+def _of_encoder(
+    encoder: Any, vocabulary: Mapping[str, int], sha256: str, name: str, special: str = ""
+) -> Tokenizer:
     # A character of a token's name stands for one byte; the special token stands for no text.
-    token_bytes = np.zeros(_GPT2_SIZE, np.int64)
+    token_bytes = np.zeros(len(vocabulary), np.int64)
     for word, index in vocabulary.items():
-        token_bytes[index] = 0 if word == "<|endoftext|>" else len(word)
+        token_bytes[index] = 0 if word == special else len(word)
 
     def encode(text: bytes) -> NDArray[Any]:
         pieces: list[NDArray[Any]] = []
         waiting: list[str] = []
-        for chunk in _chunks(_decoded(text, "gpt2")):
+        for chunk in _chunks(_decoded(text, name)):
             waiting.append(chunk)
             if len(waiting) == _CHUNKS_AT_ONCE:
                 pieces += _encoded(encoder, waiting)
@@ -132,16 +198,14 @@ def _gpt2(*files: Path) -> Tokenizer:
         assert int(token_bytes[tokens].sum()) == len(text), "the encoding lost text"
         return tokens
 
-    digest = hashlib.sha256(b"gpt2\n" + words + pairs).hexdigest()
-
     def decode(tokens: Sequence[int]) -> str:
         return str(encoder.decode(list(tokens), skip_special_tokens=False))
 
-    return Tokenizer(digest, np.dtype(np.uint16), token_bytes, encode, decode)
+    return Tokenizer(sha256, np.dtype(np.uint16), token_bytes, encode, decode)
 
 
 def _encoded(encoder: Any, texts: list[str]) -> list[NDArray[Any]]:
-    found = encoder.encode_batch(texts, add_special_tokens=False)
+    found = encoder.encode_batch_fast(texts, add_special_tokens=False)  # places are not needed
     return [np.array(each.ids, np.uint16) for each in found]
 
 

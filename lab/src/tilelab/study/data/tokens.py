@@ -1,9 +1,12 @@
 """Tokens of a corpus: made once, kept in a file with a checksum, mapped into memory.
 
-A cache is two files: ``tokens-KEY.bin`` holds the training tokens and then the held-out ones,
-``tokens-KEY.json`` says what they are and has the SHA-256 of the first. The key is made of the
-text's hash, the tokenizer and the format, so that a cache is never stale. The JSON is written last:
-a crash before it leaves nothing that would be read.
+A cache is two files: ``tokens-KEY.bin`` holds the training tokens, then the held-out ones, and
+then those for tuning where there are some. ``tokens-KEY.json`` says what they are and has the
+SHA-256 of the first. The key is made of the text's hash, the tokenizer and the format, so that a
+cache is never stale. The JSON is written last: a crash before it leaves nothing that would be read.
+
+A vocabulary that is trained on the text itself (the tokenizer ``"bpe"``) lies beside its tokens, in
+``vocabulary-KEY.json`` with a checksum.
 
 The borders of a text's documents (files of a folder, articles of WikiText) are kept beside the
 tokens, in ``documents-KEY.json``; they are only made where they are asked for. A text from a single
@@ -16,10 +19,10 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +30,26 @@ from numpy.typing import NDArray
 from tilelab.common.files import replacing, write_atomically
 from tilelab.study.ask.config import Data
 from tilelab.study.data import corpus
-from tilelab.study.data.tokenizers import Tokenizer, tokenizer
+from tilelab.study.data.tokenizers import (
+    Tokenizer,
+    Vocabulary,
+    of_vocabulary,
+    tokenizer,
+    train_vocabulary,
+)
 from tilewise.errors import InvalidArgument, TilewiseError
 
 _AT_ONCE = 1 << 22  # tokens
+_PARTS = ("train", "held_out", "tuning")  # in the order in which they are kept
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of the two parts of a text."""
+    """The documents of the parts of a text."""
 
     train: NDArray[np.int64]  # the first token of each document, int64, ascending from 0
     held_out: NDArray[np.int64]  # the same of the held-out text
+    tuning: NDArray[np.int64] | None = None  # and of that for tuning, where there is one
 
 
 def document_begins(
@@ -89,11 +100,14 @@ def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_star
     return float((pieces**2).sum() / pieces.sum())
 
 
-def read_documents(path: Path, train_tokens: int, held_out_tokens: int) -> Documents:
-    """Return the borders in a file; a ValueError, KeyError or OSError where they do not fit."""
+def read_documents(path: Path, *tokens: int) -> Documents:
+    """Return the borders in a file; a ValueError, KeyError or OSError where they do not fit.
+
+    ``tokens`` are those of each part: training, held-out, and for tuning where there is one.
+    """
     said = json.loads(path.read_text(encoding="utf-8"))
-    parts = [np.asarray(said[name], np.int64) for name in ("train", "held_out")]
-    for part, size in zip(parts, (train_tokens, held_out_tokens), strict=True):
+    parts = [np.asarray(said[name], np.int64) for name in _PARTS[: len(tokens)]]
+    for part, size in zip(parts, tokens, strict=True):
         inside = len(part) > 0 and part[0] == 0 and part[-1] < size
         if not inside or not (np.diff(part) > 0).all():
             raise ValueError("these are no borders of its documents")
@@ -113,8 +127,9 @@ class Tokens:
 
     name: str  # of the text, in words
     source: str  # as the config says it
-    tokenizer: str  # ``"bytes"`` or ``"gpt2"``
-    sha256: str  # of the text and its split, before it was tokenized
+    tokenizer: str  # as the config says it
+    # Of the text and its split, before it was tokenized; and of a vocabulary trained on it.
+    sha256: str
     vocabulary: int  # token ids
     train: NDArray[Any]  # mapped from a file, read only
     held_out: NDArray[Any]
@@ -123,7 +138,30 @@ class Tokens:
     held_out_bytes: int
     train_words: int | None  # of WikiText, before it was detokenised
     held_out_words: int | None
+    decode: Callable[[Sequence[int]], str] = field(compare=False)  # see ``Tokenizer``
     find_documents: Callable[[], Documents] | None = field(default=None, compare=False)
+    find_text: Callable[[], tuple[bytes, bytes]] | None = field(default=None, compare=False)
+    tuning: NDArray[Any] | None = None  # what trials are scored on; None: the held-out text
+    tuning_bytes: int = 0
+    tuning_words: int | None = None
+
+    def scored_on(self, text: Literal["held-out", "tuning"]) -> Tokens:
+        """Return the same with that text in the place of the held-out one."""
+        if text == "held-out":
+            return self
+        assert self.tuning is not None, "the config of tokens without such a text says held-out"
+
+        def find_documents() -> Documents:
+            known = self.documents
+            return known if known.tuning is None else Documents(known.train, known.tuning)
+
+        return replace(
+            self,
+            held_out=self.tuning,
+            held_out_bytes=self.tuning_bytes,
+            held_out_words=self.tuning_words,
+            find_documents=find_documents,
+        )
 
     @cached_property
     def documents(self) -> Documents:
@@ -132,19 +170,39 @@ class Tokens:
             return Documents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         return self.find_documents()
 
+    def text(self) -> tuple[bytes, bytes]:
+        """Return the training text and the held-out text that the tokens stand for.
+
+        Raises:
+            InvalidArgument: the text is not there any more, or is another one now.
+        """
+        if self.find_text is None:  # tokens that are bytes
+            return self.train.tobytes(), self.held_out.tobytes()
+        train, held_out = self.find_text()
+        if (len(train), len(held_out)) != (self.train_bytes, self.held_out_bytes):
+            came = f"{self.source}, which has changed since its tokens were made"
+            raise InvalidArgument("data.source", came, "the text of the tokens")
+        return train, held_out
+
     def __str__(self) -> str:
         learnt, held_out = len(self.train), len(self.held_out)
-        return f"Text: {self.name}, {learnt:,} tokens to learn from, {held_out:,} held out"
+        tuned = "" if self.tuning is None else f", {len(self.tuning):,} for tuning"
+        return f"Text: {self.name}, {learnt:,} tokens to learn from, {held_out:,} held out{tuned}"
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the tokens, for records."""
         facts = {name: getattr(self, name) for name in _FACTS}
         sizes = {"train_tokens": len(self.train), "held_out_tokens": len(self.held_out)}
-        return {**facts, **sizes, **{name: getattr(self, name) for name in _COUNTS}}
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        if self.tuning is not None:
+            sizes["tuning_tokens"] = len(self.tuning)
+            counts |= {name: getattr(self, name) for name in _TUNING_COUNTS}
+        return {**facts, **sizes, **counts}
 
 
 _FACTS = ("name", "source", "tokenizer", "sha256", "vocabulary")
 _COUNTS = ("train_bytes", "held_out_bytes", "train_words", "held_out_words")
+_TUNING_COUNTS = ("tuning_bytes", "tuning_words")
 
 
 def prepare(data: Data, cache: Path) -> Tokens:
@@ -158,56 +216,103 @@ def prepare(data: Data, cache: Path) -> Tokens:
         CorruptCacheError: a cache that is not what was written; the message says what to delete.
         DiskFullError: there is no room for the cache.
     """
-    text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
-    chosen = tokenizer(data.tokenizer)
+    text = _text(data)
+    _make_folder(cache)
     text_sha256 = text.sha256
+    chosen = _tokenizer(data, text, text_sha256, cache)
     identity = f"{FORMAT} {text_sha256} {text.is_wikitext} {chosen.sha256}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     binary = cache / f"tokens-{key}.bin"
     sidecar = binary.with_suffix(".json")
+    _made_once(sidecar, lambda: _write(text, chosen, binary, sidecar))
+    said, parts = _open(binary, sidecar)
+    # The same text may come in other files.
+    borders = hashlib.sha256(f"{key} {text.sizes}".encode()).hexdigest()[:16]
+
+    def find_documents() -> Documents:
+        return _documents(cache / f"documents-{borders}.json", data, chosen, parts)
+
+    def find_text() -> tuple[bytes, bytes]:
+        return _text(data).prepared()[:2]
+
+    return Tokens(
+        name=text.name,
+        source=data.source,
+        tokenizer=data.tokenizer,
+        sha256=_sha256(text_sha256, chosen.sha256) if data.tokenizer == "bpe" else text_sha256,
+        vocabulary=len(chosen.token_bytes),
+        train=parts[0],
+        held_out=parts[1],
+        tuning=parts[2] if text.tuning else None,
+        token_bytes=chosen.token_bytes,
+        **{name: said[name] for name in (*_COUNTS, *(_TUNING_COUNTS if text.tuning else ()))},
+        decode=chosen.decode,
+        find_documents=find_documents,
+        find_text=None if data.tokenizer == "bytes" else find_text,
+    )
+
+
+def _text(data: Data) -> corpus.Corpus:
+    return corpus.load(data.source, data.held_out, data.size_cap_bytes, data.tuning)
+
+
+def _make_folder(cache: Path) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         came = f"{cache} ({error.strerror})"
         fix = "Name another in the environment variable TILEWISE_CACHE."
         raise InvalidArgument("cache folder", came, "a folder that can be made", fix) from None
-    _made_once(sidecar, lambda: _write(text, chosen, binary, sidecar))
-    said, train, held_out = _open(binary, sidecar)
-    # The same text may come in other files.
-    borders = hashlib.sha256(f"{key} {text.sizes}".encode()).hexdigest()[:16]
-
-    def find_documents() -> Documents:
-        return _documents(cache / f"documents-{borders}.json", data, train, held_out)
-
-    return Tokens(
-        name=text.name,
-        source=data.source,
-        tokenizer=data.tokenizer,
-        sha256=text_sha256,
-        vocabulary=len(chosen.token_bytes),
-        train=train,
-        held_out=held_out,
-        token_bytes=chosen.token_bytes,
-        **{name: said[name] for name in _COUNTS},
-        find_documents=find_documents,
-    )
 
 
-def _documents(path: Path, data: Data, train: NDArray[Any], held_out: NDArray[Any]) -> Documents:
+def _sha256(*parts: str) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _tokenizer(data: Data, text: corpus.Corpus, text_sha256: str, cache: Path) -> Tokenizer:
+    """Return the tokenizer of a config; a trained one from its file, or trained now."""
+    if data.tokenizer != "bpe":
+        return tokenizer(data.tokenizer)
+    key = _sha256(str(FORMAT), text_sha256, str(text.is_wikitext), str(data.vocabulary))[:16]
+    path = cache / f"vocabulary-{key}.json"
+
+    def make() -> None:
+        made = train_vocabulary(text.prepared().train, data.vocabulary)
+        said = {**made._asdict(), "sha256": made.sha256}
+        write_atomically(path, json.dumps(said, indent=1) + "\n")
+
+    _made_once(path, make)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        merges = tuple((left, right) for left, right in said["merges"])
+        found = Vocabulary(tuple(said["tokens"]), merges)
+        reason = "" if found.sha256 == said["sha256"] else "its checksum is another one"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error)
+    if reason:
+        raise CorruptCacheError(
+            f"the vocabulary {path} is damaged ({reason}). Delete it, and run the same command "
+            "again: it will be made anew."
+        )
+    return of_vocabulary(found)
+
+
+def _documents(
+    path: Path, data: Data, chosen: Tokenizer, parts: Sequence[NDArray[Any]]
+) -> Documents:
     """Return the borders of the documents, from their file or found now."""
 
     def make() -> None:
-        text = corpus.load(data.source, data.held_out, data.size_cap_bytes)
-        token_bytes = tokenizer(data.tokenizer).token_bytes
-        parts = zip(("train", "held_out"), text.documents(), (train, held_out), strict=True)
+        documents = _text(data).documents()
         found = {
-            name: document_begins(sizes, part, token_bytes).tolist() for name, sizes, part in parts
+            name: document_begins(sizes, part, chosen.token_bytes).tolist()
+            for name, sizes, part in zip(_PARTS[: len(parts)], documents, parts, strict=True)
         }
         write_atomically(path, json.dumps(found) + "\n")
 
     _made_once(path, make)
     try:
-        return read_documents(path, len(train), len(held_out))
+        return read_documents(path, *map(len, parts))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptCacheError(
             f"the file of documents {path} is damaged ({error}). Delete it, and run the same "
@@ -227,32 +332,32 @@ def _made_once(path: Path, make: Callable[[], None]) -> None:
 
 def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) -> None:
     prepared = text.prepared()
-    train, held_out = chosen.encode(prepared.train), chosen.encode(prepared.held_out)
+    names = _PARTS if text.tuning else _PARTS[:2]
+    parts = {name: chosen.encode(getattr(prepared, name)) for name in names}
     digest = hashlib.sha256()
     with replacing(binary) as temporary, temporary.open("wb") as file:
-        for part in (train, held_out):
+        for part in parts.values():
             file.write(part.data)
             digest.update(part.data)
     said = {
         "dtype": chosen.dtype.name,
-        "train_tokens": len(train),
-        "held_out_tokens": len(held_out),
-        "train_bytes": len(prepared.train),
-        "held_out_bytes": len(prepared.held_out),
-        "train_words": prepared.train_words,
-        "held_out_words": prepared.held_out_words,
+        **{f"{name}_tokens": len(part) for name, part in parts.items()},
+        **{f"{name}_bytes": len(getattr(prepared, name)) for name in names},
+        **{f"{name}_words": getattr(prepared, f"{name}_words") for name in names},
         "sha256": digest.hexdigest(),
     }
     write_atomically(sidecar, json.dumps(said, indent=1) + "\n")
 
 
-def _open(binary: Path, sidecar: Path) -> tuple[dict[str, Any], NDArray[Any], NDArray[Any]]:
-    """Return what the sidecar says, and the tokens of both parts."""
+def _open(binary: Path, sidecar: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """Return what the sidecar says, and the tokens of each part."""
     try:
         said = json.loads(sidecar.read_text(encoding="utf-8"))
         tokens: NDArray[Any] = np.memmap(binary, np.dtype(said["dtype"]), mode="r")
-        border, rest, *_ = (said[name] for name in ("train_tokens", "held_out_tokens", *_COUNTS))
-        whole = len(tokens) == border + rest
+        sizes = [said[f"{name}_tokens"] for name in _PARTS if f"{name}_tokens" in said]
+        if missing := [name for name in _COUNTS if name not in said]:
+            raise KeyError(missing[0])
+        whole = len(tokens) == sum(sizes)
         whole = whole and hashlib.sha256(tokens.data).hexdigest() == said["sha256"]
         reason = "" if whole else "its checksum is another one"
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -262,4 +367,4 @@ def _open(binary: Path, sidecar: Path) -> tuple[dict[str, Any], NDArray[Any], ND
             f"the token cache {binary} is damaged ({reason}). Delete {binary} and {sidecar}, "
             "and run the same command again: they will be made anew."
         )
-    return said, tokens[:border], tokens[border:]
+    return said, np.split(tokens, np.cumsum(sizes)[:-1])

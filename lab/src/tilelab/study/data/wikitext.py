@@ -110,6 +110,22 @@ def articles(text: str) -> list[str]:
     return found
 
 
+def last_articles(text: bytes, size: int) -> int:
+    """Return where the last articles begin that take at most ``size`` bytes, or else the last one.
+
+    0 where no article begins after the first byte. ``text`` is UTF-8.
+    """
+    looked = max(size, 1)
+    while True:
+        line = text.rfind(b"\n", 0, max(len(text) - looked, 0)) + 1
+        first, *whole = articles(text[line:].decode())  # the first may be cut in two
+        if whole:
+            return line + len(first.encode())
+        if not line:
+            return 0
+        looked *= 2
+
+
 def find(name: str, folder: Path | None) -> Files:
     """Return the files of a WikiText in a folder of data sets.
 

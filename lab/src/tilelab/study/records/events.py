@@ -21,9 +21,10 @@ import json
 import math
 import os
 import re
+import statistics
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -117,6 +118,8 @@ class Start(Event):
     flops_per_token: dict[str, float]  # ``full`` (12 L d T) and ``causal`` (6 L d T) conventions
     peak_flops_s: float  # measured in its precision; on a CPU per second of CPU time
     weights_sha256: str = ""  # before the first step; empty where not recorded
+    shared_steps: int = 0  # first ones, which another run took: ``train/trunk.py``
+    same_as: str = ""  # the run of the study that was trained in this one's place, by its name
     format: int = FORMAT
 
 
@@ -133,6 +136,7 @@ class Step(Event):
     cpu_s: float  # over all threads
     warmup: bool  # left out of throughput (the first ones of a process)
     tokens: int | None = None  # learnt from; None in old records: as the config says
+    of: int = 1  # steps that the line stands for, this the last of them: see ``condensed``
 
 
 @dataclass(frozen=True)
@@ -291,8 +295,12 @@ class RunRecord:
         """
         if self.of_script:
             return self.steps[-1].step if self.steps else 0
-        numbers = [each.step for each in self.steps]
-        return next((at for at, each in enumerate(numbers) if each != at + 1), len(numbers))
+        at = 0
+        for each in self.steps:
+            if each.step - each.of != at:
+                break
+            at = each.step
+        return at
 
     def _lost(self) -> str:
         """Return the steps that must be there by what the record says, and are not; in words."""
@@ -334,6 +342,69 @@ class RunRecord:
                 self.sample = event
             case End():
                 self.end = event
+
+
+_WHOLE_STEPS = 32  # first ones that are kept apart: kernels are compared by them
+_BLOCK = 32
+
+
+def renamed(path: Path, **changes: Any) -> bytes:
+    """Return a whole record with other values in its starts: the record of a run like that one."""
+    return _as_bytes(
+        replace(each, **changes) if isinstance(each, Start) else each for each in _events(path)
+    )
+
+
+def condensed(path: Path) -> bytes:
+    """Return a record with blocks of steps as one line each, for storing; it reads like the whole.
+
+    A block has the mean loss, the largest gradient norm, the last rate, and sums of times and
+    tokens. The first steps, those of a warm-up and those that are not finite stay apart.
+    """
+    found: list[Event] = []
+    block: list[Step] = []
+
+    def flush() -> None:
+        if block:
+            found.append(_as_one(block))
+            block.clear()
+
+    for event in _events(path):
+        if isinstance(event, Step) and not _apart(event):
+            block.append(event)
+            if event.step % _BLOCK == 0:
+                flush()
+        else:
+            flush()
+            found.append(event)
+    flush()
+    return _as_bytes(found)
+
+
+def _as_bytes(events: Iterable[Event]) -> bytes:
+    lines, before = [], b""
+    for event in events:
+        before = _sealed(event.line(), before)
+        lines.append(before)
+    return b"".join(lines)
+
+
+def _apart(step: Step) -> bool:
+    finite = step.loss is not None and step.gradient_norm is not None
+    return step.step <= _WHOLE_STEPS or step.warmup or not finite
+
+
+def _as_one(block: Sequence[Step]) -> Step:
+    tokens = [each.tokens for each in block if each.tokens is not None]
+    return replace(
+        block[-1],
+        loss=statistics.fmean(each.loss for each in block if each.loss is not None),
+        gradient_norm=max(each.gradient_norm or 0.0 for each in block),
+        wall_s=sum(each.wall_s for each in block),
+        cpu_s=sum(each.cpu_s for each in block),
+        tokens=sum(tokens) if tokens else None,
+        of=sum(each.of for each in block),
+    )
 
 
 class Writer:

@@ -3,6 +3,7 @@
     study.json      what was asked: the config, the command, where it ran (written once)
     runs/...        one folder a run, with its record and its checkpoint
     index.sqlite    the records as tables, made anew from them; for questions in SQL, never believed
+    floors.json     what simpler things than a model score on its data: ``floors.py``
     report.html, report.md, verdict.json
 
 The hash is of the config: the same command finds its folder again and goes on; another config is

@@ -13,6 +13,7 @@ from tilelab.common.svg import house_style
 from tilelab.study.ask import config
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
+from tilelab.study.records.floors import read_floors
 from tilelab.study.records.store import StoredStudy, flat, read_study, readable_records
 from tilelab.study.report.attention import attention_charts, attention_table, layers_of
 from tilelab.study.report.costs import (
@@ -20,9 +21,16 @@ from tilelab.study.report.costs import (
     pareto_chart,
     target_charts,
 )
+from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.lines import curve, difference, difference_chart, loss_chart
 from tilelab.study.report.page import Chart, Table
-from tilelab.study.report.tables import config_table, curve_table, evidence_tables, plain_table
+from tilelab.study.report.tables import (
+    config_table,
+    curve_table,
+    evidence_tables,
+    floors_table,
+    plain_table,
+)
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
@@ -52,7 +60,7 @@ class Evidence:
 def gather(folder: Path) -> Evidence:
     """Read a study's folder."""
     stored, (records, damaged) = read_study(folder), readable_records(folder)
-    experiments, verdict = unfolded(stored.study, records)
+    experiments, verdict = unfolded(stored.study, records, read_floors(folder))
     return Evidence(stored, records, verdict, folder, experiments, damaged)
 
 
@@ -73,8 +81,9 @@ def _figures(
     time = loss_chart(by_time, "time", metric, f"{slug}-time")
     if time is not None and withheld:
         time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
+    decides = next((each for each in verdict.floors if each.decides), None)
     charts = (
-        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens"),
+        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens", decides),
         difference_chart(gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
@@ -89,6 +98,7 @@ def _figures(
     without = [arm for arm in places if arm not in with_layers]
     tables = (
         plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
+        floors_table(verdict, planned),
         *evidence_tables(verdict),
         curve_table(by_tokens, by_time, verdict),
         attention_table(layers, measures, without),
@@ -112,12 +122,18 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
                 zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
         )
+        smallest = {each.name: each.smallest_effect for each in stored.study.experiments}
+        ladders = tuple(
+            ladder_of(each, smallest[each.experiment], f"l{number}")
+            for number, each in enumerate(evidence.verdict.ladders, 1)
+        )
     return {
         "study": stored.study.name,
         "question": stored.study.question,
         "status": _status(agenda, evidence),
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
+        "ladders": ladders,
         "experiments": experiments,
         "environment": (("began", stored.began), *_flat_facts(stored.environment)),
         "corpus": _corpus(evidence),
@@ -164,11 +180,19 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
 
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
-    steps = [step for record in evidence.records.values() for step in record.steps]
-    tokens = sum(learnt(record, record.steps) for record in evidence.records.values())
+    # Steps that runs share were taken once, and runs that are the same were trained once.
+    trained = [each for each in evidence.records.values() if not _taken_over(each, evidence)]
+    own = [
+        (each, [step for step in each.steps if step.step > each.start.shared_steps])
+        for each in trained
+    ]
+    steps = [step for _, taken in own for step in taken]
+    tokens = sum(learnt(record, taken) for record, taken in own)
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
+    again = len(evidence.records) - len(trained)
+    runs += f", {again:,} of them the same as others" if again else ""
     seeds = {len(planned.seeds) for planned in evidence.experiments}
     found = [
         ("runs", runs),
@@ -178,6 +202,31 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     ]
     chip = evidence.stored.environment.get("chip")
     return (*found, ("chip", str(chip))) if chip else tuple(found)
+
+
+def _taken_over(record: RunRecord, evidence: Evidence) -> bool:
+    return record.start.same_as in evidence.records
+
+
+def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
+    """Say which arms have the runs of an experiment before this one: they are no second finding."""
+    earlier = evidence.experiments[: evidence.experiments.index(planned)]
+    known: dict[tuple[str, int], str] = {}
+    for other in earlier:
+        for arm in other.arm_names:
+            for seed, record in evidence.finals(other, arm).items():
+                known.setdefault((record.start.config_hash, seed), f"{arm} in {other.name}")
+    found: dict[tuple[str, str], list[int]] = {}
+    for arm in planned.arm_names:
+        for seed, record in evidence.finals(planned, arm).items():
+            there = known.get((record.start.config_hash, seed))
+            if there is not None:
+                found.setdefault((arm, there), []).append(seed)
+    return [
+        f"The runs of {arm} here are those of {there} ({words.seeds_text(seeds)}): one "
+        "measurement, not a second one."
+        for (arm, there), seeds in found.items()
+    ]
 
 
 def _experiment(
@@ -207,7 +256,7 @@ def _experiment(
         "rows": rows,
         "forest": forest_of(verdict),
         "follows": words.typeset(verdict.follows),
-        "notes": verdict.notes,
+        "notes": (*verdict.notes, *_same_runs(planned, evidence)),
         "charts": charts,
         "tables": tables,
         "writings": wrote,

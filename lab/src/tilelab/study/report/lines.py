@@ -20,6 +20,7 @@ from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.report.page import Chart
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import metric_of
+from tilelab.study.verdict.result import FloorResult
 
 Abscissa = Literal["tokens", "time"]
 Records = Mapping[int, RunRecord]  # seed -> record
@@ -147,10 +148,20 @@ class LineEnd(NamedTuple):
     broken: bool = False  # it ends because a run diverged
 
 
-def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str) -> Chart | None:
+_MOST_GROWN = 2.0  # of the frame's height, for a floor
+
+
+def loss_chart(
+    series: Sequence[Series],
+    along: Abscissa,
+    metric: str,
+    name: str,
+    floor: FloorResult | None = None,
+) -> Chart | None:
     """Draw the held-out metric of every arm, with the outermost seeds as a band.
 
     Arms of fewer than two points are left out. A metric that rises is cut off below, a loss above.
+    The floor is a dashed line, if it is in that metric and the frame need not grow too much for it.
     """
     unit, rises = METRICS[metric].unit, METRICS[metric].higher_is_better
     drawn = [each for each in series if len(each.x) > 1]
@@ -162,10 +173,20 @@ def loss_chart(series: Sequence[Series], along: Abscissa, metric: str, name: str
         f"{each.arm} from {each.mean[0]:.3f} to {each.mean[-1]:.3f}" for each in drawn
     )
     low, high, cut = _limits(drawn, rises)
-    figure, _ = _curves(drawn, f"{unit}, held-out data", _AXES[along], (low, high))
     caption = _band_words(drawn)
     if cut:
         caption += " The frame leaves out the steep beginning."
+    level = None
+    if floor is not None and floor.metric == metric:
+        margin = 0.06 * (high - low)
+        ends = min(low, floor.value - margin), max(high, floor.value + margin)
+        if ends[1] - ends[0] <= _MOST_GROWN * (high - low):
+            (low, high), level = ends, floor.value
+        where = "Outside of the frame" if level is None else "Dashed"
+        caption += f" {where}: the {floor.name} ({floor.value:.3f})."
+    figure, axes = _curves(drawn, f"{unit}, held-out data", _AXES[along], (low, high))
+    if level is not None:
+        axes.axhline(level, color=SOFT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     return Chart(_TITLES[along].format(what), finish(figure, name, summary), caption)
 
 

@@ -51,6 +51,57 @@ def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None and table.rows)
 
 
+_FLOOR_DIGITS = 3
+_NAMED = 6  # arms in a cell, by name
+
+
+def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> Table | None:
+    """Return the floors and the arms that are better; None where no floors are stored."""
+    floors = experiment.floors
+    if not floors:
+        return None
+    texts = {each.bytes_seen for each in floors if each.text != "none"}
+    if len(texts) == 1:  # a run that saw all
+        floors = tuple(each for each in floors if each.text != "all")
+    units = {UNITS[each.metric] for each in floors}
+    words_of = any(each.word_perplexity is not None for each in floors)
+    rows = []
+    for each in floors:
+        where = "nothing" if each.text == "none" else f"{words.size(each.bytes_seen)} of text"
+        said = {"seen": "what was seen", "all": "all of it"}.get(each.text, "")
+        cells = [
+            Cell(each.name, "decides whether an arm has learnt" if each.decides else ""),
+            Cell(where, said),
+            Cell(
+                words.plain(each.value, _FLOOR_DIGITS),
+                UNITS[each.metric] if len(units) > 1 else "",
+            ),
+        ]
+        if words_of:
+            perplexity = each.word_perplexity
+            cells.append(NONE if perplexity is None else Cell(words.plain(perplexity, 1)))
+        rows.append((*cells, Cell(_beaten_by(each.beaten_by, experiment))))
+    notes = [
+        "What something much simpler than a model scores on the same held-out data. An arm whose "
+        "mean final score is not better than the floor that decides has not learnt."
+    ]
+    of_text = any(each.metric == "bits_per_byte" for each in floors)
+    if of_text and not planned.baseline.evaluation.final_stride:
+        notes.append("Floors score all of the held-out text, the arms windows of it.")
+    if of_text and not any(each.text == "all" for each in experiment.floors):
+        notes.append("All of the training text is too long to count and compress.")
+    score = units.pop() if len(units) == 1 else "score"
+    head = ("floor", "learnt from", score, *(["word perplexity"] if words_of else []))
+    return Table("Floors", (*head, "arms that are better"), tuple(rows), tuple(notes), "floors")
+
+
+def _beaten_by(arms: Sequence[str], experiment: ExperimentVerdict) -> str:
+    every = len(experiment.all_arms)
+    if len(arms) in (0, every):
+        return "all" if arms else "none"
+    return words.listing(arms) if len(arms) <= _NAMED else f"{len(arms)} of {every}"
+
+
 def number_cell(summary: Summary | None, show: _Show) -> Cell:
     """Return the mean, and below it the spread over the seeds."""
     if summary is None:

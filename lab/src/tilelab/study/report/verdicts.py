@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from tilelab.study.ask import config
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.floors import not_learnt
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
@@ -140,7 +141,7 @@ def row_of(
         arm=arm.arm,
         place=place,
         change=_change(arm.arm, experiment, planned) or "nothing changed",
-        mark=MARKS[arm.label],
+        mark=_mark(arm),
         effect=effect,
         interval=interval,
         band=_band(arm, experiment),
@@ -154,6 +155,11 @@ def row_of(
         alarm=any(not flag.expected for flag in arm.kernel_flags),
         notes=tuple(words.typeset(note) for note in (arm.speed_withheld, *arm.notes) if note),
     )
+
+
+def _mark(arm: ArmVerdict) -> Mark:
+    mark = MARKS[arm.label]
+    return mark._replace(label=f"{mark.label}, not learnt") if arm.neither_learnt else mark
 
 
 def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment) -> str:
@@ -199,6 +205,8 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     memory = base.measures.memory
     notes = [f"Diverged with {seeds_text(base.diverged)}."] if base.diverged else []
     notes += [f"Not finished: {seeds_text(base.incomplete)}."] if base.incomplete else []
+    decides = [each for each in experiment.floors if each.decides]
+    notes += [not_learnt(base, each) for each in decides if base.learnt is False]
     return VerdictRow(
         arm=base.name,
         place=0,
@@ -288,11 +296,20 @@ def meaning(experiment: ExperimentVerdict) -> str:
     if "incomplete" in groups:
         unfinished = groups["incomplete"]
         said.append(f"{_arms(unfinished)} {_are(unfinished)} not finished")
+    neither = [arm for arm in experiment.arms if arm.neither_learnt]
+    if neither:
+        subject = f"{_arms(neither)} {_have(neither)} not learnt"
+        floor = next(each.name for each in experiment.floors if each.decides)
+        said.append(f"{subject} more than the {floor}, nor has {experiment.baseline.name}")
     return f"{'; '.join(said)}." if said else "There is nothing to compare yet."
 
 
 def _arms(arms: Sequence[ArmVerdict]) -> str:
     return words.listing([arm.arm for arm in arms])
+
+
+def _have(arms: Sequence[ArmVerdict]) -> str:
+    return "has" if len(arms) == 1 else "have"
 
 
 def _are(arms: Sequence[ArmVerdict]) -> str:

@@ -39,6 +39,7 @@ from tilelab.models.bert import Head
 from tilelab.models.packed import pack
 from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.data.order import Samples
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.examples import (
@@ -283,6 +284,30 @@ class Classification(AbstractTask):
     def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the examination on all held-out examples."""
         return _Examination(self, config, data)
+
+    def floors(self, config: RunConfig, data: Any, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Return what one answer for all examples scores, in each metric of the task.
+
+        It is the shares of the held-out classes, of which the largest is the answer; for numbers
+        it is their mean. No other constant has a lower loss.
+        """
+        outputs = {name: self._constant(split, data) for name, split in data.held_out.items()}
+        found = {**self.score(outputs), self.loss_name: self.loss_of(next(iter(outputs.values())))}
+        name = "mean answer" if self.classes == 1 else "majority answer"
+        known = [(metric, found.get(metric)) for metric in self.metrics]
+        return tuple(
+            Floor(name, "none", 0, value, metric) for metric, value in known if value is not None
+        )
+
+    def _constant(self, split: Any, data: Any) -> Output:
+        labels = split.labels
+        if self.classes == 1:
+            answer = np.array(labels.mean())
+        else:
+            with np.errstate(divide="ignore"):
+                answer = np.log(np.bincount(labels) / len(labels))
+        logits = np.broadcast_to(answer, (len(labels), *answer.shape)).copy()
+        return Output(logits, labels, data.lengths(split) if self.quarters else None)
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the mean over the training tokens of the length of their sequence."""

@@ -50,7 +50,7 @@ def _placed(model: _M, config: RunConfig, seed: int, device: torch.device) -> _M
 
 
 _OF_ALL = {"layers", "heads", "width"}
-_OF_GPT2 = {*_OF_ALL, "context", "kv_heads", "positions", "norm", "qk_norm"}
+_OF_GPT2 = {*_OF_ALL, "context", "kv_heads", "positions", "norm", "qk_norm", "tied", "bias", "std"}
 _OF_ENCODERS = {*_OF_ALL, "feed_forward"}
 
 

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.data import order
-from tilelab.study.data.tokenizers import tokenizer
+from tilelab.study.data.floors import floors
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import gpt2_of
@@ -50,6 +51,7 @@ class _Examination(Examination):
 
     def __init__(self, config: RunConfig, data: Tokens) -> None:
         evaluation, context = config.evaluation, config.model.context
+        data = data.scored_on(evaluation.text)
         self._config, self._data = config, data
         begins = data.documents.held_out if evaluation.documents else None
 
@@ -78,7 +80,7 @@ class _Examination(Examination):
     ) -> Sample:
         """Let the model go on with the held-out text; arms draw the same random numbers."""
         assert isinstance(model, GPT2)
-        decode = tokenizer(self._config.data.tokenizer).decode
+        decode = self._data.decode
         prompt = self._data.held_out[: min(PROMPT_TOKENS, self._config.model.context)].tolist()
         written = sample(model, prompt, count, seed, autocast)
         return Sample(printable(decode(prompt)), printable(decode(written)))
@@ -88,7 +90,7 @@ class LanguageModelling(AbstractTask):
     """The next token of a text, with a GPT-2; see ``AbstractTask``."""
 
     families = ("gpt2",)
-    tokenizers = ("bytes", "gpt2")
+    tokenizers = ("bytes", "gpt2", "bpe")
     metrics = ("bits_per_byte", "loss")
     writes = True
     learns_text = True
@@ -112,17 +114,29 @@ class LanguageModelling(AbstractTask):
         return _Batches(config, data, seed)
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
-        """Return a GPT-2 with its tied head."""
+        """Return a GPT-2; the head is part of it."""
         return gpt2_of(config, data.vocabulary, seed, device)
 
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
         """Windows of the held-out text."""
         return _Examination(config, data)
 
+    def floors(self, config: RunConfig, data: Tokens, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Return the floors of ``data/floors.py``, of WikiText with their word perplexity."""
+        size, tokens = data.held_out_bytes, len(data.held_out)
+        return tuple(
+            each._replace(
+                word_perplexity=word_perplexity(
+                    Score(each.value * math.log(2) * size, tokens, size), data
+                )
+            )
+            for each in floors(data, order.RunRows(config, data, seed).seen(), cache)
+        )
+
     def looked_up(self, model: nn.Module) -> int:
-        """Count the positions: the token embedding is the head, where it is multiplied."""
+        """Count the positions, and the token embedding unless it is the head, which multiplies."""
         assert isinstance(model, GPT2)
-        return super().looked_up(model) - model.tokens.weight.numel()
+        return super().looked_up(model) - (model.tokens.weight.numel() if model.head is None else 0)
 
     def attended(self, config: RunConfig, data: Tokens) -> float:
         """Return tokens of the row, or of the document's piece in it, that a token is in."""
@@ -132,7 +146,8 @@ class LanguageModelling(AbstractTask):
         """Windows, those of the final stride after the last step."""
         evaluation = config.evaluation
         if whole and evaluation.final_stride:
-            return math.ceil(len(data.held_out) / evaluation.final_stride)
+            scored = data.scored_on(evaluation.text).held_out
+            return math.ceil(len(scored) / evaluation.final_stride)
         return evaluation.windows
 
 

@@ -103,6 +103,7 @@ class _Examination(Examination):
     def __init__(
         self, config: RunConfig, data: Tokens, probability: float, pieces: WordPiece
     ) -> None:
+        data = data.scored_on(config.evaluation.text)
         window = config.model.context - _SPECIAL
         windows = config.evaluation.windows
         self._windows = order.evaluation_windows(data.held_out, window, windows)

@@ -18,7 +18,7 @@ from string import Formatter
 from typing import Any, ClassVar, NamedTuple
 
 from tilelab.study.ask.config import OF_SCRIPT, RunConfig
-from tilelab.study.ask.metrics import undirected
+from tilelab.study.ask.metrics import Floor, undirected
 from tilelab.study.tasks.task import DataBytes
 from tilewise.errors import InvalidArgument
 
@@ -93,6 +93,10 @@ class Script:
     def prepare(self, config: RunConfig, cache: Path) -> Source:
         """Return its name and its hash."""
         return Source(self.command or self.function, self.sha256)
+
+    def floors(self, config: RunConfig, data: Source, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Nothing simpler is known."""
+        return ()
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
         """Nothing is known of it."""

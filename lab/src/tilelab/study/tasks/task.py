@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilelab.study.ask.config import Evaluation, RunConfig, Training
+from tilelab.study.ask.config import Data, Evaluation, Model, RunConfig, Training
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -178,24 +179,32 @@ class AbstractTask(ABC):
 
     def _check_factors(self, config: RunConfig) -> None:
         """Nothing that a task or a model does not know is set without an effect."""
-        rows = {
+        rows: dict[str, tuple[Any, Any]] = {
             "data.packing": (config.data.packing, "stream"),
             "evaluation.documents": (config.evaluation.documents, False),
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
         }
+        texts = {} if self.learns_text else {"data.tuning": (config.data.tuning, 0.0)}
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
+        if config.data.tokenizer != "bpe":
+            foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
         if model.family != "gpt2":
             foreign = {
                 "model.kv_heads": (model.kv_heads, None),
                 "model.positions": (model.positions, "learned"),
                 "model.norm": (model.norm, "layer"),
                 "model.qk_norm": (model.qk_norm, False),
+                "model.tied": (model.tied, True),
+                "model.bias": (model.bias, True),
+                "model.std": (model.std, Model().std),
             }
-        factors = {**({} if self.packs else rows), **foreign}
+        rows = {**({} if self.packs else rows), **texts}
+        factors = {**rows, **foreign}
         for path, (came, standard) in factors.items():
             if came != standard:
                 who = f"task {config.task.name}" if path in rows else f"family {model.family}"
+                who = f"tokenizer {config.data.tokenizer}" if path.startswith("data.v") else who
                 raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
 
     @abstractmethod
@@ -239,6 +248,14 @@ class AbstractTask(ABC):
     @abstractmethod
     def examination(self, config: RunConfig, data: Any) -> Examination:
         """Return the held-out side."""
+
+    def floors(self, config: RunConfig, data: Any, seed: int, cache: Path) -> tuple[Floor, ...]:
+        """Return what something simpler than a model scores on the held-out data; here nothing.
+
+        ``config`` and ``seed`` are of the run that says which data is seen. ``cache`` is a folder
+        for what takes long to compute.
+        """
+        return ()
 
     def looked_up(self, model: nn.Module) -> int:
         """Count the model's numbers that are looked up and not multiplied (``train/costs.py``).

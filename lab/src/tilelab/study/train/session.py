@@ -35,8 +35,11 @@ from tilelab.study.records.events import (
 )
 from tilelab.study.tasks.task import Held, Prepared
 from tilelab.study.train import state as states
+from tilelab.study.train import trunk
 from tilelab.study.train.costs import PeakMeter, per_token
+from tilelab.study.train.state import State
 from tilelab.study.train.trainer import Diverged, Trainer
+from tilelab.study.train.trunk import Trunk
 
 _RECORDED = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
@@ -96,11 +99,17 @@ class Session:
         done, begun = self._team.agreed((record.done, bool(record.starts)))
         if done:
             return
+        common = None
         if begun:  # a checkpoint whose record is gone says nothing of how it came about
             self._resume(record)
+        elif self._branches:
+            common = trunk.found(self.trainer.run, self.trainer.identity)
         self._writer = Writer(self._record) if self._team.lead else None
         try:
-            self._write(self._start())
+            if common is not None:
+                self._go_on_from(common)
+            else:
+                self._write(self._start())
             self._put_off_checkpoint(0.0)
             try:
                 self._train()
@@ -114,6 +123,18 @@ class Session:
         finally:
             if self._writer is not None:
                 self._writer.close()
+
+    @property
+    def _branches(self) -> bool:
+        return self.trainer.run.branches and self._team.size == 1
+
+    def _go_on_from(self, common: Trunk) -> None:
+        """Take over the steps that another run of the study has taken already."""
+        self._restore(common.state)
+        self._write(replace(self._start(), shared_steps=self.trainer.done))
+        for event in (*common.steps, *common.evaluations):
+            self._write(event)
+        self._save()
 
     def held_out(self, whole: bool) -> Held:
         """Return the loss and the metrics now, without a trace; ``whole`` after the last step."""
@@ -147,15 +168,19 @@ class Session:
         state = states.read(self._checkpoint, self.trainer.identity)
         known = self._team.agreed(record.whole_steps)
         if state is not None and state.step <= known:
-            self.trainer.restore(state)
-            whole = state.step * self.trainer.config.tokens_per_step
-            self.totals = Totals(**{"tokens": whole, **state.totals})  # old ones do not count them
-            self.trainer.guard.restore(self.totals.kernels)
+            self._restore(state)
         del state
         self.meter.resume()
 
+    def _restore(self, state: State) -> None:
+        self.trainer.restore(state)
+        whole = state.step * self.trainer.config.tokens_per_step
+        self.totals = Totals(**{"tokens": whole, **state.totals})  # old ones do not count them
+        self.trainer.guard.restore(self.totals.kernels)
+
     def _train(self) -> None:
         trainer, every = self.trainer, self.trainer.config.evaluation.every
+        branch = trunk.branch_step(trainer.config) if self._branches else 0
         if trainer.done == 0:
             self._evaluate()
         while not trainer.over:
@@ -164,6 +189,8 @@ class Session:
                 self._measure()
             if trainer.over or trainer.done % every == 0:
                 self._evaluate()
+            if trainer.done == branch:
+                self._leave()
             due = not trainer.over and time.monotonic() >= self._next_checkpoint
             if self._team.agreed(due):
                 self._save()
@@ -220,6 +247,13 @@ class Session:
         del state
         self._write(Checkpoint(self.trainer.done))
         self._put_off_checkpoint(time.monotonic() - begin)
+        self.meter.resume()
+
+    def _leave(self) -> None:
+        """Put down the state for longer runs of the study, whose first steps are these."""
+        self.meter.pause()
+        self.totals.kernels = self.trainer.guard.as_json()
+        trunk.leave(self.trainer.run, self.trainer.state(vars(self.totals)))
         self.meter.resume()
 
     def _put_off_checkpoint(self, took_s: float) -> None:

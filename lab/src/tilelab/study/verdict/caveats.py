@@ -79,7 +79,8 @@ def _other_weights(record: RunRecord, other: RunRecord) -> bool:
 def _shape(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the first weights depend on, beside the seed."""
     model = {key: value for key, value in config["model"].items() if key != "dropout"}
-    return model, config["data"]["tokenizer"], _task(config)
+    data = config["data"]
+    return model, data["tokenizer"], data.get("vocabulary"), _task(config)
 
 
 def _task(config: Mapping[str, Any]) -> Any:
@@ -104,9 +105,10 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
     """
     mine, theirs = experiment.config_of(arm.name), experiment.baseline
     text = {"source", "size_cap_bytes", "held_out"}
-    if mine.data.model_dump(include=text) != theirs.data.model_dump(include=text):
+    other = mine.data.model_dump(include=text) != theirs.data.model_dump(include=text)
+    if other or mine.evaluation.text != theirs.evaluation.text:
         what = "of another held-out text"
-    elif experiment.metric == "loss" and mine.data.tokenizer != theirs.data.tokenizer:
+    elif experiment.metric == "loss" and _tokens(mine) != _tokens(theirs):
         what = "per token of another tokenizer"
     elif mine.evaluation.documents != theirs.evaluation.documents:
         what = "of the held-out text read otherwise (evaluation.documents)"
@@ -121,7 +123,11 @@ def _scored(config: RunConfig) -> tuple[int | str, ...]:
     """Return a key of the tokens that the final evaluation scores; empty for all of them."""
     if config.evaluation.final_stride:
         return ()
-    return config.evaluation.windows, config.model.context, config.data.tokenizer
+    return config.evaluation.windows, config.model.context, *_tokens(config)
+
+
+def _tokens(config: RunConfig) -> tuple[str, int]:
+    return config.data.tokenizer, config.data.vocabulary
 
 
 def rounding(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[bool | None, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,10 @@ from tilelab.stats.decide import Comparison, Decision, Judged, Rules, decided, l
 from tilelab.stats.factorial import factor_effects, interactions
 from tilelab.stats.paired import ratio
 from tilelab.study.ask.config import Arm, Experiment, Study
-from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
+from tilelab.study.records.floors import Floors
 from tilelab.study.verdict.caveats import (
     experiment_notes,
     held_out_note,
@@ -22,6 +23,8 @@ from tilelab.study.verdict.caveats import (
     pairing_note,
     rounding,
 )
+from tilelab.study.verdict.floors import with_floors
+from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
     TIMES,
     Values,
@@ -47,6 +50,7 @@ from tilelab.study.verdict.result import (
 from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
+NO_FLOORS: Floors = {}
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 # What a cost and a target say where speed is withheld.
 _NO_TIMES: Mapping[str, Any] = dict.fromkeys(("wall_s", "cpu_s", "sweep_wall_s", "sweep_cpu_s"))
@@ -57,31 +61,58 @@ _NO_TARGET_TIMES: Mapping[str, Any] = {
 }
 
 
-def judge(study: Study, records: Mapping[str, RunRecord]) -> StudyVerdict:
+def judge(
+    study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
+) -> StudyVerdict:
     """Return the verdicts of a study, by the records so far (by ``RunSpec.name``)."""
-    return unfolded(study, records)[1]
+    return unfolded(study, records, floors)[1]
 
 
 def unfolded(
-    study: Study, records: Mapping[str, RunRecord]
+    study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
     """Return the experiments of a study with the stages that follow, and their verdicts."""
-    stages = [stage for each in study.experiments for stage in stages_of(each, records)]
+    found = {each.name: stages_of(each, records, floors) for each in study.experiments}
+    stages = [stage for each in found.values() for stage in each]
     verdicts = tuple(each.verdict for each in stages)
     whole = all(map(over, verdicts))
-    judged = StudyVerdict(study.name, study.question, whole, verdicts)
+    ladders = tuple(
+        climb(each, [stage.verdict for stage in found[each.name]], records)
+        for each in study.experiments
+        if each.ladder is not None
+    )
+    judged = StudyVerdict(study.name, study.question, whole, verdicts, ladders)
     return tuple(each.planned for each in stages), judged
 
 
-def stages_of(experiment: Experiment, records: Mapping[str, RunRecord]) -> list[Stage]:
-    """Return an experiment, and those that follow by its rules, as far as the records tell."""
-    found = [Stage(experiment, _experiment(experiment, records))]
+def stages_of(
+    experiment: Experiment, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
+) -> list[Stage]:
+    """Return an experiment, and those that follow by its rules, as far as the records tell.
+
+    Of a ladder that is its rungs.
+    """
+
+    def stage(planned: Experiment, lost: Collection[str] = ()) -> Stage:
+        known = floors.get(planned.name, ())
+        return Stage(planned, _experiment(planned, records, known, lost))
+
+    if experiment.ladder is not None:
+        tuned = rates(experiment, records) or {}
+        rungs = experiment.rungs.items()
+        return [stage(each, _lost(tuned.get(name, {}))) for name, each in rungs]
+    found = [stage(experiment)]
     while True:
         last, following_it = found[-1], following(found)
         found[-1] = last._replace(verdict=replace(last.verdict, follows=following_it.words))
         if following_it.experiment is None:
             return found
-        found.append(Stage(following_it.experiment, _experiment(following_it.experiment, records)))
+        found.append(stage(following_it.experiment))
+
+
+def _lost(rates: Mapping[str, float | None]) -> frozenset[str]:
+    """Return the arms of a rung that have no value to run with."""
+    return frozenset(arm for arm, value in rates.items() if value is None)
 
 
 @dataclass(frozen=True)
@@ -129,9 +160,11 @@ def _compared_all(
     experiment: Experiment,
     records: Mapping[str, RunRecord],
     sweeps: Sequence[SweepResult],
+    lost: Collection[str] = (),
 ) -> tuple[dict[str, _Runs], list[Judged]]:
     """Return the runs of every arm, and the decisions; of a sequential experiment look by look."""
-    runs = {name: _runs(experiment, name, records, sweeps) for name in experiment.arm_names}
+    gone = {each.arm for each in sweeps if all_diverged(each)}.union(lost)
+    runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
     rules, rule = rules_of(experiment, max(len(compared), 1)), experiment.sequential
@@ -153,9 +186,15 @@ def rules_of(experiment: Experiment, family: int = 1) -> Rules:
     )
 
 
-def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> ExperimentVerdict:
+def _experiment(
+    experiment: Experiment,
+    records: Mapping[str, RunRecord],
+    floors: Sequence[Floor],
+    lost: Collection[str],
+) -> ExperimentVerdict:
+    """Return the verdict; ``lost`` arms have no runs: trials of another rung diverged."""
     sweeps = sweep_results(experiment, records)
-    runs, judged = _compared_all(experiment, records, sweeps)
+    runs, judged = _compared_all(experiment, records, sweeps, lost)
     if experiment.sequential is not None:  # without seeds that no look needs
         needed = {
             name: {seed: runs[name].finals[seed] for seed in seeds}
@@ -175,7 +214,7 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
     design, seeds, rules = experiment.design, experiment.seeds, rules_of(experiment)
     separate = design is not None or experiment.sequential is not None
     effects = () if design is None else factor_effects(design, per_seed, seeds, rules, broken)
-    return ExperimentVerdict(
+    verdict = ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
         metric=experiment.metric,
@@ -188,13 +227,26 @@ def _experiment(experiment: Experiment, records: Mapping[str, RunRecord]) -> Exp
         notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
         effects=effects,
     )
+    return with_floors(verdict, floors, _same_text(experiment, finals))
+
+
+def _same_text(
+    experiment: Experiment, finals: Mapping[str, Mapping[int, RunRecord]]
+) -> frozenset[str]:
+    """Return the arms whose data is the baseline's."""
+    hashes = {
+        name: {start.corpus.get("sha256") for record in runs.values() for start in record.starts}
+        for name, runs in finals.items()
+    }
+    own = hashes[experiment.baseline_name]
+    return frozenset(name for name, found in hashes.items() if found <= own)
 
 
 def _runs(
     experiment: Experiment,
     arm: str,
     records: Mapping[str, RunRecord],
-    sweeps: Sequence[SweepResult],
+    lost: bool,
 ) -> _Runs:
     config = experiment.baseline  # the name of a run does not depend on it
     finals = {
@@ -207,7 +259,6 @@ def _runs(
         for runs in rung.runs.values()
         for run in runs
     ]
-    lost = any(all_diverged(each) for each in sweeps if each.arm == arm)
     return _Runs(finals, tried, lost)
 
 

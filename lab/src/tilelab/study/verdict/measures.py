@@ -46,11 +46,7 @@ class _Reading:
         self.record = record
         self.last = _last(record)
         self.timed = [each for each in record.steps if not each.warmup]
-        self.walls = sorted(each.wall_s for each in self.timed)
-        # A script's line may have no loss; a step of ours has one, or it was not finite.
-        self.losses = [
-            each.loss for each in record.steps if each.loss is not None or not record.of_script
-        ]
+        self.walls = sorted(each.wall_s / each.of for each in self.timed for _ in range(each.of))
         norms = [each.gradient_norm for each in record.steps]
         self.norms = [each for each in norms if each is not None]
         self.layers = [each.softmaxes for each in record.evaluations if each.softmaxes]
@@ -69,6 +65,17 @@ class _Reading:
     def tokens_over(self, time_s: float) -> float | None:
         tokens = learnt(self.record, self.timed)
         return tokens / time_s if tokens and time_s > 0 else None
+
+    @property
+    def spikes(self) -> float | None:
+        """Nothing of steps that a stored record has in blocks: a mean hides a jump."""
+        steps = self.record.steps
+        whole = all(each.of == 1 for each in steps)
+        if not whole:
+            return None
+        # A script's line may have no loss; a step of ours has one, or it was not finite.
+        every = not self.record.of_script
+        return spike_rate([each.loss for each in steps if every or each.loss is not None])
 
     def mfu(self, convention: str) -> float | None:
         peak = max(each.peak_flops_s for each in self.record.starts)  # the least disturbed
@@ -230,7 +237,7 @@ MEASURES: Mapping[str, Measure] = {
             "spike_rate",
             "share of steps whose training loss jumped",
             "share of 1",
-            lambda run: spike_rate(run.losses),
+            lambda run: run.spikes,
             "stability",
             "spikes",
             percent,
@@ -274,7 +281,7 @@ def tokens_per_step(record: RunRecord) -> int:
 def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
     """Return tokens that these steps learnt from, as they said, or as the config says."""
     whole = tokens_per_step(record)
-    return sum(whole if each.tokens is None else each.tokens for each in steps)
+    return sum(whole * each.of if each.tokens is None else each.tokens for each in steps)
 
 
 def metric_of(evaluation: Evaluation, metric: str) -> float | None:

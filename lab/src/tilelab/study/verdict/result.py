@@ -122,6 +122,8 @@ class ArmVerdict(Verdict):
     target: TargetResult | None
     notes: tuple[str, ...] = ()  # what else a reader has to know, as sentences
     agrees: bool | None = None  # a systems arm in float32: its losses differ by rounding only
+    learnt: bool | None = None  # better than the floor that decides; None: not known
+    neither_learnt: bool = False  # nor has the baseline
 
     @property
     def name(self) -> str:
@@ -147,6 +149,7 @@ class Baseline:
     measures: ArmMeasures
     cost: Cost
     target: TargetResult | None
+    learnt: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,20 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
+class FloorResult:
+    """A floor, and the arms that are better: fields as of ``ask.metrics.Floor``."""
+
+    name: str
+    text: Literal["none", "seen", "all"]
+    bytes_seen: int
+    value: float
+    metric: str
+    word_perplexity: float | None
+    decides: bool  # an arm that is not better has not learnt
+    beaten_by: tuple[str, ...]  # arms, the baseline among them
+
+
+@dataclass(frozen=True)
 class ExperimentVerdict:
     """One question decided, as far as its runs have come."""
 
@@ -197,11 +214,53 @@ class ExperimentVerdict:
     notes: tuple[str, ...] = ()  # as sentences
     effects: tuple[FactorEffect, ...] = ()  # of a design's factors; empty without a design
     follows: str = ""  # what was decided for the next stage
+    floors: tuple[FloorResult, ...] = ()  # empty where none are stored
 
     @property
     def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:
         """The baseline and the arms; their place is the colour in figures."""
         return (self.baseline, *self.arms)
+
+
+@dataclass(frozen=True)
+class LadderPoint:
+    """The effect of an arm at one rung."""
+
+    rung: str
+    at: float  # on the axis
+    effect: float  # as the rung's verdict has it
+    interval: Interval | None
+    differences: tuple[float, ...]  # of each seed
+
+
+@dataclass(frozen=True)
+class LadderArm:
+    """The effect of an arm as a function of the axis, e(x) = a + b x^-c; see ``ladder.py``."""
+
+    arm: str
+    points: tuple[LadderPoint, ...]
+    constants: tuple[float, ...] = ()  # a and b of the fit to all rungs; empty without a fit
+    curve: tuple[tuple[float, float, float, float], ...] = ()  # x, e(x), its interval
+    predicted: float | None = None  # at the last rung, by the fit to all others
+    predicted_interval: Interval | None = None  # for a mean over as many seeds
+    miss: float | None = None  # the last rung's effect minus what was predicted
+
+
+@dataclass(frozen=True)
+class LadderVerdict:
+    """A ladder: the verdicts on its rungs, which are experiments, put in a row."""
+
+    experiment: str
+    question: str
+    metric: str
+    axis: Literal["text", "tokens", "parameters"]  # text is in bytes
+    rungs: tuple[str, ...]  # the smallest first
+    places: tuple[float | None, ...]  # of each rung on the axis; None before it is known
+    baseline: str
+    losses: tuple[float | None, ...]  # the baseline's final metric at each rung
+    exponent: float | None  # c of the baseline's law; None for fewer than three rungs
+    arms: tuple[LadderArm, ...]
+    rates: dict[str, dict[str, float | None]]  # rung -> arm -> its tuned value; empty without
 
 
 @dataclass(frozen=True)
@@ -212,6 +271,7 @@ class StudyVerdict:
     question: str
     complete: bool  # every planned run is over
     experiments: tuple[ExperimentVerdict, ...]  # in the config's order
+    ladders: tuple[LadderVerdict, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it in JSON's types; what is not finite becomes null."""

@@ -1,0 +1,153 @@
+"""The ladder: schedules and optimizers on a GPT-2 that learns, from 0.3 to 30 MB of text read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilelab.study.ask.config import (
+    Budget,
+    Data,
+    Evaluation,
+    Experiment,
+    Ladder,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Study,
+    Sweep,
+    Training,
+)
+from tilelab.study.recipes.arms import one_at_a_time
+from tilelab.study.recipes.registry import recipe
+from tilewise.errors import InvalidArgument
+
+QUESTION = "Which schedule and which optimizer, and does the answer change with the text read?"
+SIZES = "Do the answers change with the size of the model?"
+BYTES_A_TOKEN = 3.07  # of Python source, with 2,048 tokens
+EVALUATIONS = 4
+EFFECT_BITS_PER_BYTE = 0.01
+RUNGS_MB = (0.3, 1, 3, 10, 30)
+TUNED_MB = (1, 10)
+SIZES_AT_MB = 3
+# Layers and width of about 0.3, 1, 3 and 10 million parameters.
+MODELS = {"0.3M": (1, 64), "1M": (2, 128), "3M": (5, 192), "10M": (5, 384)}
+HEAD_WIDTH = 32
+TUNING = 0.02  # of the text: rates are chosen on it, and the held-out text only judges
+_WARMUP_STEPS = 10
+
+
+def _schedule(name: str, **options: Any) -> dict[str, Any]:
+    return {"schedule": {"name": name, "warmup": 0.0, "warmup_steps": _WARMUP_STEPS, **options}}
+
+
+WSD = _schedule("wsd", decay=0.2)
+COSINE = _schedule("cosine", floor=0.0)
+LION = {"optimizer": {"name": "lion", "lr": 0.001, "embedding_lr": 0.001, "weight_decay": 0.3}}
+MUON = {"optimizer": {"name": "muon", "lr": 0.02, "embedding_lr": 0.006}}
+ARMS: dict[str, dict[str, Any]] = {
+    "adamw+cosine": COSINE,
+    "adamw+wsd": WSD,
+    "lion+linear": LION,
+    "lion+wsd": {**LION, **WSD},
+    "muon+linear": MUON,
+    "muon+wsd": {**MUON, **WSD},
+}
+# Only where the text is read again and again has a regulariser a task.
+REREAD: dict[str, dict[str, Any]] = {
+    "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
+    "decay": {"optimizer.weight_decay": 0.5},
+    "smoothing": {"training.label_smoothing": 0.1},
+}
+
+
+@recipe
+def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> Study:
+    """Seven schedules and optimizers at five lengths of training, and three at four sizes.
+
+    Six hours on two cores. A GPT-2 of 0.9 million parameters, with 2,048 tokens of its own text,
+    rotary positions, RMSNorm and QK-norm, reads 0.3, 1, 3, 10 and 30 MB. Every arm tunes its
+    learning rate at 1 and 10 MB; the other rungs take the rate on the line through both. At the
+    last rung, where the text is read a third time, dropout, weight decay and label smoothing come
+    in. A second ladder goes from 0.3 to 10 million parameters at 3 MB.
+
+    Args:
+        seeds: of every arm, paired.
+        longest: MB of text at the last rung: one of 3, 10, 30.
+        source: of the text; ``data.source`` of a config.
+    """
+    lengths = [each for each in RUNGS_MB if each <= longest]
+    if longest not in RUNGS_MB[2:]:
+        raise InvalidArgument("longest", f"{longest:g}", "one of 3, 10, 30")
+    numbers = tuple(range(seeds))
+    sweep = Sweep(multiples=(0.5, 1, 2))
+    by_length = Experiment(
+        name="length",
+        question=QUESTION,
+        baseline=learns_well(source, SIZES_AT_MB),
+        baseline_name="adamw+linear",
+        arms=one_at_a_time({**ARMS, **REREAD}),
+        seeds=numbers,
+        smallest_effect=EFFECT_BITS_PER_BYTE,
+        sweep=sweep,
+        ladder=Ladder(
+            rungs={f"{each:g}MB": _budget(each) for each in lengths},
+            tuned=tuple(f"{each:g}MB" for each in TUNED_MB if each <= longest),
+            shared=tuple(name for name in ARMS if name.endswith("wsd")),
+            last=dict.fromkeys(REREAD, "adamw+linear"),
+        ),
+    )
+    few = ("adamw+wsd", "muon+linear")
+    by_size = Experiment(
+        name="size",
+        question=SIZES,
+        baseline=learns_well(source, SIZES_AT_MB),
+        baseline_name="adamw+linear",
+        arms=one_at_a_time({name: ARMS[name] for name in few}),
+        seeds=numbers,
+        smallest_effect=EFFECT_BITS_PER_BYTE,
+        sweep=sweep,
+        ladder=Ladder(
+            rungs={name: _model(*each) for name, each in MODELS.items()},
+            axis="parameters",
+            tuned=("0.3M", "3M"),
+        ),
+    )
+    return Study(name="ladder", question=QUESTION, experiments=(by_length, by_size))
+
+
+def learns_well(source: str, megabytes: float) -> RunConfig:
+    """Return a run of a small GPT-2 that learns much in little time, on some MB of text."""
+    budget = _budget(megabytes)
+    return RunConfig(
+        model=Model(
+            layers=2,
+            heads=128 // HEAD_WIDTH,
+            width=128,
+            context=128,
+            positions="rotary",
+            norm="rms",
+            qk_norm=True,
+            bias=False,
+            tied=False,
+            std=0.08,
+        ),
+        data=Data(source=source, tokenizer="bpe", tuning=TUNING),
+        optimizer=Optimizer(name="adamw", lr=0.006, embedding_lr=0.006),
+        schedule=Schedule(**_schedule("linear")["schedule"]),
+        training=Training(batch=16),
+        budget=Budget(steps=budget["budget.steps"]),
+        evaluation=Evaluation(
+            every=budget["evaluation.every"], windows=32, final_stride=64, attention_windows=0
+        ),
+    )
+
+
+def _budget(megabytes: float) -> dict[str, Any]:
+    """Return the changes that make a run read so much text."""
+    steps = round(megabytes * 1e6 / BYTES_A_TOKEN / (16 * 128))
+    return {"budget.steps": steps, "evaluation.every": max(1, steps // EVALUATIONS)}
+
+
+def _model(layers: int, width: int) -> dict[str, Any]:
+    return {"model.layers": layers, "model.width": width, "model.heads": width // HEAD_WIDTH}

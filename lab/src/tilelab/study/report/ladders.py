@@ -1,0 +1,176 @@
+"""A ladder on the page: effects against the text read (or the size), and how well they foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from tilelab.common.svg import RULE, SOFT, arm_colour, finish
+from tilelab.study.report.lines import LineEnd, beside_labels, label_ends, line_style, marks
+from tilelab.study.report.page import NONE, Cell, Chart, Table
+from tilelab.study.verdict import text as words
+from tilelab.study.verdict.result import Interval, LadderArm, LadderVerdict
+from tilelab.study.verdict.text import UNITS
+
+_AXES = {"text": "bytes of text read", "tokens": "training tokens", "parameters": "parameters"}
+FORETOLD = 0.5  # of the smallest effect: a prediction that misses by less has held
+
+
+def ladder_of(found: LadderVerdict, smallest: float, slug: str) -> dict[str, Any]:
+    """Return what the templates show of a ladder, by its name there."""
+    chart = effect_chart(found, smallest, f"{slug}-effects")
+    return {
+        "name": found.experiment,
+        "slug": slug,
+        "question": found.question,
+        "meaning": meaning(found, smallest),
+        "charts": [] if chart is None else [chart],
+        "tables": [table for table in (_effects(found), _rates(found)) if table.rows],
+    }
+
+
+def meaning(found: LadderVerdict, smallest: float) -> str:
+    """Return the ladder in a few sentences: the first rung, the last, and the prediction."""
+    unit, axis = UNITS[found.metric], _AXES[found.axis]
+    ends = [each for each in found.arms if len(each.points) > 1]
+    if not ends:
+        return "Too few rungs are over to say how effects change."
+    said = []
+    for each in ends:
+        first, last = each.points[0], each.points[-1]
+        low, high = (words.shorten(point.at) for point in (first, last))
+        said.append(
+            f"{each.arm} {words.signed(first.effect, 3)} at {low} and "
+            f"{words.signed(last.effect, 3)} at {high}"
+        )
+    text = f"Effects in {unit}, by {axis}: {'; '.join(said)}."
+    foretold = [each for each in found.arms if each.miss is not None]
+    if foretold:
+        held = [each.arm for each in foretold if abs(each.miss or 0.0) <= FORETOLD * smallest]
+        text += (
+            f" The fit without the last rung foretold it within {FORETOLD * smallest:g} for "
+            f"{len(held)} of {words.count(len(foretold), 'arm')}."
+        )
+    return text
+
+
+def effect_chart(found: LadderVerdict, smallest: float, name: str) -> Chart | None:
+    """Draw the effect of every arm at every rung with its interval, and the fitted line's band."""
+    places = {each.arm: place for place, each in enumerate(found.arms, 1)}
+    drawn = [each for each in found.arms if len(each.points) > 1]
+    at = sorted({point.at for each in drawn for point in each.points})
+    if not drawn:
+        return None
+    unit = UNITS[found.metric]
+    letters = [len(each.arm) for each in drawn]
+    figure, axes = beside_labels(letters, f"{unit}, arm less {found.baseline}"[:46])
+    axes.set_xscale("log")
+    axes.set_xlim(at[0], at[-1])
+    axes.xaxis.set_major_locator(FixedLocator(at))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
+    axes.set_xlabel(_AXES[found.axis], color=SOFT, labelpad=7)
+    seen = [point.effect for each in drawn for point in each.points]
+    low, high = min(*seen, -1.5 * smallest), max(*seen, 1.5 * smallest)
+    margin = 0.12 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
+    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
+    for each in drawn:
+        place, colour = places[each.arm], arm_colour(places[each.arm])
+        x, y = [point.at for point in each.points], [point.effect for point in each.points]
+        if each.curve:
+            line_x, line_y, below, above = zip(*each.curve, strict=True)
+            axes.fill_between(line_x, below, above, color=colour, alpha=0.16, linewidth=0, zorder=2)
+            axes.plot(line_x, line_y, **line_style(place))
+        else:
+            axes.plot(x, y, **line_style(place))
+        marks(axes, x, y, place, "o", 5.5, markeredgewidth=0, zorder=30)
+        if each.predicted is not None:
+            empty = {"markerfacecolor": "none", "markeredgewidth": 1.4, "zorder": 31}
+            marks(axes, x[-1:], [each.predicted], place, "D", 7, **empty)
+    label_ends(
+        axes,
+        [LineEnd(e.arm, places[e.arm], e.points[-1].at, e.points[-1].effect) for e in drawn],
+    )
+    summary = f"Effect in {unit} by {_AXES[found.axis]}: " + "; ".join(
+        f"{each.arm} from {each.points[0].effect:+.3f} to {each.points[-1].effect:+.3f}"
+        for each in drawn
+    )
+    caption = (
+        "Dots: the mean of the paired seeds. Lines and bands: the fit and its interval. Empty "
+        f"diamonds: what the fit without the last rung foretells. Grey: within ±{smallest:g}, too "
+        "small to matter."
+    )
+    title = f"Effect by {_AXES[found.axis]}"
+    return Chart(title, finish(figure, name, summary), caption)
+
+
+def _effects(found: LadderVerdict) -> Table:
+    top = found.rungs[-1]
+    head = (
+        "arm",
+        *(
+            rung if at is None else f"{rung} ({words.shorten(at)})"
+            for rung, at in zip(found.rungs, found.places, strict=True)
+        ),
+        f"foretold at {top}",
+        "missed by",
+        "limit",
+    )
+    losses = [NONE if each is None else Cell(f"{each:.4f}") for each in found.losses]
+    rows = [(Cell(found.baseline, note=UNITS[found.metric]), *losses, NONE, NONE, NONE)]
+    rows += [_row(each, found) for each in found.arms]
+    notes = [
+        f"The first row has the baseline's {UNITS[found.metric]}; the others the differences to "
+        "it, the mean of the paired seeds.",
+    ]
+    if found.exponent is not None:
+        notes.append(
+            f"Fit: a + b x^-{found.exponent:.2f}, x in {_AXES[found.axis]}, with the exponent of "
+            "the baseline's own law. The limit is a."
+        )
+    return Table("Effects at every rung", head, tuple(rows), tuple(notes), key="plain")
+
+
+def _row(arm: LadderArm, found: LadderVerdict) -> tuple[Cell, ...]:
+    points = {each.rung: each for each in arm.points}
+    cells = [
+        Cell(words.signed(points[rung].effect, 4), note=_interval(points[rung].interval))
+        if rung in points
+        else NONE
+        for rung in found.rungs
+    ]
+    foretold = miss = limit = NONE
+    if arm.predicted is not None and arm.miss is not None:
+        foretold = Cell(words.signed(arm.predicted, 4), note=_interval(arm.predicted_interval))
+        miss = Cell(words.signed(arm.miss, 4))
+    if arm.constants:
+        limit = Cell(words.signed(arm.constants[0], 3))
+    return (Cell(arm.arm), *cells, foretold, miss, limit)
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    return f"{words.signed(interval.low, 3)} to {words.signed(interval.high, 3)}"
+
+
+def _rates(found: LadderVerdict) -> Table:
+    """Return the tuned value of every arm at every rung."""
+    arms = dict.fromkeys(arm for each in found.rates.values() for arm in each)
+    rows = [
+        (Cell(arm), *(_rate(found.rates.get(rung, {}), arm) for rung in found.rungs))
+        for arm in arms
+    ]
+    notes = ("Tuned at some rungs, on the line through these optima at the others.",)
+    return Table("Tuned values", ("arm", *found.rungs), tuple(rows), notes, key="rates")
+
+
+def _rate(values: Mapping[str, float | None], arm: str) -> Cell:
+    if arm not in values:
+        return NONE
+    value = values[arm]
+    return Cell("diverged", tone="bad") if value is None else Cell(f"{value:g}")

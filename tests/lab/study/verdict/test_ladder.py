@@ -1,0 +1,155 @@
+"""Ladders: values on the line through tuned rungs, and effects that the lower rungs foretell."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.lab.study.records_of import (
+    Behaviour,
+    config_of,
+    experiment_of,
+    known,
+    record_of,
+    study_of,
+    work,
+)
+from tilelab.study.ask.config import Arm, Confirm, Experiment, Halving, Ladder, Sweep
+from tilelab.study.plan import Agenda
+from tilelab.study.verdict.judge import judge, unfolded
+from tilelab.study.verdict.ladder import rates
+
+WSD = Arm(name="wsd", changes={"schedule.name": "wsd"})
+DROP = Arm(name="drop", changes={"model.dropout.residual": 0.1})
+STEPS = (10, 20, 40, 80)
+SWEEP = Sweep(multiples=(0.5, 1, 2))
+RUNGS: dict[str, dict[str, Any]] = {f"{each}": {"budget.steps": each} for each in STEPS}
+
+
+def laddered(sweep: Sweep | None = SWEEP, **fields: Any) -> Experiment:
+    tuned = ("10", "40") if sweep else ()
+    ladder = Ladder(**{"rungs": RUNGS, "tuned": tuned, "last": {"drop": "wsd"}, **fields})
+    baseline = config_of(**{"optimizer.lr": 2e-3})
+    return experiment_of(WSD, DROP, name="length", baseline=baseline, sweep=sweep, ladder=ladder)
+
+
+def best_at(lower: float, upper: float) -> dict[str, Behaviour]:
+    """Trials of every arm are a parabola in log(rate), lowest at these."""
+    return {
+        f"length.{rung}/{arm}": Behaviour(best=best, noise=0.0)
+        for rung, best in (("10", lower), ("40", upper))
+        for arm in ("baseline", "wsd")
+    }
+
+
+def chosen(experiment: Experiment, behaviours: dict[str, Behaviour]) -> dict[str, dict[str, Any]]:
+    return known(rates(experiment, work(study_of(experiment), behaviours).records))
+
+
+def test_values_lie_on_the_line_through_the_optima() -> None:
+    found = chosen(laddered(), best_at(1.6e-3, 2.4e-3))
+    assert [found[rung]["baseline"] for rung in RUNGS] == [1.6e-3, 1.96e-3, 2.4e-3, 2.94e-3]
+    assert "drop" not in found["40"]
+    assert found["80"]["drop"] == found["80"]["wsd"], "an arm of the last rung takes another's"
+
+
+def test_a_shared_arm_has_one_value() -> None:
+    found = chosen(laddered(shared=("wsd",)), best_at(1.6e-3, 2.4e-3))
+    assert {found[rung]["wsd"] for rung in RUNGS} == {1.96e-3}
+
+
+def test_an_optimum_at_an_edge_is_the_candidate() -> None:
+    assert chosen(laddered(), best_at(1e-5, 1e-5))["20"]["baseline"] == 1e-3
+
+
+def test_runs_have_their_rungs_length_and_value() -> None:
+    experiment = laddered(shared=("wsd",))
+    study = study_of(experiment)
+    agenda = work(study, best_at(1.6e-3, 2.4e-3))
+    finals = {run.name: run for run in agenda.runs if run.phase == "final"}
+    run = finals["length.20/baseline/seed-1"]
+    assert (run.config.steps, run.config.optimizer.options["lr"]) == (20, 1.96e-3)
+    assert [each.branches for each in finals.values()] == ["/wsd/" in name for name in finals]
+    assert "length.40/drop/seed-0" not in finals
+    assert len(finals) == 3 * (4 * 2 + 1)
+    assert unfolded(study, agenda.records)[1].complete
+    trials = [run for run in agenda.runs if run.phase == "sweep"]
+    assert {run.experiment for run in trials} == {"length.10", "length.40"}
+
+
+def test_the_same_runs_after_any_stop() -> None:
+    study, behaviours = study_of(laddered()), best_at(1.6e-3, 2.4e-3)
+    whole = [run.name for run in work(study, behaviours).runs]
+    for most in (0, 5, 11, 20):
+        order = random.Random(most)
+        part = work(study, behaviours, most=most, order=order).records
+        assert len(Agenda(study, part).runs) == len(whole)
+        assert [run.name for run in work(study, behaviours, part, order=order).runs] == whole
+
+
+def test_an_arm_without_a_value_has_no_runs() -> None:
+    lost = best_at(1.6e-3, 2.4e-3) | {"length.40/wsd": Behaviour(survives=0.0)}
+    study = study_of(laddered())
+    verdict = judge(study, work(study, lost).records)
+    labels = [each.arms[0].label for each in verdict.experiments]
+    assert labels == ["diverged"] * 4
+    assert verdict.complete
+
+
+def test_the_lower_rungs_foretell_the_last() -> None:
+    """Losses by a law with the exponent 0.5, and an effect of -0.01 - 3 / sqrt(bytes)."""
+    experiment = laddered(sweep=None)
+    study, records = study_of(experiment), {}
+    for run in Agenda(study, {}).runs:
+        read = run.config.steps * run.config.tokens_per_step
+        effect = (-0.01 - 3 / read**0.5) if run.arm == "wsd" else 0.0
+        final = 1.0 + 40 / read**0.5 + effect + 0.05 * run.seed
+        records[run.name] = record_of(run, Behaviour(finals={run.seed: final}))
+    (ladder,) = judge(study, records).ladders
+    assert (ladder.axis, ladder.places) == ("text", (2560.0, 5120.0, 10240.0, 20480.0))
+    assert known(ladder.exponent) == pytest.approx(0.5, abs=1e-4)
+    wsd, drop = ladder.arms
+    assert wsd.constants == pytest.approx((-0.01, -3.0), rel=1e-3)
+    assert wsd.predicted == pytest.approx(-0.01 - 3 / 20480**0.5, abs=1e-6)
+    assert known(wsd.miss) == pytest.approx(0.0, abs=1e-6)
+    assert [point.rung for point in drop.points] == ["80"]
+    assert drop.predicted is None
+
+
+def test_noise_widens_what_is_foretold() -> None:
+    study = study_of(laddered(sweep=None))
+    records = {
+        run.name: record_of(run, Behaviour(noise=0.02, effect=4 / run.config.steps))
+        for run in Agenda(study, {}).runs
+    }
+    (ladder,) = judge(study, records).ladders
+    interval = known(ladder.arms[0].predicted_interval)
+    assert 0.005 < interval.high - interval.low < 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tuned": ("7",)}, "ladder.tuned"),
+        ({"shared": ("lion",)}, "ladder.shared"),
+        ({"last": {"baseline": "wsd"}}, "ladder.last"),
+        ({"tuned": ()}, "rungs that are tuned need the sweep"),
+        ({"rungs": {"a": {"budget.steps": 4}, "b": {"budget.steps": 2}}}, "the smallest first"),
+        ({"rungs": {"a": {"schedule.name": "wsd"}, "b": {}}}, "no path that the rungs change"),
+    ],
+)
+def test_a_ladder_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:
+    if "rungs" in changes:
+        changes = {"tuned": ("a", "b"), **changes}
+    with pytest.raises(ValidationError, match=words):
+        laddered(**changes)
+
+
+def test_a_ladder_stands_alone() -> None:
+    with pytest.raises(ValidationError, match="a ladder and confirm"):
+        experiment_of(WSD, ladder=Ladder(rungs=RUNGS), confirm=Confirm(seeds=(7,)))
+    with pytest.raises(ValidationError, match="a ladder with halving"):
+        laddered(Sweep(multiples=(0.5, 1, 2), halving=Halving(rungs=2)))

@@ -47,13 +47,19 @@ def test_arms_are_compared_fairly(study: Study) -> None:
             kernel_only = set(arm.changes) == {"attention.implementation"}
             rounding_only = arm.changes == {"model.nudge": True}
             assert (arm.kind == "systems") == (kernel_only or rounding_only), arm.name
+            assert (arm.kind == "control") == ("attention.fault" in arm.changes), arm.name
 
 
 def test_kernels_compares_the_three_implementations() -> None:
     only, _ = STUDIES["kernels"].experiments
     assert only.baseline_name == "plain"
     assert only.baseline.attention.implementation == "plain"
-    assert [arm.name for arm in only.arms] == ["sdpa", "tilewise", "rounding"]
+    names = ["sdpa", "tilewise", "rounding", "wrong-scale", "wrong-mask"]
+    assert [arm.name for arm in only.arms] == names
+    for fault in ("scale", "mask"):  # of one seed each
+        assert only.config_of(f"wrong-{fault}").attention.fault == fault
+        assert only.config_of(f"wrong-{fault}").attention.implementation == "tilewise"
+        assert only.seeds_of(f"wrong-{fault}") == only.seeds[:1]
     assert only.config_of("rounding") == change(only.baseline, {"model.nudge": True})
     assert (only.baseline.model.context, only.baseline.steps) == (1024, 20)
     short = recipes.find("kernels").study(context=64, steps=2, seeds=4).experiments[0]
@@ -65,7 +71,7 @@ def test_kernels_compares_the_three_implementations() -> None:
 
 def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
     _, long = STUDIES["kernels"].experiments
-    assert long.arm_names == ("sdpa", "tilewise")
+    assert long.arm_names == ("sdpa", "tilewise", "wrong-scale", "wrong-mask")
     assert long.baseline.model.context == 16384
     plain = change(long.baseline, {"attention.implementation": "plain"})
     assert need(plain).total > 24e9
@@ -182,8 +188,8 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     small, medium = found["small-16k"].baseline.model, found["medium-1k"].baseline.model
     assert (small.layers, small.heads, small.width, small.context) == (12, 12, 768, 16384)
     assert (medium.layers, medium.heads, medium.width, medium.context) == (24, 16, 1024, 1024)
-    assert found["medium-2k"].arm_names == ("plain", "sdpa", "tilewise", "rounding")
-    assert found["medium-4k"].arm_names == ("sdpa", "tilewise", "rounding")
+    assert found["medium-2k"].arm_names[:4] == ("plain", "sdpa", "tilewise", "rounding")
+    assert found["medium-4k"].arm_names[:3] == ("sdpa", "tilewise", "rounding")
     assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
     assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
     sst2 = found["bert-sst2"].baseline

@@ -216,10 +216,18 @@ class Data(Frozen):
 
 
 class Attention(Frozen):
-    """The attention implementation, and its variant."""
+    """The attention implementation, and its variant.
+
+    ``fault`` computes something wrong on purpose, as a positive control: a comparison of kernels
+    that cannot tell it from the right result could not have seen such a bug. ``"scale"`` is a
+    softmax scale that is 1 % too large. ``"mask"`` is a mask that is off by one: a causal query
+    does not see its own token (the first one does), and in an encoder nobody but the first token
+    sees the first key.
+    """
 
     implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
     variant: Variant = Variant(name="causal")
+    fault: Literal["none", "scale", "mask"] = added("none")
 
 
 class LengthWarmup(Frozen):
@@ -399,12 +407,14 @@ class Arm(Frozen):
         name: unique in its experiment, made of letters, digits, ``.``, ``+``, ``=`` and ``-``.
         changes: dotted path -> new value.
         kind: ``"systems"`` for an arm that must not change what is learnt (another kernel): it has
-            to pass the equivalence test on loss before its speed is reported.
+            to pass the equivalence test on loss before its speed is reported. ``"control"`` for one
+            that computes something wrong on purpose beside systems arms (``attention.fault``): if
+            the comparison does not flag it, it could not have seen such a fault.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+=-]*$")
     changes: dict[str, Any] = Field(default_factory=dict)
-    kind: Literal["training", "systems"] = "training"
+    kind: Literal["training", "systems", "control"] = "training"
 
     @field_validator("changes")
     @classmethod
@@ -462,6 +472,8 @@ class Experiment(Frozen):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InvalidArgument("arms", f"two called {twice[0]!r}", "a name for each arm")
+        if any(arm.kind == "control" for arm in self.arms) and not self.alone:
+            raise InvalidArgument("arms", "a control", "a systems arm that it is the control of")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
@@ -511,6 +523,15 @@ class Experiment(Frozen):
     def alone(self) -> bool:
         """Whether its runs have the machine to themselves: it compares kernels (a systems arm)."""
         return any(arm.kind == "systems" for arm in self.arms)
+
+    def seeds_of(self, arm: str) -> tuple[int, ...]:
+        """Return the seeds of an arm: all, but only the first of a control in float32.
+
+        There the losses of the first steps flag it, and one run has them.
+        """
+        control = any(each.name == arm and each.kind == "control" for each in self.arms)
+        float32 = self.baseline.training.precision == "float32"
+        return self.seeds[:1] if control and float32 else self.seeds
 
     @cached_property
     def rungs(self) -> dict[str, Experiment]:

@@ -141,7 +141,7 @@ def finals(
     for index, seed in enumerate(experiment.seeds):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
-            if wanted is not None and seed not in wanted[name]:
+            if seed not in (experiment.seeds_of(name) if wanted is None else wanted[name]):
                 continue
             changes = {}
             if path is not None:

@@ -249,6 +249,8 @@ def _arm_rows(experiment: ExperimentVerdict) -> Table:
         said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
         reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
         said_label = f"{arm.label}, not learnt" if arm.neither_learnt else arm.label
+        if arm.flagged is not None:
+            said_label = "flagged" if arm.flagged else "not seen"
         label = Text(said_label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:

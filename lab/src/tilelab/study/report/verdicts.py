@@ -29,6 +29,8 @@ MARKS: dict[Label, Mark] = {
     "diverged": Mark("diverged", "!", "worse"),
     "incomplete": Mark("incomplete", "\N{HORIZONTAL ELLIPSIS}", "open"),
 }
+_FLAGGED = Mark("flagged", "\N{CHECK MARK}", "same")  # a control
+_NOT_SEEN = Mark("not seen", "!", "worse")
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 # The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
 _SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [^\[(:;]+?(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
@@ -158,6 +160,8 @@ def row_of(
 
 
 def _mark(arm: ArmVerdict) -> Mark:
+    if arm.flagged is not None:
+        return _FLAGGED if arm.flagged else _NOT_SEEN
     mark = MARKS[arm.label]
     return mark._replace(label=f"{mark.label}, not learnt") if arm.neither_learnt else mark
 
@@ -276,7 +280,10 @@ def meaning(experiment: ExperimentVerdict) -> str:
     """Say what the verdicts mean, in one line."""
     unit, digits = UNITS[experiment.metric], digits_of(experiment)
     groups: dict[Label, list[ArmVerdict]] = {}
+    controls = [arm for arm in experiment.arms if arm.kind == "control"]
     for arm in experiment.arms:
+        if arm in controls:
+            continue
         groups.setdefault(arm.label, []).append(arm)
     said = []
     for label in ("better", "worse"):
@@ -301,6 +308,11 @@ def meaning(experiment: ExperimentVerdict) -> str:
         subject = f"{_arms(neither)} {_have(neither)} not learnt"
         floor = next(each.name for each in experiment.floors if each.decides)
         said.append(f"{subject} more than the {floor}, nor has {experiment.baseline.name}")
+    for flagged, what in ((True, "flagged, as {} should be"), (False, "not seen")):
+        found = [arm for arm in controls if arm.flagged is flagged]
+        it = "it" if len(found) == 1 else "they"
+        if found:
+            said.append(f"{_arms(found)} {_was(found)} {what.format(it)}")
     return f"{'; '.join(said)}." if said else "There is nothing to compare yet."
 
 
@@ -314,6 +326,10 @@ def _have(arms: Sequence[ArmVerdict]) -> str:
 
 def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
+
+
+def _was(arms: Sequence[ArmVerdict]) -> str:
+    return "was" if len(arms) == 1 else "were"
 
 
 def _speeds(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:

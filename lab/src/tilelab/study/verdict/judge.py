@@ -16,6 +16,7 @@ from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.floors import Floors
 from tilelab.study.verdict.caveats import (
+    control_notes,
     experiment_notes,
     held_out_note,
     kernel_flags,
@@ -167,10 +168,18 @@ def _compared_all(
     runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
-    rules, rule = rules_of(experiment, max(len(compared), 1)), experiment.sequential
+    # Controls are no findings: they are in no family with the other arms.
+    controls = [arm.kind == "control" for arm in experiment.arms]
+    tested = [each for each, control in zip(compared, controls, strict=True) if not control]
+    others = [each for each, control in zip(compared, controls, strict=True) if control]
+    rules, rule = rules_of(experiment, max(len(tested), 1)), experiment.sequential
     if rule is not None:
-        return runs, look_by_look(compared, rules, rule.looks, rule.levels(rules.alpha))
-    return runs, decided(compared, rules)
+        found = look_by_look(tested, rules, rule.looks, rule.levels(rules.alpha))
+    else:
+        found = decided(tested, rules)
+    known = decided(others, rules_of(experiment))
+    judged = [(known if control else found).pop(0) for control in controls]
+    return runs, judged
 
 
 def rules_of(experiment: Experiment, family: int = 1) -> Rules:
@@ -224,7 +233,10 @@ def _experiment(
         arms=arms,
         interactions=() if separate else interactions(per_seed, seeds, rules, broken),
         sweeps=sweeps,
-        notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+        notes=(
+            *experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+            *control_notes(experiment, arms),
+        ),
         effects=effects,
     )
     return with_floors(verdict, floors, _same_text(experiment, finals))
@@ -251,7 +263,7 @@ def _runs(
     config = experiment.baseline  # the name of a run does not depend on it
     finals = {
         seed: records.get(RunSpec(experiment.name, arm, seed, config).name, RunRecord())
-        for seed in experiment.seeds
+        for seed in experiment.seeds_of(arm)
     }
     tried = [
         records.get(run.name, RunRecord())
@@ -267,11 +279,10 @@ def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
 
 
 def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
-    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in experiment.seeds)
-    diverged = [
-        seed for seed in experiment.seeds if _status(experiment, baseline, seed) == "diverged"
-    ]
-    return Comparison(arm.kind, seeds, diverged, runs.lost)
+    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in runs.finals)
+    diverged = [seed for seed in runs.finals if _status(experiment, baseline, seed) == "diverged"]
+    kind = "training" if arm.kind == "training" else "systems"
+    return Comparison(kind, seeds, diverged, runs.lost)
 
 
 def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:
@@ -326,6 +337,8 @@ def _arm(
 
 def _withheld(arm: Arm, decision: Decision) -> str:
     """Why the speed of a systems arm is not reported; empty where it is."""
+    if arm.kind == "control":
+        return "A control computes something wrong on purpose: its speed says nothing."
     if arm.kind != "systems" or decision.label == "no difference":
         return ""
     return (

@@ -114,7 +114,7 @@ class KernelFlag:
 class ArmVerdict(Verdict):
     """The verdict on an arm's runs against the baseline's."""
 
-    kind: Literal["training", "systems"]
+    kind: Literal["training", "systems", "control"]
     kernel_flags: tuple[KernelFlag, ...]
     speed_withheld: str  # why; empty where speed is shown
     measures: ArmMeasures
@@ -133,8 +133,17 @@ class ArmVerdict(Verdict):
     @property
     def changed_what_is_learnt(self) -> bool:
         """Whether the arm is a systems arm, which is to change nothing, and changed the result."""
-        changed = self.label in ("better", "worse", "diverged") or self.agrees is False
-        return self.kind == "systems" and changed
+        return self.kind == "systems" and self._changed
+
+    @property
+    def flagged(self) -> bool | None:
+        """Whether a control was seen to change the result; None of others, and before its end."""
+        known = self.kind == "control" and self.label != "incomplete"
+        return self._changed if known else None
+
+    @property
+    def _changed(self) -> bool:
+        return self.label in ("better", "worse", "diverged") or self.agrees is False
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
 def test_laptop_has_two_factors_and_laptop_full_sweeps_their_rates() -> None:
     laptop = experiments("laptop")
     assert list(laptop) == ["kernels", "choices"]
-    assert [arm.name for arm in laptop["choices"].arms] == ["lion", "wsd", "lion+wsd"]
+    assert [arm.name for arm in laptop["choices"].arms] == ["muon", "wsd", "muon+wsd"]
     assert all(each.sweep is None for each in laptop.values())
     full = experiments("laptop-full")
     assert {name for name, each in full.items() if each.sweep} == {"optimizers", "schedules"}

@@ -67,7 +67,7 @@ def test_a_saved_config_says_every_number() -> None:
         "weight_decay": 0.1,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
-        "embedding_lr": 0.0,
+        "embedding_lr_share": 1.0,
     }
     assert values["schedule"] == {"name": "linear", "warmup": 0.05, "warmup_steps": 0}
     assert values["attention"]["variant"] == {"name": "causal"}
@@ -151,7 +151,7 @@ CHANGES: dict[str, Any] = {
     "attention.implementation": "plain",
     "attention.variant": {"name": "window", "size": 16},
     "optimizer.betas": [0.9, 0.96],
-    "optimizer.embedding_lr": 0.01,
+    "optimizer.embedding_lr_share": 2.0,
     "optimizer.name": "lion",
     "schedule.warmup": 0.06,
     "schedule.warmup_steps": 3,
@@ -190,7 +190,8 @@ def test_every_change_changes_the_hash() -> None:
 
 def test_an_option_that_came_later_counts_where_it_is_changed() -> None:
     hashes = {
-        config_hash(change(RunConfig(), {"optimizer.embedding_lr": value})) for value in (0, 0.003)
+        config_hash(change(RunConfig(), {"optimizer.embedding_lr_share": value}))
+        for value in (1, 2)
     }
     assert len(hashes) == 2
     assert config_hash(RunConfig()) in hashes
@@ -235,14 +236,14 @@ def test_a_change_leaves_the_config_and_the_changes_as_they_are() -> None:
 
 def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
     config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
-    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), "embedding_lr": 0.0}
+    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), "embedding_lr_share": 1.0}
     assert config.optimizer.options == kept
     same = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "adamw"})
     assert same.optimizer.options["lr"] == 0.5
 
 
 def test_a_whole_choice_has_its_own_standard_values() -> None:
-    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), "embedding_lr": 0.0}
+    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), "embedding_lr_share": 1.0}
     for value in ("lion", {"name": "lion"}):
         assert change(RunConfig(), {"optimizer": value}).optimizer.options == lion
     # Without a name it is the standard choice.

@@ -31,6 +31,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path_factory.mktemp("page") / "my_study.py"
     path.write_text(code)
+    (own,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    path.with_name("mine.py").write_text(own)
+    runs = ["optimizer,seed,val_loss,State"]
+    runs += [
+        f"{arm},{seed},{2 + seed + 0.1 * len(arm)},finished"
+        for arm in ("adamw", "muon")
+        for seed in range(3)
+    ]
+    path.with_name("runs.csv").write_text("\n".join(runs))
     return path
 
 

@@ -30,7 +30,7 @@ def micro() -> Study:
         budget=Budget(steps=6),
         evaluation=Evaluation(every=6, windows=4, final_stride=16),
     )
-    arms = (Arm(name="same", kind="systems"),)
+    arms = (Arm(name="same"),)
     experiment = Experiment(
         name="e", question="?", baseline=run, arms=arms, seeds=(0, 1), smallest_effect=0.05
     )

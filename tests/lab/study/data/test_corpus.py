@@ -127,6 +127,19 @@ def test_one_file_is_cut_at_a_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_pattern_takes_some_files_of_a_folder(tmp_path: Path) -> None:
+    files = {f"a/{at}.py": f"x{at} = 1\n" * 9 for at in range(9)}
+    _write(tmp_path, {**files, "b.py": "y = 2\n", "c.txt": "no code\n", "a/d/e.py": "z = 3\n"})
+    found = load(f"{tmp_path}/**/*.py", 0.2, CAP)
+    text = found.train + found.held_out
+    assert sorted(text) == sorted("".join([*files.values(), "y = 2\n", "z = 3\n"]).encode())
+    assert found.sha256 == load(f"{tmp_path}/**/*.py", 0.2, CAP).sha256
+    shallow = load(f"{tmp_path}/a/[0-4].py", 0.2, CAP)
+    assert len(shallow.train + shallow.held_out) == sum(len(files[f"a/{at}.py"]) for at in range(5))
+    with pytest.raises(InvalidArgument, match="0 bytes in 0 files"):
+        load(f"{tmp_path}/*.rst", 0.2, CAP)
+
+
 def test_a_text_for_tuning_comes_out_of_the_training_text_alone(tmp_path: Path) -> None:
     lines = "".join(f"line {index}\n" for index in range(100))
     files = {f"{at}.txt": f"file {at} has words of its own\n" * (5 + at % 3) for at in range(40)}

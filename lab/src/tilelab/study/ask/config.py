@@ -185,7 +185,7 @@ class Data(Frozen):
     * ``"stdlib"``: the ``*.py`` of Python's standard library;
     * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
       folder that ``TILEWISE_DATA`` names;
-    * the path of a text file or a folder of them.
+    * the path of a text file, of a folder of them, or of a folder with a pattern of its files.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
     of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
@@ -299,8 +299,19 @@ class Evaluation(Frozen):
     text: Literal["held-out", "tuning"] = added("held-out")
 
 
+def _in_json(argument: str, values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(argument, repr(values), f"values of JSON ({error})") from None
+    return plain
+
+
 class RunConfig(Frozen):
-    """Everything that decides a run, but its seed."""
+    """Everything that decides a run, but its seed.
+
+    ``choice`` has the choices that a script is given (the task ``script``); other tasks have none.
+    """
 
     model: Model = Model()
     data: Data = Data()
@@ -311,6 +322,12 @@ class RunConfig(Frozen):
     budget: Budget = Budget(steps=300)
     evaluation: Evaluation = Evaluation()
     task: Task = added(Task(name="language-modelling"))
+    choice: dict[str, Any] = added({})
+
+    @field_validator("choice")
+    @classmethod
+    def _plain(cls, choice: dict[str, Any]) -> dict[str, Any]:
+        return _in_json("choice", choice)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -340,7 +357,12 @@ class RunConfig(Frozen):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step learns from, if every sequence fills the context."""
+        """Tokens that one optimizer step learns from, if every sequence fills the context.
+
+        0 for a script, which reports its own.
+        """
+        if self.learning.external:
+            return 0
         return self.training.batch * self.training.accumulation * self.model.context
 
     @property
@@ -368,6 +390,16 @@ class RunConfig(Frozen):
         return {length: count for length, count in sorted(counts.items()) if count}
 
 
+OF_SCRIPT = ("task", "choice", "budget")  # the parts of a config that a script hears of
+
+
+def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the run of a config in JSON's types is told: of a script, its own parts."""
+    if values.get("task", {}).get("name") != "script":
+        return values
+    return {part: values[part] for part in OF_SCRIPT}
+
+
 class Arm(Frozen):
     """The baseline with some values changed.
 
@@ -388,11 +420,7 @@ class Arm(Frozen):
     @classmethod
     def _plain(cls, changes: dict[str, Any]) -> dict[str, Any]:
         """The changes in JSON's types, so that an arm that was saved equals the one that was."""
-        try:
-            plain: dict[str, Any] = json.loads(json.dumps(changes, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument("changes", repr(changes), f"values of JSON ({error})") from None
-        return plain
+        return _in_json("changes", changes)
 
 
 class Experiment(Frozen):

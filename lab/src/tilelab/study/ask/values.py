@@ -351,6 +351,9 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
             raise InvalidArgument(path, "an unknown key", required, nearest(part, known))
         if depth < len(parents):
             at = at[part]
+    if parents[:1] == ["choice"]:  # of a script: they may be called like a choice of ours
+        at[last] = value
+        return
     if last == "name" and parents and parents[-1] in _CHOICES:
         known_options = resolve(_CHOICES[parents[-1]], value, {})
         kept = {key: each for key, each in at.items() if key in known_options}

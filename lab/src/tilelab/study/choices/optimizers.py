@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # config imports this module, through values
 SHARDED = ("adamw", "lion", "sgd")
 
 
-# The full rate of embeddings and of a head over tokens; 0 for that of all weights.
-EmbeddingRate = Annotated[NotNegative, ADDED]
+# The rate of embeddings and of a head over tokens, over the one that they would have else.
+EmbeddingShare = Annotated[Positive, ADDED]
 
 
 class Group(NamedTuple):
@@ -78,7 +78,7 @@ class Built(NamedTuple):
 
 def build(optimizer: Optimizer, model: nn.Module) -> Built:
     """Return the optimizer of a model, in training mode, at the full learning rate."""
-    groups = parameter_groups(model, apart=bool(optimizer.options.get("embedding_lr")))
+    groups = parameter_groups(model, apart=optimizer.options.get("embedding_lr_share", 1.0) != 1.0)
     made = find("optimizer", optimizer.name).function(groups, **optimizer.options)
     assert isinstance(made, torch.optim.Optimizer)
     for group in made.param_groups:
@@ -113,15 +113,15 @@ def adamw(
     weight_decay: NotNegative = 0.1,
     betas: tuple[Share, Share] = (0.9, 0.95),
     eps: Positive = 1e-8,
-    embedding_lr: EmbeddingRate = 0.0,
+    embedding_lr_share: EmbeddingShare = 1.0,
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay.
 
-    Embeddings, and a head over tokens, train at ``embedding_lr`` where it is above 0.
+    Embeddings, and a head over tokens, train at ``embedding_lr_share * lr``.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    return _torch_adamw(_for_torch(groups, lr, weight_decay, embedding_lr), betas, eps)
+    return _torch_adamw(_for_torch(groups, lr, weight_decay, embedding_lr_share), betas, eps)
 
 
 @register("optimizer")
@@ -131,16 +131,16 @@ def lion(
     lr: Positive = 0.001,
     weight_decay: NotNegative = 0.3,
     betas: tuple[Share, Share] = (0.9, 0.99),
-    embedding_lr: EmbeddingRate = 0.0,
+    embedding_lr_share: EmbeddingShare = 1.0,
 ) -> torch.optim.Optimizer:
     """The sign of a momentum: every weight moves by the learning rate.
 
     Wants a smaller rate and more decay than AdamW, some 3 to 10 times each. Embeddings, and a head
-    over tokens, train at ``embedding_lr`` where it is above 0.
+    over tokens, train at ``embedding_lr_share * lr``.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion(_for_torch(groups, lr, weight_decay, embedding_lr), betas=betas)
+    return Lion(_for_torch(groups, lr, weight_decay, embedding_lr_share), betas=betas)
 
 
 @register("optimizer")
@@ -154,15 +154,15 @@ def muon(
     adamw_lr_share: Positive = 1.0,
     betas: tuple[Share, Share] = (0.9, 0.95),
     eps: Positive = 1e-8,
-    embedding_lr: EmbeddingRate = 0.0,
+    embedding_lr_share: EmbeddingShare = 1.0,
 ) -> torch.optim.Optimizer:
     """Orthogonalised momentum for hidden matrices, and AdamW for all other weights.
 
-    The matrices are the decaying weights of two dimensions. The rest, biases and norms too, trains
-    at ``embedding_lr`` where it is above 0, else at ``adamw_lr_share * lr``. With
-    ``adjust="match_rms_adamw"`` a matrix [A, B] moves by 0.2 sqrt(max(A, B)) lr times an orthogonal
-    matrix. That has the root mean square of a step of AdamW, so one rate serves both. With
-    ``"original"`` it moves by sqrt(max(1, A / B)) lr.
+    The matrices are the decaying weights of two dimensions. The rest trains at
+    ``adamw_lr_share * lr``, and the embeddings among it, with a head over tokens, at
+    ``embedding_lr_share`` times that. With ``adjust="match_rms_adamw"`` a matrix [A, B] moves by
+    0.2 sqrt(max(A, B)) lr times an orthogonal matrix. That has the root mean square of a step of
+    AdamW, so one rate serves both. With ``"original"`` it moves by sqrt(max(1, A / B)) lr.
 
     Sources: Jordan et al., Muon (2024); the adjustment: Liu et al., Muon is Scalable (2025), eq. 4.
     """
@@ -173,7 +173,7 @@ def muon(
         momentum=momentum,
         adjust_lr_fn=adjust,
     )
-    rest = _for_torch(others, embedding_lr or lr * adamw_lr_share, weight_decay)
+    rest = _for_torch(others, lr * adamw_lr_share, weight_decay, embedding_lr_share)
     return MuonAdamW(hidden, _torch_adamw(rest, betas, eps) if rest else None)
 
 
@@ -233,12 +233,12 @@ def schedule_free(
 
 
 def _for_torch(
-    groups: Sequence[Group], lr: float, weight_decay: float, embedding_lr: float = 0.0
+    groups: Sequence[Group], lr: float, weight_decay: float, embedding_lr_share: float = 1.0
 ) -> list[dict[str, Any]]:
     return [
         {
             "params": list(each.parameters.values()),
-            "lr": (embedding_lr or lr) if each.embeds else lr,
+            "lr": lr * embedding_lr_share if each.embeds else lr,
             "weight_decay": weight_decay if each.decays else 0.0,
         }
         for each in groups

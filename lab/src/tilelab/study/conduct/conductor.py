@@ -239,6 +239,7 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
         say(console, str(corpora[key]))
+    todo = [run for run in todo if not run.config.learning.external]  # nobody knows of these
     check_checkpoints(todo, corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}

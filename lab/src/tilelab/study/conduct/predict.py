@@ -184,6 +184,10 @@ def _rows(study: Study, chip: Chip) -> list[_Row]:
 
 def dry_run(study: Study, chip: Chip) -> RenderableType:
     """Return the table of what a study would take; errors as of ``predict``."""
+    for each in study.experiments:
+        if each.baseline.learning.external:
+            required = "a study of the models here: nothing is known of a script's"
+            raise InvalidArgument("--dry-run", f"{each.name}, which runs a script", required)
     rows = _rows(study, chip)
     return Group(_table(study, rows, chip), Text(_summary(rows, chip)))
 

@@ -26,6 +26,7 @@ from tilewise.errors import InvalidArgument
 STDLIB = "stdlib"
 # Third-party packages and test suites differ between distributions of the same Python.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_PATTERN = frozenset("*?[")
 _SHORT_LINE = 20  # bytes up to which a line may be anybody's: ``return self``
 _CANDIDATE_SHARES = 4  # of the held-out share: files that are looked at for it
 
@@ -109,7 +110,8 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
 
     Args:
         source: ``"stdlib"``, one of ``wikitext.NAMES``, or the path of a text file (``.gz`` or
-            not), of a folder with the official WikiText files, or of any folder of text files.
+            not), of a folder with the official WikiText files, or of any folder of text files. The
+            path of a folder may end with a pattern of its files: ``/usr/share/**/*.py``.
         held_out: the share of the bytes that is kept for evaluation; WikiText brings its own part.
         size_cap_bytes: the most bytes that are read: whole files in the order of their paths, or
             whole lines of a single file. It does not cap WikiText's held-out text.
@@ -133,6 +135,9 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
             return _wikitext(files, size_cap_bytes, tuning)
         pieces = _text_files(path, size_cap_bytes)
         return _split_files(path.resolve().name, pieces, held_out, tuning)
+    if _PATTERN.intersection(source):
+        pieces = _matching(path, size_cap_bytes)
+        return _split_files(source, pieces, held_out, tuning)
     known = ", ".join([STDLIB, *wikitext.NAMES])
     raise InvalidArgument("data.source", repr(source), f"{known}, or a path that exists")
 
@@ -163,6 +168,14 @@ def _read_if_possible(path: Path) -> bytes | None:
         return path.read_bytes()
     except OSError:
         return None
+
+
+def _matching(path: Path, size_cap_bytes: int) -> list[Piece]:
+    """Return the files of a pattern, sorted by path, up to a size; ``**`` is any folders."""
+    at = next(number for number, part in enumerate(path.parts) if _PATTERN.intersection(part))
+    root, pattern = Path(*path.parts[:at]), "/".join(path.parts[at:])
+    found = [each for each in root.glob(pattern) if each.is_file()]
+    return _whole_files(root, found, size_cap_bytes, _read)
 
 
 def _text_files(root: Path, size_cap_bytes: int) -> list[Piece]:

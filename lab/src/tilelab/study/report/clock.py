@@ -41,6 +41,8 @@ def speeds_of(experiment: ExperimentVerdict, records: Iterable[RunRecord]) -> Sp
 
 
 def _one_thread(record: RunRecord) -> bool:
+    if record.of_script:  # nobody knows what it runs on
+        return False
     where = record.start.environment
     device, processes = where.get("device", "cpu"), where.get("processes") or 1
     return device == "cpu" and where.get("threads") == 1 and processes == 1

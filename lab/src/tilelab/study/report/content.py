@@ -270,14 +270,11 @@ def _experiment(
     charts, tables = _figures(planned, verdict, evidence, slug, speeds)
     share = f"{verdict.confidence * 100:g} %"
     unit = UNITS[verdict.metric]
-    steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
     protocol = (
-        f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
-        f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
-        f"{_step(planned.baseline)}. Effects are differences of the "
-        f"held-out {unit} with the same seed, with {share} intervals; smaller than "
-        f"{verdict.smallest_effect:g} does not matter."
+        f"{words.count(len(planned.seeds), 'seed')}; {_pairing(planned.baseline)} "
+        f"Effects are differences of the held-out {unit} with the same seed, with {share} "
+        f"intervals; smaller than {verdict.smallest_effect:g} does not matter."
     )
     if planned.sequential is not None:
         protocol += f" {_looks(planned, planned.sequential)}"
@@ -304,6 +301,19 @@ def _experiment(
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
         ),
     }
+
+
+def _pairing(run: config.RunConfig) -> str:
+    if run.learning.external:
+        return (
+            "every arm gets the same ones, and it is the script that draws weights and batches "
+            "from them. Its steps and times are as it reported them, evaluations and its start "
+            "included; where it reports no tokens, its steps stand for them."
+        )
+    return (
+        "for a seed every arm starts from the same weights and sees the same batches. The baseline "
+        f"trains {words.count(run.steps, 'step')} of {_step(run)}."
+    )
 
 
 def _step(run: config.RunConfig) -> str:
@@ -349,8 +359,8 @@ def _writings(
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
     """Return the config that ran, with what a sweep chose; the planned one before it ran."""
     for record in evidence.finals(planned, arm).values():
-        return record.start.config
-    return planned.config_of(arm).model_dump(mode="json")
+        return config.told(record.start.config)
+    return config.told(planned.config_of(arm).model_dump(mode="json"))
 
 
 def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:

@@ -35,7 +35,7 @@ _FLAGGED = Mark("flagged", "\N{CHECK MARK}", "same")  # a control
 _NOT_SEEN = Mark("not seen", "!", "worse")
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 # The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
-_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [A-Za-z1 ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
+_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [^\[(:;]+?(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
 _MATTERS = 0.02  # of a ratio: less is not pointed out
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
 

@@ -86,7 +86,7 @@ def work(run: RunSpec) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         joined(execution.processes, execution.strategy, device) as team,
-        _locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
+        locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
     ):
         data = team.first(lambda: config.learning.prepare(config, execution.cache))
         _warm(config, data, device)
@@ -145,7 +145,7 @@ def end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Nobody else works in this folder while the block lasts; the system ends the lock."""
     with (folder / _LOCK).open("a") as file:
         deadline = time.monotonic() + _LOCK_WAIT_S

@@ -146,7 +146,8 @@ def rounding(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[bool | N
     baseline = finals[experiment.baseline_name]
     drift = _drift(finals[arm.name], baseline)
     precision = experiment.baseline.training.precision
-    if arm.kind == "training" or precision != "float32" or drift is None:
+    narrow = precision != "float32" or experiment.baseline.learning.external
+    if arm.kind == "training" or narrow or drift is None:
         return None, ""
     controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
     drifts = [_drift(finals[name], baseline) for name in controls]

@@ -297,7 +297,7 @@ def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> Se
         metric=metric,
         baseline=other,
         difference=metric - other if metric is not None and other is not None else None,
-        identical=both and mine.weights_sha256 == theirs.weights_sha256,
+        identical=both and "" != mine.weights_sha256 == theirs.weights_sha256,
     )
 
 

@@ -37,6 +37,7 @@ from tilelab.study.ask.values import (
     Frozen,
     added,
     change,
+    changed,
     config_hash,
     find,
     nearest,
@@ -390,6 +391,10 @@ class Experiment(Frozen):
         combine: a further stage, the factorial of the arms that survived; None for none.
         confirm: the last stage, the winner on fresh seeds; None for none.
         ladder: the rungs that take the experiment's place, one after the other; None for none.
+        spread: standard deviation of paired differences that is expected, in the metric's unit, as
+            of an earlier study; with it a study says before it starts what it can detect.
+        error: of the tests: each arm's ``"own"``, or one ``"pooled"`` over the arms where their
+            variances allow it.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -409,6 +414,8 @@ class Experiment(Frozen):
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)
     ladder: Ladder | None = added(None)
+    spread: float | None = added(None, gt=0)
+    error: Literal["own", "pooled"] = added("own")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -431,6 +438,10 @@ class Experiment(Frozen):
             _check_looks(self, self.sequential)
         if self.ladder is not None:
             _check_ladder(self, self.ladder)
+        if self.error == "pooled" and (self.alone or self.sequential is not None):
+            what = "a systems arm" if self.alone else "sequential"
+            required = "own: kernels round, and looks have other seeds: they share no error"
+            raise InvalidArgument("error", f"pooled with {what}", required)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -513,6 +524,9 @@ class Experiment(Frozen):
 class Study(Frozen):
     """A named set of experiments that one command runs and one report shows.
 
+    ``correction`` says what Holm's adjustment is over: all comparisons of the ``"study"``, or those
+    of each ``"experiment"`` apart, as studies of earlier versions had it.
+
     ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
     start on a processor. Empty for a study that runs anywhere: ``--set chip=``.
     """
@@ -521,6 +535,7 @@ class Study(Frozen):
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
     chip: str = unhashed("")
+    correction: Literal["study", "experiment"] = changed("study", before="experiment")
 
     @field_validator("chip")
     @classmethod
@@ -542,7 +557,8 @@ class Study(Frozen):
             required = "a name that is not that of a later stage of another experiment"
             raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
-        taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
+        known = (*Experiment.model_fields, *RunConfig.model_fields, "experiments", "correction")
+        taken = set(known) & set(names)
         if taken:
             required = "a name that is no key of an experiment or a run"
             raise InvalidArgument("experiments", repr(min(taken)), required)

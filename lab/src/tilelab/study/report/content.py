@@ -34,6 +34,7 @@ from tilelab.study.report.tables import (
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
@@ -217,6 +218,8 @@ def _experiment(
         f"held-out {unit} with the same seed, with {share} intervals; smaller than "
         f"{verdict.smallest_effect:g} does not matter."
     )
+    if verdict.sensitivity is not None:
+        protocol += f" {detected_words(planned, verdict, evidence.verdict.correction)}"
     if planned.sequential is not None:
         protocol += f" {_looks(planned, planned.sequential)}"
     return {

@@ -228,8 +228,7 @@ def test_a_pooled_error_is_that_of_randomized_blocks() -> None:
     squares = (residuals.reshape(5, 4) ** 2).sum(1)
     share = squares.max() / squares.sum() * 5 / 4
     assert p_value == pytest.approx(min(1, 5 * stats.beta.sf(share, 1.5, 4.5)))
-    one = pooled_spread([rows[0]])
-    assert one == (pytest.approx(np.std(rows[0], ddof=1)), 1.0)
+    assert pooled_spread([rows[0]]) == pytest.approx((np.std(rows[0], ddof=1), 1.0))
 
 
 def test_cochrans_test_is_at_its_level_and_finds_a_wild_arm() -> None:

@@ -62,7 +62,7 @@ def test_a_spread_says_what_is_detected_and_every_cure_cures() -> None:
     said = refusal(planned)
     found = detectable(0.02, 3, 0.05 / 3, 0.8)
     assert f"detects {found:.2g} bits per byte with power 80 %" in said
-    cures = {
+    cures: dict[str, Any] = {
         "seeds": tuple(range(int(known(re.search(r"take (\d+) seeds", said, re.IGNORECASE))[1]))),
         "smallest_effect": float(known(re.search(r"smallest_effect to ([\d.]+)", said))[1]),
     }

@@ -246,6 +246,21 @@ class LadderPoint:
     differences: tuple[float, ...]  # of each seed
 
 
+Clock = Literal["cpu", "wall"]
+
+
+@dataclass(frozen=True)
+class EqualTime:
+    """The effect of an arm at the time at which the baseline ended a rung: ``equal_time.py``."""
+
+    rung: str  # of the baseline
+    clock: Clock
+    at_s: float  # the baseline's time, geometric mean over the seeds
+    effect: float
+    interval: Interval | None
+    differences: tuple[float, ...]  # of each seed
+
+
 @dataclass(frozen=True)
 class LadderArm:
     """The effect of an arm as a function of the axis, e(x) = a + b x^-c; see ``ladder.py``."""
@@ -257,6 +272,7 @@ class LadderArm:
     predicted: float | None = None  # at the last rung, by the fit to all others
     predicted_interval: Interval | None = None  # for a mean over as many seeds
     miss: float | None = None  # the last rung's effect minus what was predicted
+    equal_time: tuple[EqualTime, ...] = ()  # only where it need not be extrapolated
 
 
 @dataclass(frozen=True)

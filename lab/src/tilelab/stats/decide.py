@@ -228,6 +228,8 @@ def _error(comparisons: Sequence[Comparison], rules: Rules) -> ErrorUsed | None:
     seeds = len(rows[0]) if rows else 0
     if seeds < 2:
         return ErrorUsed("own", None, None, "Each arm's own error: there is one seed.")
+    if len(rows) == 1:
+        return ErrorUsed("own", None, None, "Its own error: there is no other arm.")
     spread, p_value = pooled_spread(rows)
     freedom = len(rows) * (seeds - 1)
     p = f"Cochran p {p_text(p_value)}"

@@ -177,7 +177,7 @@ def _equal_time(found: LadderVerdict, clock: Clock) -> Table:
     notes = [
         f"Differences to {found.baseline} after the {_CLOCKS[clock]} that it takes for a rung. An "
         "arm's result at that time lies on the straight line, by the logarithm of time, between "
-        "its own rungs. A dash: outside of its rungs, where nothing is extrapolated."
+        "its own rungs. A dash, or no column: outside of its rungs nothing is extrapolated."
     ]
     if clock == "wall":
         notes.append("Runs beside one another, and other load, move wall time.")

@@ -106,10 +106,10 @@ def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: 
     """Return the family of an experiment and what it could have detected, in a sentence or two."""
     seen = verdict.sensitivity
     assert seen is not None
-    whose = "effects of its design" if planned.design is not None else "comparisons"
-    tests = f"{seen.comparisons} {whose}" if seen.comparisons > 1 else "a single comparison"
+    tests = "a single comparison" if seen.comparisons == 1 else f"{seen.comparisons} comparisons"
     where = "study" if correction == "study" else "experiment"
-    words = f"Holm's adjustment is over {tests} of the {where}"
+    effects = ", the main effects of its design among them" if planned.design is not None else ""
+    words = f"Holm's adjustment is over {tests} of the {where}{effects}"
     if seen.critical_t is not None:
         words += f": the first test needs |t| > {seen.critical_t:.1f}"
     words += "."
@@ -178,7 +178,7 @@ def _cures(study: Study, experiment: Experiment, design: _Design) -> Iterator[st
         yield 'set error="pooled"'
     fewer = next((n for n in range(design.comparisons - 1, 0, -1) if does(_to(design, n))), None)
     if fewer is not None:
-        yield f"compare {fewer} arms in all"
+        yield f"compare {count(fewer, 'arm')} in all"
     apart = len(experiment.arms) if experiment.design is None else len(experiment.design.factors)
     if study.correction == "study" and apart < design.comparisons and does(_to(design, apart)):
         yield 'set correction="experiment" of the study'

@@ -129,7 +129,15 @@ def test_what_an_encoder_sees_is_said() -> None:
 @pytest.mark.slow
 def test_the_example_runs_to_its_end(example: Path) -> None:
     (example.parent / "text.txt").write_bytes(text(8000))
-    tiny = ("--steps", "8", "--seeds", "3", "--source", str(example.parent / "text.txt"))
+    tiny = (
+        "--steps",
+        "8",
+        "--underpowered",
+        "--seeds",
+        "3",
+        "--source",
+        str(example.parent / "text.txt"),
+    )
     small = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=32")
     more = [
         word

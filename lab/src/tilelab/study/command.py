@@ -94,6 +94,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         track=tuple(options.track),
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
         execution=Execution(**how),
+        underpowered=options.underpowered,
     ).conduct(console)
 
 
@@ -343,6 +344,11 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="print what every arm would take on a GPU, in hours and memory, and run nothing",
     )
     add("--chip", metavar="NAME", help="that --dry-run is for, e.g. h200 (the study's own)")
+    add(
+        "--underpowered",
+        action="store_true",
+        help="start a study that cannot detect what it asks",
+    )
     add("--yes", action="store_true", help="start a long study without asking")
     _add_out(parser)
     return parser

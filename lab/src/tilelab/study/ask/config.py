@@ -37,6 +37,7 @@ from tilelab.study.ask.values import (
     Frozen,
     added,
     change,
+    changed,
     config_hash,
     find,
     nearest,
@@ -446,6 +447,10 @@ class Experiment(Frozen):
         combine: a further stage, the factorial of the arms that survived; None for none.
         confirm: the last stage, the winner on fresh seeds; None for none.
         ladder: the rungs that take the experiment's place, one after the other; None for none.
+        spread: standard deviation of paired differences that is expected, in the metric's unit, as
+            of an earlier study; with it a study says before it starts what it can detect.
+        error: of the tests: each arm's ``"own"``, or one ``"pooled"`` over the arms where their
+            variances allow it.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -465,6 +470,8 @@ class Experiment(Frozen):
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)
     ladder: Ladder | None = added(None)
+    spread: float | None = added(None, gt=0)
+    error: Literal["own", "pooled"] = added("own")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -489,6 +496,10 @@ class Experiment(Frozen):
             _check_looks(self, self.sequential)
         if self.ladder is not None:
             _check_ladder(self, self.ladder)
+        if self.error == "pooled" and (self.alone or self.sequential is not None):
+            what = "a systems arm" if self.alone else "sequential"
+            required = "own: kernels round, and looks have other seeds: they share no error"
+            raise InvalidArgument("error", f"pooled with {what}", required)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -518,6 +529,11 @@ class Experiment(Frozen):
     def arm_names(self) -> tuple[str, ...]:
         """All arms, the baseline first."""
         return (self.baseline_name, *(arm.name for arm in self.arms))
+
+    @property
+    def tested(self) -> tuple[Arm, ...]:
+        """The arms that are findings: all but controls, which only show what would be flagged."""
+        return tuple(arm for arm in self.arms if arm.kind != "control")
 
     @property
     def alone(self) -> bool:
@@ -580,6 +596,9 @@ class Experiment(Frozen):
 class Study(Frozen):
     """A named set of experiments that one command runs and one report shows.
 
+    ``correction`` says what Holm's adjustment is over: all comparisons of the ``"study"``, or those
+    of each ``"experiment"`` apart, as studies of earlier versions had it.
+
     ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
     start on a processor. Empty for a study that runs anywhere: ``--set chip=``.
     """
@@ -588,6 +607,7 @@ class Study(Frozen):
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
     chip: str = unhashed("")
+    correction: Literal["study", "experiment"] = changed("study", before="experiment")
 
     @field_validator("chip")
     @classmethod
@@ -609,7 +629,8 @@ class Study(Frozen):
             required = "a name that is not that of a later stage of another experiment"
             raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
-        taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
+        known = (*Experiment.model_fields, *RunConfig.model_fields, "experiments", "correction")
+        taken = set(known) & set(names)
         if taken:
             required = "a name that is no key of an experiment or a run"
             raise InvalidArgument("experiments", repr(min(taken)), required)

@@ -39,6 +39,7 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
+from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
@@ -59,6 +60,7 @@ class Conductor:
     track: tuple[str, ...] = ()  # names of trackers
     confirm: Callable[[str], bool] | None = None  # asked before a long study, with its duration
     execution: Execution = STANDARD  # without folders and environment
+    underpowered: bool = False  # start a study that cannot detect what it asks
 
     def conduct(self, console: Console) -> int:
         """Run what is not done yet, then write the report of all that is.
@@ -128,6 +130,7 @@ class Conductor:
             if agenda.finished:
                 say(console, f"All {agenda.total} runs are done already.")
             else:
+                self._check_designs(agenda, console)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
@@ -143,6 +146,13 @@ class Conductor:
         if code == 0:
             floors.complete(study, folder, partial(say, console))
         return 1 if tracking.failed else code
+
+    def _check_designs(self, agenda: Agenda, console: Console) -> None:
+        """Say what the designs can detect; refuse one that cannot, before the first run."""
+        for line in plan_lines(self.study):
+            say(console, line)
+        if not self.underpowered and not agenda.records:
+            check_designs(self.study)
 
     def _train(
         self, execution: Execution, agenda: Agenda, tracking: Tracking, console: Console

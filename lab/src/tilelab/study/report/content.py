@@ -42,6 +42,7 @@ from tilelab.study.report.tables import (
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import answer, baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
@@ -276,6 +277,8 @@ def _experiment(
         f"Effects are differences of the held-out {unit} with the same seed, with {share} "
         f"intervals; smaller than {verdict.smallest_effect:g} does not matter."
     )
+    if verdict.sensitivity is not None:
+        protocol += f" {detected_words(planned, verdict, evidence.verdict.correction)}"
     if planned.sequential is not None:
         protocol += f" {_looks(planned, planned.sequential)}"
     return {

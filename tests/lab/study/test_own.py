@@ -252,7 +252,7 @@ def test_the_example_runs_and_is_a_script_with_few_lines_more(tmp_path: Path) ->
     folder = ROOT / "examples/own"
     lines = (folder / "train.py").read_text().splitlines()
     assert 0 < len([line for line in lines if line.endswith("# study")]) <= 20
-    options = ("--steps", "3", "--seeds", "2", "--set", "sweep=null")
+    options = ("--steps", "3", "--seeds", "2", "--set", "sweep=null", "--underpowered")
     with quickly(tmp_path):
         status, started = run(str(folder / "study.py"), tmp_path / "out", options=options)
     assert (status, len(started)) == (0, 2 * 4)

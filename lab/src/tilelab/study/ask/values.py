@@ -206,6 +206,15 @@ def unhashed(default: Any) -> Any:
     return Field(default, json_schema_extra=dict(_UNHASHED))
 
 
+def in_json(argument: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values in JSON's types; InvalidArgument where one has none there."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(argument, repr(values), f"values of JSON ({error})") from None
+    return plain
+
+
 class Choice(Frozen):
     """A registered choice and all its options, e.g. ``{"name": "adamw", "lr": 0.003, ...}``.
 

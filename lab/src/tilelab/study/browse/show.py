@@ -13,9 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from tilelab.common.terminal import Text, in_words, say
-from tilelab.study.ask.config import told
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RECORD
+from tilelab.study.ask.run_config import parts_used
 from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import CorruptRecordError, RunRecord
@@ -285,7 +285,7 @@ def _run(found: Found) -> RenderableType:
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
     config = Table.grid(padding=(0, 2))
-    for path, value in flat(told(start.config)):
+    for path, value in flat(parts_used(start.config)):
         config.add_row(Text(path, style="dim"), Text(str(value)))
     sample = record.sample
     written = [] if sample is None else [Text.assemble((sample.prompt, "dim"), sample.text, "\n")]

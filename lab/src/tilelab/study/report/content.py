@@ -11,6 +11,7 @@ from typing import Any
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
+from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.floors import read_floors
@@ -362,8 +363,8 @@ def _writings(
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
     """Return the config that ran, with what a sweep chose; the planned one before it ran."""
     for record in evidence.finals(planned, arm).values():
-        return config.told(record.start.config)
-    return config.told(planned.config_of(arm).model_dump(mode="json"))
+        return parts_used(record.start.config)
+    return parts_used(planned.config_of(arm).model_dump(mode="json"))
 
 
 def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, ClassVar, NamedTuple
 
-from tilelab.study.ask.config import OF_SCRIPT, RunConfig
 from tilelab.study.ask.metrics import Floor, undirected
+from tilelab.study.ask.run_config import OF_SCRIPT, RunConfig
 from tilelab.study.tasks.task import DataBytes
 from tilewise.errors import InvalidArgument
 

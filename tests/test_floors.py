@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise._core",),
     ("tilewise.kernels",),
     ("tilewise.engine",),
-    ("tilewise.functional", "tilewise.sparse"),
+    ("tilewise.cross_entropy", "tilewise.functional", "tilewise.sparse"),
     ("tilewise.merging",),
     ("tilewise.serving", "tilewise.distributed"),
     ("tilewise.nn",),

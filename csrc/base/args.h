@@ -161,6 +161,21 @@ struct Covers : Problem {
   unsigned char* table = nullptr;    // [batches][heads_apart][rows][columns], written
 };
 
+// Rows of logits: a block of the words of a vocabulary. Numbers of rows are in the computing type.
+struct CrossEntropy {
+  DType dtype = DType::f32;  // of the logits
+  int threads = 1;
+  void* logits = nullptr;  // [rows][stride], of which `columns` are there; where `scales` are, gradients on return
+  i64 rows = 0, columns = 0, stride = 0;
+  i64 first = 0, words = 0;      // the first word of the block, and all words
+  const i64* targets = nullptr;  // [rows]
+  void* losses = nullptr;        // [rows], written with `lse`, for blocks of all words; or null
+  void* lse = nullptr;           // [rows], else read
+  const void* scales = nullptr;  // [rows]: factors of the gradients; or null
+  i64 ignore_index = 0;
+  double smoothing = 0, z_loss = 0, softcap = 0;  // softcap 0: none
+};
+
 // One piece of an expression, by itself: for tests.
 struct ExprPiece {
   const ExprProgram* program = nullptr;
@@ -181,6 +196,7 @@ struct Kernels {
   bool (*bias_backward)(const BiasBackward&);
   bool (*load_backward)(const LoadBackward&);
   bool (*covers)(const Covers&);
+  bool (*cross_entropy)(const CrossEntropy&);
   bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
   double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none

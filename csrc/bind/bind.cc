@@ -658,6 +658,36 @@ void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple
   check(kernels.covers(f));
 }
 
+// sizes: rows, columns, stride, the first word, all words. arrays: logits, targets, losses or 0, lse, scales or 0.
+// Losses are of blocks of all words alone.
+void cross_entropy(int dtype, int threads, nb::tuple sizes, nb::tuple arrays, i64 ignore_index, double smoothing,
+                   double z_loss, double softcap) {
+  CrossEntropy f;
+  f.dtype = dtype_of(dtype);
+  f.threads = threads;
+  require_length(sizes, 5, "sizes");
+  i64* numbers[] = {&f.rows, &f.columns, &f.stride, &f.first, &f.words};
+  for (int i = 0; i < 5; i++) *numbers[i] = number(sizes, i);
+  if (threads < 1) bad("a call has at least one thread");
+  if (f.rows < 0 || f.columns < 1 || f.stride < f.columns || f.first < 0 || f.first + f.columns > f.words)
+    bad("rows of logits must hold some of the words");
+  require_length(arrays, 5, "arrays");
+  if (f.rows == 0) return;
+  f.logits = address<void>(arrays, 0, "logits");
+  f.targets = address<const i64>(arrays, 1, "targets");
+  f.losses = reinterpret_cast<void*>(static_cast<std::uintptr_t>(number(arrays, 2)));
+  f.lse = address<void>(arrays, 3, "lse");
+  f.scales = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(number(arrays, 4)));
+  if (f.losses && f.columns != f.words) bad("a loss needs all words");
+  f.ignore_index = ignore_index;
+  f.smoothing = smoothing;
+  f.z_loss = z_loss;
+  f.softcap = softcap;
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.cross_entropy(f));
+}
+
 std::vector<std::string> isa_available() {
   int count;
   const Kernels* const* kernels = available(count);
@@ -762,6 +792,7 @@ NB_MODULE(_core, m) {
   m.def("bias_backward", &bias_backward);
   m.def("load_backward", &load_backward);
   m.def("covers", &covers);
+  m.def("cross_entropy", &cross_entropy);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

@@ -14,6 +14,7 @@ const Kernels kernels_avx2 = {"avx2",
                               avx2::bias_backward,
                               avx2::load_backward,
                               avx2::covers,
+                              avx2::cross_entropy,
                               avx2::expr_piece,
                               avx2::multiply_add_flops<avx2::PlainDot<float>>,
                               nullptr};

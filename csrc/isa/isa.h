@@ -4,6 +4,7 @@
 
 #include "passes/backward.h"
 #include "passes/bias_backward.h"
+#include "passes/cross_entropy.h"
 #include "variants/cover.h"
 #include "passes/forward.h"
 #include "passes/key_delta.h"
@@ -18,6 +19,8 @@ static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
 static bool key_delta(const Backward& f) { return run<KeyDeltaKernel>(f); }
 static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
 static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }
+
+static bool cross_entropy(const CrossEntropy& f) { return run<CrossEntropyKernel>(f); }
 
 static bool covers(const Covers& f) { return CoverKernel(f).run(); }
 

@@ -15,6 +15,7 @@ const Kernels kernels_portable = {"portable",
                                   portable::bias_backward,
                                   portable::load_backward,
                                   portable::covers,
+                                  portable::cross_entropy,
                                   portable::expr_piece,
                                   portable::multiply_add_flops<portable::PlainDot<float>>,
                                   nullptr};

@@ -7,6 +7,7 @@ from tilewise.interrupts import command_loads, ending_at_once
 
 with ending_at_once(command_loads()):  # torch takes its time
     from tilewise import errors, nn
+    from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (
         AttentionResult,
         Explanation,
@@ -40,6 +41,7 @@ __all__ = [
     "checked",
     "errors",
     "explain",
+    "linear_cross_entropy",
     "masks",
     "maximum",
     "merge",

@@ -1,0 +1,442 @@
+"""Floor 7: ``linear_cross_entropy``, the loss of a vocabulary without tokens x vocabulary.
+
+Plain code writes the logits of every token, T V numbers, and their gradient beside them: with
+128,000 words and 8,192 tokens that is 8 GB. Here a block of logits is made, becomes its part of the
+loss and of the gradients, and is written over by the next.
+
+* In 32 and 64 bits a block is some tokens by all words. Its logits become their own gradient in
+  place, which is added to those of hidden states and weights at once: three products in all, as in
+  plain code.
+* In 16 bits a sum over blocks would round again and again. So the gradient of the weights is
+  computed by blocks of words over all tokens, each of them one product. That makes four products:
+  the logits are computed twice.
+
+Where one number comes out (``mean``, ``sum``), the gradients are computed in the forward pass, up
+to the factor that only the backward pass knows. With ``none`` they wait for the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from tilewise.checks import FLOATING, check_tensor
+from tilewise.engine.modes import refuse_vmap
+from tilewise.engine.run import road
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
+from tilewise.kernels.cross_entropy import InTorch, Loss, RowKernel, wide
+
+Reduction = Literal["mean", "sum", "none"]
+# A block may take this part of the bytes of operands and gradients: more is no faster, and the
+# whole has to stay below 1.1 times them.
+_PART = 1 / 12
+_LEAST_BYTES = 4 * 1024 * 1024
+_LEAST_TOKENS, _LEAST_WORDS = 32, 64  # of a block: smaller products are slow
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    token_weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Cross entropy of a linear layer's logits, which are never all in memory.
+
+    With the logits ``z = hidden @ weight.T + bias`` of a token (``c tanh(z / c)`` of them with
+    ``softcap`` c), its target y, ``lse = log sum_v exp(z_v)`` and the label smoothing e::
+
+        loss = (1 - e) (lse - z_y) + e (lse - mean_v z_v) + z_loss lse^2
+
+    The mean is ``sum_t w_t loss_t / sum_t w_t`` over the tokens that are not ignored, with the
+    token weights w, or 1. It is nan where there is no such token, as in torch. The same operands
+    give the same bits.
+
+    Peak memory is that of operands and gradients, and a twelfth of it. Differentiable once, in
+    hidden, weight and bias. Under autocast, operands take its dtype, as in ``F.linear``.
+
+    Sources: label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al., PaLM, 2022, section 5;
+    softcap of logits: Gemma 2, 2024. Blocks of logits: Wijmans et al., Cut Your Losses in
+    Large-Vocabulary Language Models, 2024; gradients in the forward pass: Hsu et al., Liger Kernel,
+    2024.
+
+    Args:
+        hidden: floating [..., D].
+        weight: [V, D], of the same dtype and device.
+        targets: int64 or int32 [...]: words below V, or ``ignore_index``.
+        bias: [V], or None.
+        token_weights: floating [...], constants; None for 1 each.
+        reduction: ``"mean"``, ``"sum"`` of ``w_t loss_t``, or ``"none"`` for these one by one.
+        ignore_index: a target whose token has loss 0 and no gradient.
+        label_smoothing: e, 0 to 1.
+        z_loss: the factor of ``lse^2``, 0 or more.
+        softcap: c, above 0; None for none.
+
+    Returns:
+        A number, or [...] with ``"none"``: float32, float64 for operands in float64.
+
+    Raises:
+        InvalidArgument: shapes, dtypes, devices or values that do not fit; on a CPU also targets
+            that are no word. On a GPU the loss of such a token is nan, because nothing there waits
+            for values.
+        InvalidType: what is no tensor.
+        Unsupported: forward mode, ``torch.func`` transforms, or a second derivative.
+    """
+    _check(hidden, weight, targets, bias, token_weights)
+    loss = _checked_loss(reduction, ignore_index, label_smoothing, z_loss, softcap)
+    way = road(hidden, weight, targets)
+    if way.startswith("transformed"):
+        _refuse("forward mode and no torch.func transforms")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    words = targets.reshape(-1).long()
+    scales = (words != ignore_index).to(wide(rows.dtype))
+    if token_weights is not None:
+        scales = scales * token_weights.reshape(-1).to(scales.dtype)
+    if reduction == "mean":
+        scales = scales / scales.sum()
+    once = reduction != "none"
+    if way == "watched":
+        tensors = (rows, weight, words, bias, scales)
+        wanted = torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in (rows, weight, bias)
+        )
+        total, losses, *_ = torch.ops.tilewise.linear_cross_entropy(*tensors, *loss, once, wanted)
+        found: Tensor = total if once else losses
+    elif once:
+        found = _Total.apply(rows, weight, words, bias, scales, loss)  # type: ignore[no-untyped-call]
+    else:
+        found = _Each.apply(rows, weight, words, bias, loss)  # type: ignore[no-untyped-call]
+    return found if once else (found * scales).reshape(targets.shape)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise Unsupported(
+        f"tilewise.linear_cross_entropy has no {what}",
+        fix="use torch.nn.functional.linear and cross_entropy there",
+    )
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_weights: Tensor | None,
+) -> None:
+    check_tensor("hidden", hidden, "a floating tensor [..., D]", FLOATING)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise InvalidArgument("hidden", f"shape {tuple(hidden.shape)}", "[..., D], D of 1 or more")
+    width, device = hidden.shape[-1], hidden.device.type
+    required = f"a tensor [V, {width}] on {hidden.device} in {hidden.dtype}"
+    mixed = torch.is_autocast_enabled(device)  # there it brings both to one dtype
+    dtypes = FLOATING if mixed else (hidden.dtype,)
+    check_tensor("weight", weight, required, dtypes, shape=(None, width), device=device)
+    if weight.shape[0] == 0:
+        raise InvalidArgument("weight", "a vocabulary of 0", "1 word or more")
+    required = f"int64 or int32 {list(hidden.shape[:-1])} on {hidden.device}"
+    integers = (torch.int64, torch.int32)
+    check_tensor(
+        "targets", targets, required, integers, shape=tuple(hidden.shape[:-1]), device=device
+    )
+    if bias is not None:
+        required = f"a tensor [{weight.shape[0]}] on {hidden.device} in {hidden.dtype}"
+        check_tensor("bias", bias, required, dtypes, shape=(weight.shape[0],), device=device)
+    if token_weights is not None:
+        required = f"a floating tensor {list(targets.shape)} on {hidden.device}, without gradient"
+        shape = tuple(targets.shape)
+        check_tensor("token_weights", token_weights, required, FLOATING, shape=shape, device=device)
+        if token_weights.requires_grad:
+            fix = 'Pass token_weights.detach(), or multiply the losses of reduction="none".'
+            raise InvalidArgument("token_weights", "a tensor with gradient", required, fix)
+
+
+def _checked_loss(
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Loss:
+    if reduction not in ("mean", "sum", "none"):
+        raise InvalidArgument("reduction", repr(reduction), "'mean', 'sum' or 'none'")
+    if not 0 <= label_smoothing <= 1:
+        raise InvalidArgument("label_smoothing", str(label_smoothing), "0 to 1")
+    if not 0 <= z_loss < math.inf:
+        raise InvalidArgument("z_loss", str(z_loss), "a finite number, 0 or more")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise InvalidArgument("softcap", str(softcap), "a finite number above 0, or None")
+    return Loss(int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0))
+
+
+class _Operands(NamedTuple):
+    """Hidden states [T, D], weights [V, D], targets int64 [T] and the bias [V]."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    bias: Tensor | None
+
+
+class _Grads(NamedTuple):
+    """The gradients of ``sum_t scales_t loss_t``."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor  # empty without a bias
+
+
+def _losses(of: _Operands, loss: Loss, scales: Tensor | None) -> tuple[Tensor, _Grads | None]:
+    """Return the losses [T], and with ``scales`` [T] the gradients of their weighted sum."""
+    tokens, words = len(of.hidden), len(of.weight)
+    _check_targets(of.targets, words, loss.ignore_index)
+    kernel = _kernel(of.hidden)
+    dtype = wide(of.hidden.dtype)
+    losses = of.hidden.new_empty(tokens, dtype=dtype)
+    lse = torch.empty_like(losses)
+    narrow = of.hidden.dtype != dtype
+    grads = None
+    if scales is not None:
+        scales = scales.contiguous()
+        of_weight = torch.empty_like(of.weight) if narrow else torch.zeros_like(of.weight)
+        bias = of.hidden.new_zeros(0 if of.bias is None else words, dtype=dtype)
+        grads = _Grads(torch.empty_like(of.hidden), of_weight, bias)
+    step, block = _block(of, loss, kernel.in_place)
+    for first in range(0, tokens, step):
+        rows = slice(first, min(first + step, tokens))
+        hidden, targets = of.hidden[rows], of.targets[rows]
+        some = None if scales is None else scales[rows]
+        logits = _logits(hidden, of.weight, of.bias)
+        losses[rows], lse[rows], change = kernel.close(logits, targets, some, loss)
+        if grads is None or change is None:
+            continue
+        torch.mm(change, of.weight, out=grads.hidden[rows])
+        if of.bias is not None:
+            grads.bias.add_(change.sum(0, dtype=dtype))
+        if not narrow:
+            grads.weight.addmm_(change.T, hidden)
+    if grads is None or scales is None:
+        return losses, None
+    if narrow:
+        for first in range(0, words, block):
+            part = slice(first, min(first + block, words))
+            logits = _logits(of.hidden, of.weight[part], None if of.bias is None else of.bias[part])
+            change = kernel.differentiate(logits, of.targets, scales, lse, loss, first, words)
+            torch.mm(change.T, of.hidden, out=grads.weight[part])
+    return losses, grads._replace(bias=grads.bias.to(of.hidden.dtype))
+
+
+def _kernel(hidden: Tensor) -> RowKernel:
+    if hidden.device.type == "cpu" and absence() is None and hidden.dtype in DTYPES:
+        return InCore()
+    return InTorch()
+
+
+def _check_targets(targets: Tensor, words: int, ignore_index: int) -> None:
+    if targets.device.type != "cpu":
+        return  # values there are not waited for
+    wrong = ((targets < 0) | (targets >= words)) & (targets != ignore_index)
+    if wrong.any():
+        came = f"{targets[wrong][0].item()} among them"
+        required = f"words from 0 to {words - 1}, or ignore_index, which is {ignore_index}"
+        raise InvalidArgument("targets", came, required)
+
+
+def _block(of: _Operands, loss: Loss, in_place: bool) -> tuple[int, int]:
+    """Return the tokens of a block of all words, and the words of a block of all tokens."""
+    tokens, (words, width) = max(1, len(of.hidden)), of.weight.shape
+    size = of.hidden.element_size()
+    bytes_ = max(_LEAST_BYTES, int(2 * width * (words + tokens) * size * _PART))
+    each = size if in_place else size + 4 * max(4, size)
+    rows = max(_LEAST_TOKENS, bytes_ // (words * each) // 16 * 16)
+    return rows, max(_LEAST_WORDS, bytes_ // (tokens * each) // 16 * 16)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+
+
+def _needed(grads: _Grads, factor: Tensor | None, needs: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Return the gradients that are needed, times a factor in place, in the order of operands."""
+    found = (grads.hidden, grads.weight, None, grads.bias)
+    return tuple(
+        None if each is None or not need else each if factor is None else each.mul_(factor)
+        for each, need in zip(found, needs, strict=True)
+    )
+
+
+class _Total(torch.autograd.Function):
+    """``sum_t scales_t loss_t``; its gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        scales: Tensor,
+        loss: Loss,
+    ) -> Tensor:
+        of = _Operands(hidden, weight, targets, bias)
+        wanted = any(ctx.needs_input_grad)
+        losses, ctx.grads = _losses(of, loss, scales if wanted else None)
+        if wanted:
+            ctx.save_for_backward(hidden, weight, targets, bias, scales)
+            ctx.loss = loss
+        return _weighted(losses, scales)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *operands, scales = ctx.saved_tensors
+        grads, ctx.grads = ctx.grads, None
+        with torch.no_grad():
+            if grads is None:  # a second backward pass: the first gave its gradients away
+                _, grads = _losses(_Operands(*operands), ctx.loss, scales)
+            found = _needed(grads, grad, ctx.needs_input_grad[:4])
+        return (*_differentiable_once(found, (grad, *operands)), None, None)
+
+
+class _Each(torch.autograd.Function):
+    """The losses of the tokens one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        loss: Loss,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets, bias)
+        ctx.loss = loss
+        return _losses(_Operands(hidden, weight, targets, bias), loss, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        operands = ctx.saved_tensors
+        with torch.no_grad():
+            _, grads = _losses(_Operands(*operands), ctx.loss, grad)
+            assert grads is not None
+            found = _needed(grads, None, ctx.needs_input_grad[:4])
+        return (*_differentiable_once(found, (grad, *operands)), None)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient, of which a derivative would silently be 0 if nothing refused it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *depends: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        _refuse("second derivative")
+
+
+def _differentiable_once(
+    grads: tuple[Any, ...], depends: tuple[Tensor | None, ...]
+) -> tuple[Any, ...]:
+    if not torch.is_grad_enabled():
+        return grads
+    return tuple(
+        None if each is None else _Once.apply(each, *depends)  # type: ignore[no-untyped-call]
+        for each in grads
+    )
+
+
+def _weighted(losses: Tensor, scales: Tensor) -> Tensor:
+    return (losses * scales).sum()
+
+
+@torch.library.custom_op("tilewise::linear_cross_entropy", mutates_args=())
+def _op(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    once: bool,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the total, the losses and, with ``once`` and ``wanted``, the total's gradients."""
+    of = _Operands(hidden, weight, targets, bias)
+    loss = Loss(ignore_index, label_smoothing, z_loss, softcap)
+    losses, grads = _losses(of, loss, scales if once and wanted else None)
+    total = _weighted(losses, scales)
+    if grads is None:
+        return total, losses, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+    return total, losses, *grads
+
+
+@_op.register_fake
+def _op_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    once: bool,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    losses = torch.empty_like(scales)
+    if not (once and wanted):
+        none = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+        return losses.new_empty(()), losses, *none
+    of_bias = hidden.new_empty(0 if bias is None else len(bias))
+    grads = hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), of_bias
+    return losses.new_empty(()), losses, *grads
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *operands, _, _, _, _, _, once, _ = inputs
+    _, losses, *grads = output
+    ctx.mark_non_differentiable(losses if once else output[0], *grads)
+    ctx.set_materialize_grads(False)
+    ctx.once, ctx.loss = once, inputs[5:9]
+    ctx.save_for_backward(*operands, *grads)
+
+
+def _op_backward(ctx: Any, total: Tensor | None, losses: Tensor | None, *_: Any) -> Any:
+    rest = (None,) * 7
+    grad = total if ctx.once else losses
+    if grad is None:
+        return (None,) * 4 + rest
+    hidden, weight, targets, bias, *grads = ctx.saved_tensors
+    operands = (hidden, weight, targets, bias)
+    with torch.no_grad():
+        if ctx.once:
+            grads = [each * grad.to(each.dtype) for each in grads]
+        else:
+            arguments = (*operands, grad, *ctx.loss, True, True)
+            _, _, *grads = torch.ops.tilewise.linear_cross_entropy(*arguments)
+        found = _needed(_Grads(*grads), None, ctx.needs_input_grad[:4])
+    return (*_differentiable_once(found, (grad, *operands)), *rest)
+
+
+_op.register_autograd(_op_backward, setup_context=_save)
+_op.register_vmap(refuse_vmap)

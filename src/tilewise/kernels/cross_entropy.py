@@ -1,0 +1,114 @@
+"""Rows of logits as losses and gradients: what a kernel of ``linear_cross_entropy`` does."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Loss(NamedTuple):
+    """What the loss of a token is: ``tilewise.linear_cross_entropy`` has the formula."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float  # 0 for none
+
+
+class RowKernel(Protocol):
+    """The two steps over a block of logits [T', V'] before the softcap, which they write over."""
+
+    in_place: bool  # the gradient lies where the logits were, and nothing else of their size
+
+    def close(
+        self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return losses and lse [T'] of rows of all words, and with scales their gradients.
+
+        The gradients are of ``sum_t scales_t loss_t``, by the logits and in their dtype.
+        """
+        ...
+
+    def differentiate(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        scales: Tensor,
+        lse: Tensor,
+        loss: Loss,
+        first: int,
+        words: int,
+    ) -> Tensor:
+        """Return the gradients by a block of words from ``first`` on, of ``words`` in all."""
+        ...
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of losses and sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class InTorch:
+    """The two steps in operations of torch, on any device."""
+
+    in_place = False
+
+    def close(
+        self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``RowKernel``."""
+        z = _capped(logits, loss)
+        kept = targets != loss.ignore_index
+        wrong = kept & ((targets < 0) | (targets >= z.shape[1]))
+        at = torch.where(kept & ~wrong, targets, 0)
+        lse = torch.logsumexp(z, 1)
+        found = lse + z.gather(1, at[:, None])[:, 0] * (loss.label_smoothing - 1)
+        if loss.label_smoothing:
+            found -= loss.label_smoothing * z.mean(1)
+        if loss.z_loss:
+            found += loss.z_loss * lse * lse
+        losses = torch.where(kept, torch.where(wrong, math.nan, found), 0.0)
+        if scales is None:
+            return losses, lse, None
+        change = _gradient(z, targets, scales, lse, loss, 0, z.shape[1])
+        return losses, lse, change.to(logits.dtype)
+
+    def differentiate(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        scales: Tensor,
+        lse: Tensor,
+        loss: Loss,
+        first: int,
+        words: int,
+    ) -> Tensor:
+        """See ``RowKernel``."""
+        z = _capped(logits, loss)
+        return _gradient(z, targets, scales, lse, loss, first, words).to(logits.dtype)
+
+
+def _capped(logits: Tensor, loss: Loss) -> Tensor:
+    z = logits.to(wide(logits.dtype))
+    return z.div_(loss.softcap).tanh_().mul_(loss.softcap) if loss.softcap else z
+
+
+def _gradient(
+    z: Tensor, targets: Tensor, scales: Tensor, lse: Tensor, loss: Loss, first: int, words: int
+) -> Tensor:
+    kept = targets != loss.ignore_index
+    scales = torch.where(kept, scales, 0.0)
+    factor = scales * (1 + 2 * loss.z_loss * lse) if loss.z_loss else scales
+    change = (z - lse[:, None]).exp_().mul_(factor[:, None])
+    if loss.label_smoothing:
+        change.sub_((scales * (loss.label_smoothing / words))[:, None])
+    at = targets - first
+    inside = (at >= 0) & (at < z.shape[1])
+    less = torch.where(inside, scales * (loss.label_smoothing - 1), 0.0)
+    change.scatter_add_(1, torch.where(inside, at, 0)[:, None], less[:, None])
+    if loss.softcap:
+        change.mul_(z.div_(loss.softcap).square_().neg_().add_(1))
+    return change

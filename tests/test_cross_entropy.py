@@ -1,0 +1,306 @@
+"""``linear_cross_entropy``: exact, in blocks, in little memory, under torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import tilewise
+from tests.contract import assert_exact, assert_same_bits
+from tests.peak import only_linux, printed
+from tilewise import cross_entropy as module
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.kernels.cross_entropy import InTorch
+
+TOKENS, WIDTH, WORDS = 75, 24, 523  # no multiple of any block or vector
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01, "reduction": "none"},
+    "softcap": {"softcap": 4.0},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0, "reduction": "none"},
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few tokens and a few words, so that there are many."""
+    monkeypatch.setattr(module, "_LEAST_BYTES", 64)
+    monkeypatch.setattr(module, "_LEAST_TOKENS", 16)
+    monkeypatch.setattr(module, "_LEAST_WORDS", 48)
+    monkeypatch.setattr(module, "_PART", 0.0)
+
+
+@pytest.fixture(params=["core", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What goes over the rows of logits."""
+    if request.param == "torch":
+        monkeypatch.setattr(module, "_kernel", lambda _: InTorch())
+    return str(request.param)
+
+
+def operands(dtype: torch.dtype, bias: bool = True) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Hidden states, weights and a bias; targets, some ignored; weights of the tokens."""
+    torch.manual_seed(7)
+    tensors = [torch.randn(TOKENS, WIDTH), torch.randn(WORDS, WIDTH), torch.randn(WORDS)]
+    leaves = [each.to(dtype).requires_grad_() for each in tensors[: 3 if bias else 2]]
+    targets = torch.randint(0, WORDS, (TOKENS,))
+    targets[::6] = -100
+    return leaves, targets, torch.rand(TOKENS) + 0.5
+
+
+def plain(
+    leaves: list[Tensor],
+    targets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The formula, over all logits at once."""
+    logits = functional.linear(*leaves)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    lse, kept = logits.logsumexp(1), targets >= 0
+    at = logits.gather(1, targets.clamp(0)[:, None])[:, 0]
+    losses = lse - (1 - label_smoothing) * at - label_smoothing * logits.mean(1)
+    losses = torch.where(kept, losses + z_loss * lse**2, 0.0)
+    scales = kept.to(losses.dtype) * (1 if weights is None else weights.to(losses.dtype))
+    if reduction == "none":
+        return losses * scales
+    return (losses * scales).sum() / (scales.sum() if reduction == "mean" else 1)
+
+
+def with_gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The loss, and its gradients for a certain gradient of it."""
+    torch.manual_seed(8)
+    upstream = torch.randn(loss.shape).to(loss.dtype) + 0.3
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
+
+
+@pytest.mark.usefixtures("small_blocks", "kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype, isa: str) -> None:
+    options = OPTIONS[name]
+    leaves, targets, weights = operands(dtype, bias=name != "sum")
+    if name not in ("none", "all"):
+        weights = torch.ones(TOKENS)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    truth = with_gradients(plain(wide, targets, weights, **options), wide)
+    naive = with_gradients(plain(leaves, targets, weights, **options), leaves)
+    hidden, weight, *bias = leaves
+    found = tilewise.linear_cross_entropy(
+        hidden, weight, targets, *bias, token_weights=weights, **options
+    )
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    names = ("loss", "grad hidden", "grad weight", "grad bias")
+    mine = with_gradients(found, leaves)
+    for what, got, near, true in zip(names[: len(mine)], mine, naive, truth, strict=True):
+        if dtype == torch.float64:
+            torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-13, msg=what)
+        else:
+            assert_exact(got, near, true, what)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_it_is_torchs_cross_entropy(reduction: str) -> None:
+    leaves, targets, _ = operands(torch.float64)
+    hidden, weight, bias = leaves
+    for smoothing in (0.0, 0.1):
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        mine = tilewise.linear_cross_entropy(hidden, weight, targets, bias, **options)
+        theirs = functional.cross_entropy(functional.linear(*leaves), targets, **options)
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_leading_dimensions_and_int32_targets() -> None:
+    (hidden, weight, _), targets, weights = operands(torch.float32)
+    flat = tilewise.linear_cross_entropy(
+        hidden, weight, targets, token_weights=weights, reduction="none"
+    )
+    shaped = tilewise.linear_cross_entropy(
+        hidden.view(5, 15, WIDTH),
+        weight,
+        targets.view(5, 15).int(),
+        token_weights=weights.view(5, 15),
+        reduction="none",
+    )
+    assert shaped.shape == (5, 15)
+    assert_same_bits(shaped.flatten(), flat, "losses")
+
+
+def test_rows_with_strides_and_weights_that_are_transposed() -> None:
+    (hidden, weight, _), targets, _ = operands(torch.float32)
+    expected = tilewise.linear_cross_entropy(hidden, weight, targets)
+    strided = hidden.detach().repeat_interleave(2, 1)[:, ::2]
+    turned = weight.detach().T.contiguous().T
+    assert not strided.is_contiguous()
+    assert not turned.is_contiguous()
+    torch.testing.assert_close(
+        tilewise.linear_cross_entropy(strided, turned, targets), expected.detach()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_backward_pass_leaves_the_first_alone(dtype: torch.dtype) -> None:
+    leaves, targets, _ = operands(dtype)
+    hidden, weight, bias = leaves
+    loss = tilewise.linear_cross_entropy(hidden, weight, targets, bias)
+    first = torch.autograd.grad(loss * 3, leaves, retain_graph=True)
+    kept = [each.clone() for each in first]
+    second = torch.autograd.grad(loss * 3, leaves)
+    for a, b, c in zip(first, kept, second, strict=True):
+        assert_same_bits(a, b, "the first gradient")
+        assert_same_bits(a, c, "the second gradient")
+
+
+def test_nothing_but_ignored_tokens() -> None:
+    (hidden, weight, bias), targets, _ = operands(torch.float32)
+    targets[:] = -100
+    assert tilewise.linear_cross_entropy(hidden, weight, targets, bias).isnan()
+    total = tilewise.linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
+    total.backward()
+    assert total == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    none = tilewise.linear_cross_entropy(hidden[:0], weight, targets[:0], reduction="none")
+    assert none.shape == (0,)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_hidden_state_that_is_not_finite_touches_its_token_alone() -> None:
+    (hidden, weight, _), targets, _ = operands(torch.float32)
+    bad = hidden.detach().clone()
+    bad[1] = float("nan")
+    found = tilewise.linear_cross_entropy(bad, weight, targets, reduction="none")
+    assert found.isnan().nonzero().tolist() == [[1]]
+    targets[1] = -100
+    found = tilewise.linear_cross_entropy(bad, weight, targets, reduction="none")
+    assert not found.isnan().any()
+
+
+def test_under_autocast_operands_take_its_dtype() -> None:
+    (hidden, weight, bias), targets, _ = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tilewise.linear_cross_entropy(hidden, weight, targets, bias)
+    narrow = [each.detach().bfloat16() for each in (hidden, weight, bias)]
+    expected = tilewise.linear_cross_entropy(narrow[0], narrow[1], targets, narrow[2])
+    assert_same_bits(loss.detach(), expected, "loss")
+    loss.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -> None:
+    leaves, targets, weights = operands(dtype)
+
+    def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return tilewise.linear_cross_entropy(
+            hidden, weight, targets, bias, token_weights=weights, reduction=reduction, softcap=5.0
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for eager, traced in zip(
+        with_gradients(call(*leaves), leaves),
+        with_gradients(compiled(*leaves), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            traced, eager, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+        )
+
+
+def test_the_op_is_well_formed() -> None:
+    (hidden, weight, bias), targets, weights = operands(torch.float32)
+    for once in (True, False):
+        arguments = (hidden, weight, targets, bias, weights, -100, 0.1, 0.0, 0.0, once, True)
+        torch.library.opcheck(torch.ops.tilewise.linear_cross_entropy.default, arguments)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    leaves, targets, _ = operands(torch.bfloat16)
+    hidden, weight, bias = leaves
+    first, second = (
+        with_gradients(tilewise.linear_cross_entropy(hidden, weight, targets, bias), leaves)
+        for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert_same_bits(a, b, "a result")
+
+
+MEMORY = """
+import sys, torch, tilewise
+from tests.peak import Peak
+torch.set_num_threads(1)
+tokens, width, words = 2048, 256, 32000
+dtype = getattr(torch, sys.argv[1])
+hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+weight = torch.randn(words, width).to(dtype).requires_grad_()
+targets = torch.randint(0, words, (tokens,))
+tilewise.linear_cross_entropy(hidden[:4], weight[:64], targets[:4] % 64).backward()
+hidden.grad = weight.grad = None
+both = 2 * (hidden.nbytes + weight.nbytes) / 2**20
+peak = Peak()
+tilewise.linear_cross_entropy(hidden, weight, targets).backward()
+print(both, both / 2 + peak.mib())
+"""
+
+
+@only_linux
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_is_that_of_operands_and_gradients(dtype: str) -> None:
+    ((both, peak),) = printed(MEMORY, dtype)
+    # All logits in float32 would be 250 MiB. The products of torch take a few MiB for themselves.
+    assert float(peak) < 1.1 * float(both) + 8
+
+
+def test_what_cannot_be_is_refused() -> None:
+    (hidden, weight, bias), targets, weights = operands(torch.float32)
+    call = tilewise.linear_cross_entropy
+    wrong: list[tuple[str, Any]] = [
+        ("weight: got shape", lambda: call(hidden, weight.T, targets)),
+        ("weight: got a tensor of torch.float64", lambda: call(hidden, weight.double(), targets)),
+        ("targets: got shape", lambda: call(hidden, weight, targets[1:])),
+        ("targets: got a tensor of torch.float32", lambda: call(hidden, weight, weights)),
+        ("targets: got 523 among", lambda: call(hidden, weight, targets.fill_(WORDS))),
+        ("bias: got shape", lambda: call(hidden, weight, targets, bias[1:])),
+        (
+            "reduction: got 'max'",
+            lambda: call(hidden, weight, targets, reduction=cast("Any", "max")),
+        ),
+        ("label_smoothing: got 1.5", lambda: call(hidden, weight, targets, label_smoothing=1.5)),
+        ("z_loss: got -1", lambda: call(hidden, weight, targets, z_loss=-1)),
+        ("softcap: got 0", lambda: call(hidden, weight, targets, softcap=0)),
+        (
+            "token_weights: got a tensor with gradient",
+            lambda: call(hidden, weight, targets, token_weights=weights.requires_grad_()),
+        ),
+    ]
+    for message, refused in wrong:
+        with pytest.raises(InvalidArgument, match=message):
+            refused()
+    with pytest.raises(InvalidType, match="hidden: got a list"):
+        call(cast("Any", [1.0]), weight, targets)
+
+
+def test_derivatives_that_have_no_rule_are_refused() -> None:
+    (hidden, weight, _), targets, _ = operands(torch.float32)
+    for reduction in ("mean", "none"):
+        loss = tilewise.linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+        (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        with pytest.raises(Unsupported, match="no second derivative"):
+            (first.square().sum() + hidden.sum()).backward()
+    with pytest.raises(Unsupported, match=r"no forward mode and no torch\.func transforms"):
+        torch.func.grad(lambda x: tilewise.linear_cross_entropy(x, weight, targets))(hidden)

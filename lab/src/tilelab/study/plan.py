@@ -233,5 +233,8 @@ class Watcher:
     def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away; the run will be taken up again."""
 
+    def paused(self, run: RunSpec) -> None:
+        """A run stopped at a checkpoint, because time was over."""
+
     def tick(self) -> None:
         """Some time went by."""

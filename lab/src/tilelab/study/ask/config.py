@@ -183,13 +183,16 @@ class Data(Frozen):
     ``source`` is one of:
 
     * ``"stdlib"``: the ``*.py`` of Python's standard library;
+    * ``"packages"``: the ``*.py`` of all packages in the folder that torch is installed in, but for
+      files that are not UTF-8;
     * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
       folder that ``TILEWISE_DATA`` names;
     * the path of a text file, of a folder of them, or of a folder with a pattern of its files.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
     of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
-    encoding of ``vocabulary`` tokens, trained on the training text alone.
+    encoding of ``vocabulary`` tokens, trained on the training text alone; with ``vocabulary_bytes``
+    on about as much of it, in pieces from everywhere.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -206,6 +209,7 @@ class Data(Frozen):
     packing: Literal["stream", "documents", "padded"] = added("stream")
     vocabulary: int = added(2048, ge=257, le=65536)
     tuning: float = added(0.0, ge=0, lt=1)
+    vocabulary_bytes: int = added(0, ge=0)
 
     @model_validator(mode="after")
     def _leaves_a_text(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ class Execution(Frozen):
     module: str | None = None  # of the child; None: the package's own
     variables: dict[str, str] = Field(default_factory=dict)  # set in the environment
     working: Path | None = None  # of relative paths in configs, where a machine has it
+    until: float | None = None  # the time, in seconds of Unix, after which no step begins
 
 
 STANDARD = Execution()
@@ -80,6 +82,12 @@ class RunSpec:
     def folder(self, study: Path) -> Path:
         """Return the folder that the run writes to, inside the folder of its study."""
         return study / "runs" / self.name
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether the run has to stop, at a checkpoint, however far it is."""
+        until = self.execution.until
+        return until is not None and time.time() >= until
 
     @property
     def record(self) -> Path:

@@ -24,7 +24,7 @@ from tilelab.study.ask.metrics import METRICS, reached, value_in
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.need import Need, host_need
 from tilelab.study.tasks.language import PROMPT_TOKENS
-from tilelab.study.tasks.task import AbstractTask, Prepared
+from tilelab.study.tasks.task import AbstractTask, Prepared, data_key
 from tilelab.study.train.costs import dtype_of, synchronise
 from tilelab.study.verdict.text import UNITS
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
@@ -178,12 +178,6 @@ _BUDGET_S = 0.2  # of one calibration
 FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
 RECOMPUTED = 4 / 3  # with checkpointing: a forward pass more
 _MOST_ROWS = 8  # of the micro-batch that is timed
-
-
-def data_key(config: RunConfig) -> str:
-    """Return a key of everything that a task's data depends on: runs with the same key share it."""
-    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
-    return f"{config.task.model_dump_json()} {data}"
 
 
 class Price(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,26 +17,25 @@ from rich.console import Console
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
-from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
-from tilelab.study.conduct import floors, progress
+from tilelab.study.conduct import floors, measured, progress
 from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
     check_target,
-    data_key,
     forecast_s,
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.pool import Pool
-from tilelab.study.conduct.process import Cores, Local, lock_folder
+from tilelab.study.conduct.pool import Pool, TimeUp
+from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
+from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
@@ -43,7 +43,7 @@ from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
 
-INTERRUPTED = 130
+GO_ON, INTERRUPTED = 75, 130
 _LONG_S = 30 * 60.0
 
 
@@ -58,6 +58,8 @@ class Conductor:
     on: str = "here"  # ``"here"``, or ``"ray"`` for the machines of a Ray cluster
     track: tuple[str, ...] = ()  # names of trackers
     confirm: Callable[[str], bool] | None = None  # asked before a long study, with its duration
+    one_process: bool = False  # for all runs, one after the other: they share what was compiled
+    minutes: float | None = None  # after which no step begins; None for no limit
     execution: Execution = STANDARD  # without folders and environment
 
     def conduct(self, console: Console) -> int:
@@ -65,12 +67,15 @@ class Conductor:
 
         Returns:
             0: every run is over. 1: the user did not want it to start, or a systems arm changed
-            what is learnt. 130: stopped with Ctrl-C; what was done is reported.
+            what is learnt. 75: time is up, and the same command goes on. 130: stopped with Ctrl-C.
+            What was done is reported.
 
         Raises:
             TilewiseError: what is asked cannot be done, or a run failed; what was done is reported.
         """
+        until = None if self.minutes is None else time.time() + 60 * self.minutes
         self.check_chip()
+        self._check_one_process()
         where = environment.describe(self.execution.threads)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         study, folder = self.study, store.folder_of(self.study, self.out)
@@ -81,9 +86,11 @@ class Conductor:
             agenda = Agenda(study, store.read_records(folder))
             agenda.check()
             try:
-                code = self._work(folder, agenda, where, console)
+                code = self._work(folder, agenda, where, console, until)
             except KeyboardInterrupt:
                 code = INTERRUPTED
+            except TimeUp:
+                code = GO_ON
             except TilewiseError:
                 with interrupts_ignored():
                     if not store.forget_empty(folder):
@@ -95,6 +102,9 @@ class Conductor:
             with interrupts_ignored():
                 if code == INTERRUPTED:
                     say(console, "Stopped with Ctrl-C. The same command goes on from here.")
+                if code == GO_ON:
+                    done = f"{agenda.done} of {agenda.total} runs are done"
+                    say(console, f"Time is up, {done}. The same command goes on from here.")
                 if not store.forget_empty(folder):
                     parted = _report(folder, console)
                     code = 1 if parted and code == 0 else code
@@ -115,7 +125,26 @@ class Conductor:
             )
             raise InvalidArgument("--device", came, required + CHIPS[study.chip].name, fix)
 
-    def _work(self, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console) -> int:
+    def _check_one_process(self) -> None:
+        if not self.one_process:
+            return
+        for name, given, allowed in (
+            ("--jobs", self.jobs, (None, 1)),
+            ("--processes", self.execution.processes, (1,)),
+            ("--on", self.on, ("here",)),
+        ):
+            if given not in allowed:
+                required = "one run at a time in one process here"
+                raise InvalidArgument(f"--one-process with {name}", str(given), required)
+
+    def _work(
+        self,
+        folder: Path,
+        agenda: Agenda,
+        where: dict[str, Any],
+        console: Console,
+        until: float | None,
+    ) -> int:
         study = self.study
         say(console, progress.opening(study, folder))
         for record in agenda.records.values():
@@ -134,14 +163,17 @@ class Conductor:
                     "environment": where,
                     "variables": environment.variables(),
                     "working": Path.cwd(),
+                    "until": until,
                 }
                 execution = self.execution.model_copy(update=filled)
                 code = self._train(execution, agenda, tracking, console)
         finally:
             with interrupts_ignored():
                 tracking.close()
-        if code == 0:
+        if code == 0 and until is None:
             floors.complete(study, folder, partial(say, console))
+        elif code == 0:
+            say(console, "Floors take minutes: the same command without --minutes computes them.")
         return 1 if tracking.failed else code
 
     def _train(
@@ -169,18 +201,25 @@ class Conductor:
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                Pool(place, jobs, execution.folder).work(
+                Pool(place, jobs, execution.folder, execution.until).work(
                     agenda, (_Target(self.study), board, shown, tracking)
                 )
         return 0
 
     @contextmanager
-    def _place(self, execution: Execution, console: Console) -> Iterator[Local | Cluster]:
+    def _place(
+        self, execution: Execution, console: Console
+    ) -> Iterator[Local | OneProcess | Cluster]:
         if self.on == "here":
             with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
                 if cores.trouble:
                     say(console, cores.trouble)
-                yield Local(execution, cores)
+                local = Local(execution, cores)
+                if self.one_process:
+                    with closing(OneProcess(local)) as one:
+                        yield one
+                else:
+                    yield local
             return
         with connected() as ray:
             yield Cluster(ray, execution)
@@ -190,7 +229,7 @@ class Conductor:
         device, processes = self.execution.device, self.execution.processes
         if self.jobs is not None:
             wished = self.jobs
-        elif device == "cuda":
+        elif device == "cuda" or self.one_process:
             wished = 1  # two runs on one GPU would measure each other
         else:
             cores = environment.pinnable_cores()
@@ -247,6 +286,8 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     try:
         return forecast_s(todo, corpora, torch.device(execution.device))
     finally:
+        if execution.device == "cuda":
+            torch.cuda.empty_cache()  # for the runs
         torch.set_num_threads(before)
 
 
@@ -270,8 +311,22 @@ class _Target(Watcher):
 def _report(folder: Path, console: Console) -> bool:
     """Write the index and the report, and say the verdicts.
 
-    Return whether a systems arm changed what is learnt.
+    Return whether a systems arm changed what is learnt. Where packages of the report are not
+    installed, say so; the records are all that it needs, on any machine.
     """
+    study, records = store.read_study(folder).study, store.readable_records(folder).whole
+    if rows := measured.checked(study, records):
+        measured.write(rows, folder)
+        console.print(measured.table(study, rows))
+    try:
+        from tilelab.study import report  # slow to import: matplotlib, and much that it needs
+    except ModuleNotFoundError as error:
+        say(
+            console,
+            f"No report: the package {error.name} is not installed here. `tilewise study report "
+            f"{folder}` writes it where it is; the records are whole.",
+        )
+        return False
     evidence = report.gather(folder)
     for name in evidence.damaged:
         say(console, f"{name}: its record is damaged. The report leaves it out.")

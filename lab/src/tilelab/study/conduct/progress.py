@@ -51,6 +51,11 @@ class LineProgress(Watcher):
         """The worker of a run went away."""
         self._say(_lost_words(run, why))
 
+    def paused(self, run: RunSpec) -> None:
+        """A run stopped at a checkpoint."""
+        lane = self._board.lanes[run.name]
+        self._say(f"{run.name} stopped at step {lane.step} of {run.config.steps}: time is up")
+
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
         if time.monotonic() < self._next:

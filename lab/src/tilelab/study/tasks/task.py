@@ -111,6 +111,12 @@ class Examination(ABC):
         raise NotImplementedError("check() refuses evaluation.sample_tokens for this task")
 
 
+def data_key(config: RunConfig) -> str:
+    """Return a key of everything that a task's data depends on: runs with the same key share it."""
+    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
+    return f"{config.task.model_dump_json()} {data}"
+
+
 class AbstractTask(ABC):
     """The objective, the data and the metrics of a run.
 

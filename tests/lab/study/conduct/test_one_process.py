@@ -1,0 +1,184 @@
+"""One process for all runs: the same bits, one compilation, and a limit of time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.lab.study.conduct.conducting import Conducted, conductor_of
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, known, records_of
+from tests.lab.study.records_of import folder_of as written
+from tests.lab.study.train.toys import bits_of, run_of, text_file
+from tilelab.study.ask.config import Study
+from tilelab.study.ask.run import Execution, RunSpec
+from tilelab.study.conduct import measured
+from tilelab.study.conduct.conductor import GO_ON, report_again
+from tilelab.study.conduct.pool import Pool, RunError, TimeUp
+from tilelab.study.conduct.predict import gpu_named, predict
+from tilelab.study.conduct.process import Local, OneProcess
+from tilelab.study.plan import Agenda
+from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import read_records, study_folders
+from tilelab.study.train.serve import Server
+from tilewise import cli
+from tilewise.errors import InvalidArgument
+
+
+def _study(place: Path, *, steps: int = 6, **changes: Any) -> Study:
+    text = {"data": text_file(place).model_dump(), "budget.steps": steps, **changes}
+    run = run_of(text)
+    experiment = experiment_of("same", baseline=run.config, seeds=(0,))
+    return Study(name="toy", question="?", experiments=(experiment,))
+
+
+def _work(study: Study, folder: Path, *, one: bool, **fields: Any) -> Agenda:
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    place = Local(Execution(folder=folder, cache=folder.parent / "cache", **fields))
+    agenda = Agenda(study, read_records(folder))
+    served = OneProcess(place)
+    try:
+        Pool(served if one else place, 1, folder, fields.get("until")).work(agenda, [])
+    finally:
+        served.close()
+    return agenda
+
+
+@pytest.mark.thorough
+def test_runs_of_one_process_have_the_bits_of_their_own_and_go_on(tmp_path: Path) -> None:
+    study = _study(tmp_path, **{"model.dropout.residual": 0.1}, steps=2000)
+    alone = _work(study, tmp_path / "alone", one=False).records
+    folder = tmp_path / "one"
+    late = False
+    for _ in range(200):  # each command may be too short for a step; together they are not
+        try:
+            _work(study, folder, one=True, until=time.time() + 5.0)
+            break
+        except TimeUp:
+            late = True
+    records = read_records(folder)
+    assert {name: bits_of(each) for name, each in records.items()} == {
+        name: bits_of(each) for name, each in alone.items()
+    }
+    assert late, "it was to be stopped at least once"
+
+
+@pytest.mark.thorough
+def test_a_run_that_fails_in_one_process_is_said(tmp_path: Path) -> None:
+    study = _study(tmp_path, **{"data.source": "/nowhere/at/all.txt"})
+    with pytest.raises(RunError, match=r"optimizers/baseline/seed-0.*/nowhere/at/all.txt"):
+        _work(study, tmp_path / "one", one=True)
+
+
+@pytest.mark.thorough
+def test_time_that_is_up_stops_a_run_at_a_checkpoint(tmp_path: Path) -> None:
+    run = run_of({"data": text_file(tmp_path).model_dump()})
+    server = Server()
+
+    def work(until: float | None) -> RunRecord:
+        execution = Execution(folder=tmp_path, cache=tmp_path / "cache", until=until)
+        server.work(run.executed(execution))
+        return RunRecord.read(run.folder(tmp_path) / "record.jsonl")
+
+    record = work(time.time() - 1.0)
+    assert (record.done, len(record.steps)) == (False, 0)
+    assert work(None).done
+
+
+def test_a_study_whose_time_is_up_says_so_and_goes_on(tmp_path: Path) -> None:
+    conducted = Conducted(tmp_path)
+    assert conducted.go(minutes=0.0) == GO_ON
+    assert "Time is up, 0 of 4 runs are done. The same command goes on" in conducted.said
+    assert conducted.go(minutes=5.0) == 0
+    assert "the same command without --minutes computes them" in conducted.said
+
+
+def test_one_process_does_one_run_at_a_time_here(tmp_path: Path) -> None:
+    study = _study(tmp_path)
+    for wrong in ({"jobs": 2}, {"processes": 2}, {"on": "ray"}):
+        with pytest.raises(InvalidArgument, match="--one-process with"):
+            conductor_of(study, tmp_path, one_process=True, **wrong).conduct(Console())
+
+
+@pytest.mark.slow
+def test_another_seed_schedule_or_optimizer_compiles_nothing(tmp_path: Path) -> None:
+    counters = pytest.importorskip("torch._dynamo.utils").counters
+    compiled = {"data": text_file(tmp_path).model_dump(), "training.compile": True}
+    server = Server()
+
+    def graphs_after(name: str, changes: dict[str, Any], seed: int = 0) -> int:
+        toy = run_of({**compiled, "model.layers": 1, **changes}, seed)
+        run = RunSpec("toy", name, seed, toy.config)
+        server.work(run.executed(Execution(folder=tmp_path, cache=tmp_path / "cache")))
+        return int(counters["stats"]["unique_graphs"])
+
+    first = graphs_after("adamw", {})
+    assert first > 0
+    assert graphs_after("adamw", {}, seed=1) == first
+    assert graphs_after("wsd", {"schedule.name": "wsd"}) == first
+    for optimizer in ("lion", "muon"):
+        assert graphs_after(optimizer, {"optimizer.name": optimizer}) == first
+    # Another graph: the compiler forgets the first one, and does it again.
+    assert graphs_after("dropout", {"model.dropout.residual": 0.1}) != first
+
+
+def test_predictions_stand_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = config_of(**{"training.precision": "bf16"})
+    experiment = experiment_of("lion", baseline=baseline, seeds=(0, 1))
+    study = Study(name="x", question="?", experiments=(experiment,), chip="h100")
+    records = records_of(study, {"lion": Behaviour(pace=0.5)})
+    rows = {each.arm: each for each in measured.checked(study, records)}
+    assert {each.runs for each in rows.values()} == {2}
+    expected = predict(baseline, gpu_named("h100")).step_s * 1e3
+    assert rows["baseline"].predicted_step_ms == pytest.approx(expected)
+    ratio = rows["lion"].measured_step_ms / rows["baseline"].measured_step_ms
+    assert ratio == pytest.approx(2.0, rel=0.2)
+    peak = max(known(each.memory).peak_bytes for each in records.values())
+    assert max(each.measured_bytes for each in rows.values()) == peak
+    assert measured.checked(study.model_copy(update={"chip": ""}), records) == []
+    folder = written(tmp_path / "x-1", study, records)
+    report_again(folder, Console(width=200))
+    assert "Predicted for h100, measured on" in capsys.readouterr().out
+    assert len(json.loads((folder / measured.FILE).read_text())) == 2
+
+
+@pytest.mark.slow
+def test_half_an_hour_of_a_gpu_at_a_tiny_size_in_two_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "cache"))
+    words = ["study", "gpu30", "--tiny", "true", "--one-process", "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--minutes", "0.5"]) == GO_ON
+    (folder,) = study_folders(tmp_path / "out")
+    before = {name for name, each in read_records(folder).items() if each.done}
+    assert len(before) < 20
+    assert cli.main([*words, "--minutes", "9"]) == 0
+    records = read_records(folder)
+    assert len(records) >= 20  # more with the controls of kernels
+    assert all(each.done for each in records.values())
+    assert all(len(records[name].starts) == 1 for name in before)
+    twin = records["choices/adamw+linear/seed-0"]
+    assert twin.start.same_as == "noise/adamw+linear/seed-0"
+    assert (folder / "report.html").exists()
+
+
+def test_the_conductor_and_its_child_need_few_packages() -> None:
+    code = (
+        "import sys, tilelab.study.train.serve, tilelab.study.command\n"
+        "slow = {'scipy', 'matplotlib', 'jinja2', 'schedulefree', 'tokenizers'}\n"
+        "print(sorted(slow & sys.modules.keys()))"
+    )
+    path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=path, check=True
+    )
+    assert found.stdout.strip() == "[]"

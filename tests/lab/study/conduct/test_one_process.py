@@ -17,16 +17,17 @@ from tests.lab.study.records_of import Behaviour, config_of, experiment_of, know
 from tests.lab.study.records_of import folder_of as written
 from tests.lab.study.train.toys import bits_of, run_of, text_file
 from tilelab.study.ask.config import Study
-from tilelab.study.ask.run import Execution, RunSpec
+from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import measured
 from tilelab.study.conduct.conductor import GO_ON, report_again
-from tilelab.study.conduct.pool import Pool, RunError, TimeUp
+from tilelab.study.conduct.pool import Pool, RunError
 from tilelab.study.conduct.predict import gpu_named, predict
 from tilelab.study.conduct.process import Local, OneProcess
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import read_records, study_folders
 from tilelab.study.train.serve import Server
+from tilelab.study.train.state import CHECKPOINT, step_of
 from tilewise import cli
 from tilewise.errors import InvalidArgument
 
@@ -44,29 +45,21 @@ def _work(study: Study, folder: Path, *, one: bool, **fields: Any) -> Agenda:
     agenda = Agenda(study, read_records(folder))
     served = OneProcess(place)
     try:
-        Pool(served if one else place, 1, folder, fields.get("until")).work(agenda, [])
+        Pool(served if one else place, 1, folder).work(agenda, [])
     finally:
         served.close()
     return agenda
 
 
 @pytest.mark.thorough
-def test_runs_of_one_process_have_the_bits_of_their_own_and_go_on(tmp_path: Path) -> None:
-    study = _study(tmp_path, **{"model.dropout.residual": 0.1}, steps=2000)
+def test_runs_of_one_process_have_the_bits_of_their_own(tmp_path: Path) -> None:
+    study = _study(tmp_path, **{"model.dropout.residual": 0.1})
     alone = _work(study, tmp_path / "alone", one=False).records
-    folder = tmp_path / "one"
-    late = False
-    for _ in range(200):  # each command may be too short for a step; together they are not
-        try:
-            _work(study, folder, one=True, until=time.time() + 5.0)
-            break
-        except TimeUp:
-            late = True
-    records = read_records(folder)
-    assert {name: bits_of(each) for name, each in records.items()} == {
+    one = _work(study, tmp_path / "one", one=True).records
+    assert len(one) == 2
+    assert {name: bits_of(each) for name, each in one.items()} == {
         name: bits_of(each) for name, each in alone.items()
     }
-    assert late, "it was to be stopped at least once"
 
 
 @pytest.mark.thorough
@@ -77,18 +70,25 @@ def test_a_run_that_fails_in_one_process_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_time_that_is_up_stops_a_run_at_a_checkpoint(tmp_path: Path) -> None:
-    run = run_of({"data": text_file(tmp_path).model_dump()})
+def test_time_that_is_up_stops_a_run_at_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of({"data": text_file(tmp_path).model_dump(), "model.dropout.residual": 0.1})
     server = Server()
 
-    def work(until: float | None) -> RunRecord:
-        execution = Execution(folder=tmp_path, cache=tmp_path / "cache", until=until)
+    def work(folder: Path, until: float | None = None) -> RunRecord:
+        execution = Execution(folder=folder, cache=tmp_path / "cache", until=until)
         server.work(run.executed(execution))
-        return RunRecord.read(run.folder(tmp_path) / "record.jsonl")
+        return RunRecord.read(run.folder(folder) / RECORD)
 
-    record = work(time.time() - 1.0)
-    assert (record.done, len(record.steps)) == (False, 0)
-    assert work(None).done
+    assert work(tmp_path / "late", time.time() - 1.0).steps == []
+    clock = iter([False, False, True])  # two steps, and then time is up
+    with monkeypatch.context() as patch:
+        patch.setattr(RunSpec, "time_is_up", property(lambda _: next(clock)))
+        stopped = work(tmp_path / "stopped", time.time())
+    assert (stopped.done, len(stopped.steps)) == (False, 2)
+    assert step_of(run.folder(tmp_path / "stopped") / CHECKPOINT) == 2
+    assert bits_of(work(tmp_path / "stopped")) == bits_of(work(tmp_path / "whole"))
 
 
 def test_a_study_whose_time_is_up_says_so_and_goes_on(tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ from tilewise import cli
 from tilewise.errors import InvalidArgument
 
 
-def _study(place: Path, *, steps: int = 6, **changes: Any) -> Study:
-    text = {"data": text_file(place).model_dump(), "budget.steps": steps, **changes}
-    run = run_of(text)
+def _study(place: Path, changes: dict[str, Any] | None = None) -> Study:
+    run = run_of({"data": text_file(place).model_dump(), **(changes or {})})
     experiment = experiment_of("same", baseline=run.config, seeds=(0,))
     return Study(name="toy", question="?", experiments=(experiment,))
 
@@ -53,7 +52,7 @@ def _work(study: Study, folder: Path, *, one: bool, **fields: Any) -> Agenda:
 
 @pytest.mark.thorough
 def test_runs_of_one_process_have_the_bits_of_their_own(tmp_path: Path) -> None:
-    study = _study(tmp_path, **{"model.dropout.residual": 0.1})
+    study = _study(tmp_path, {"model.dropout.residual": 0.1})
     alone = _work(study, tmp_path / "alone", one=False).records
     one = _work(study, tmp_path / "one", one=True).records
     assert len(one) == 2
@@ -64,7 +63,7 @@ def test_runs_of_one_process_have_the_bits_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_run_that_fails_in_one_process_is_said(tmp_path: Path) -> None:
-    study = _study(tmp_path, **{"data.source": "/nowhere/at/all.txt"})
+    study = _study(tmp_path, {"data.source": "/nowhere/at/all.txt"})
     with pytest.raises(RunError, match=r"optimizers/baseline/seed-0.*/nowhere/at/all.txt"):
         _work(study, tmp_path / "one", one=True)
 
@@ -107,6 +106,7 @@ def test_one_process_does_one_run_at_a_time_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_another_seed_schedule_or_optimizer_compiles_nothing(tmp_path: Path) -> None:
     counters = pytest.importorskip("torch._dynamo.utils").counters
     compiled = {"data": text_file(tmp_path).model_dump(), "training.compile": True}

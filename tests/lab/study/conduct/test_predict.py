@@ -28,13 +28,13 @@ from tilelab.study.ask.config import (
 )
 from tilelab.study.ask.overrides import apply
 from tilelab.study.conduct import checks
-from tilelab.study.conduct.checks import Price, data_key, price, run_s
+from tilelab.study.conduct.checks import Price, price, run_s
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
 from tilelab.study.records.store import folder_of
-from tilelab.study.tasks.task import Prepared
+from tilelab.study.tasks.task import Prepared, data_key
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, Unsupported
 

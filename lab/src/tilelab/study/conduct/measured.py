@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from tilelab.common.files import write_atomically
-from tilelab.study.ask.config import Study
+from tilelab.study.ask.config import RunConfig, Study
 from tilelab.study.conduct.predict import gpu_named, predict
 from tilelab.study.need import gpu_need
 from tilelab.study.plan import planned
@@ -41,7 +41,8 @@ def checked(study: Study, records: Mapping[str, RunRecord]) -> list[Checked]:
     """
     if not study.chip:
         return []
-    chip, found = gpu_named(study.chip), {}
+    chip = gpu_named(study.chip)
+    found: dict[tuple[str, str], tuple[RunConfig, list[RunRecord]]] = {}
     for run in planned(study, records):
         record = records.get(run.name)
         if record is None or not record.done or record.memory is None or record.start.same_as:

@@ -178,7 +178,7 @@ def _tiny(config: RunConfig, context: int, steps: int) -> RunConfig:
 def _kernels(name: str, config: RunConfig) -> Experiment:
     context = f"{config.model.context:,}"
     question = f"At context {context}: the same with each kernel, faster and in less memory?"
-    fields = {"smallest_effect": 0.02, "metric": "loss"}
+    fields: dict[str, Any] = {"smallest_effect": 0.02, "metric": "loss"}
     made = compare_kernels(name, question, config, (0, 1), KERNELS, **fields)
     kept = tuple(each for each in made.arms if each.name in (*KERNELS, *CONTROLS))
     return change(made, {"arms": kept})

@@ -181,7 +181,7 @@ class AbstractTask(ABC):
 
     def _check_factors(self, config: RunConfig) -> None:
         """Nothing that a task or a model does not know is set without an effect."""
-        rows = {
+        rows: dict[str, tuple[Any, Any]] = {
             "data.packing": (config.data.packing, "stream"),
             "evaluation.documents": (config.evaluation.documents, False),
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
@@ -191,6 +191,7 @@ class AbstractTask(ABC):
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
         if config.data.tokenizer != "bpe":
             foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
+            foreign["data.vocabulary_bytes"] = (config.data.vocabulary_bytes, 0)
         if model.family != "gpt2":
             foreign = {
                 "model.kv_heads": (model.kv_heads, None),

@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.doctor",),
     ("tilewise.cli",),
     ("tilelab",),
-    ("tilelab.common", "tilelab.stats"),
+    ("tilelab.common", "tilelab.huggingface", "tilelab.stats"),
     ("tilelab.cases",),
     ("tilelab.models", "tilelab.counted", "tilelab.gate"),
     ("tilelab.peers",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import subprocess
 import sys
@@ -86,6 +87,10 @@ def test_effects_of_a_factorial() -> None:
 def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         stats.compare_all(BASE, {"a": BASE}, **{"smallest_effect": 0.1, **changes})
+
+
+def test_the_example_of_the_package() -> None:
+    assert doctest.testmod(stats) == (0, 5)
 
 
 def test_it_needs_no_torch() -> None:

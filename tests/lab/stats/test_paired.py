@@ -13,10 +13,13 @@ from scipy import stats
 from tests.lab.study.records_of import known
 from tilelab.stats.paired import (
     SEEDS_LIMIT,
+    critical_t,
+    detectable,
     equivalence,
     holm,
     more_seeds,
     paired,
+    pooled_spread,
     ratio,
     seeds_for_difference,
     seeds_for_equivalence,
@@ -198,3 +201,42 @@ def test_summary() -> None:
     assert summary([]) is None
     single = summary([4.0])
     assert known(single).spread is None
+
+
+@pytest.mark.parametrize("arms", [1, 6])
+def test_what_is_detectable_is_the_inverse_of_the_seeds_for_it(arms: int) -> None:
+    found = detectable(0.5, 7, 0.01, 0.8, arms)
+    assert seeds_for_difference(0.5, found * 1.0001, 0.01, 0.8, arms) == 7
+    assert seeds_for_difference(0.5, found * 0.999, 0.01, 0.8, arms) == 8
+    assert detectable(0.5, 1, 0.01, 0.8) == math.inf
+    assert critical_t(3, 16, 0.05) == pytest.approx(stats.t.isf(0.05 / 32, 2))
+    assert critical_t(3, 6, 0.05, 6) == pytest.approx(stats.t.isf(0.05 / 12, 12))
+
+
+def test_a_pooled_error_is_that_of_randomized_blocks() -> None:
+    """Against least squares with an indicator of every block and treatment."""
+    rng = np.random.default_rng(4)
+    metrics = rng.normal(size=(5, 4))  # the baseline and four arms, over four seeds
+    rows = [[float(each) for each in row - metrics[0]] for row in metrics[1:]]
+    spread, p_value = pooled_spread(rows)
+    treatments, blocks = np.indices(metrics.shape)
+    columns = [*(treatments == at for at in range(5)), *(blocks == at for at in range(1, 4))]
+    design = np.stack([each.ravel() for each in columns], axis=1).astype(float)
+    left = np.linalg.lstsq(design, metrics.ravel(), rcond=None)[1]
+    assert spread == pytest.approx(math.sqrt(2 * float(left[0]) / (4 * 3)))
+    residuals = metrics.ravel() - design @ np.linalg.lstsq(design, metrics.ravel(), rcond=None)[0]
+    squares = (residuals.reshape(5, 4) ** 2).sum(1)
+    share = squares.max() / squares.sum() * 5 / 4
+    assert p_value == pytest.approx(min(1, 5 * stats.beta.sf(share, 1.5, 4.5)))
+    assert pooled_spread([rows[0]]) == pytest.approx((np.std(rows[0], ddof=1), 1.0))
+
+
+def test_cochrans_test_is_at_its_level_and_finds_a_wild_arm() -> None:
+    def rejects(sds: list[float]) -> float:
+        rng = np.random.default_rng(6)
+        drawn = rng.normal(size=(1000, len(sds), 3)) * np.array(sds)[:, None]
+        found = [pooled_spread((each[1:] - each[0]).tolist())[1] for each in drawn]
+        return float(np.mean(np.array(found) <= 0.05))
+
+    assert 0.025 < rejects([1.0] * 7) < 0.07
+    assert rejects([1.0] * 6 + [5.0]) > 0.6

@@ -17,7 +17,7 @@ import pytest
 
 from tests.lab.study.train.toys import Killed, killed_after
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.conduct import conductor
+from tilelab.study.conduct import conductor, script
 from tilelab.study.conduct.process import Follower
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
@@ -96,7 +96,8 @@ class _Here:
         if self.kill and re.fullmatch(self.kill, run.name):
             with killed_after(run.config.steps // 2):
                 child.work(run.executed(self.execution, checkpoint_every_s=0.0))
-        child.work(run)
+        work = script.work if run.config.learning.external else child.work
+        work(run)
         return _Ended(run)
 
 

@@ -88,7 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def study(place: Path, name: str, out: str, kill: str = "") -> tuple[int | None, list[str]]:
-    return run(f"{place / 'recipe.py'}:{name}", place / out, kill)
+    return run(f"{place / 'recipe.py'}:{name}", place / out, kill, ("--underpowered",))
 
 
 def _stage(name: str) -> tuple[int, int]:

@@ -217,7 +217,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_killed_at_random_moments_it_is_the_same_to_the_bit(place: Path) -> None:
-    options = ["--seeds", "2", "--steps", "300"]
+    options = ["--seeds", "2", "--underpowered", "--steps", "300"]
     assert cli.main(argv(place, "long", *options)) == 0
     moments = random.Random(1)
     for attempt in range(6):

@@ -31,6 +31,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path_factory.mktemp("page") / "my_study.py"
     path.write_text(code)
+    (own,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    path.with_name("mine.py").write_text(own)
+    runs = ["optimizer,seed,val_loss,State"]
+    runs += [
+        f"{arm},{seed},{2 + seed + 0.1 * len(arm)},finished"
+        for arm in ("adamw", "muon")
+        for seed in range(3)
+    ]
+    path.with_name("runs.csv").write_text("\n".join(runs))
     return path
 
 
@@ -120,7 +129,15 @@ def test_what_an_encoder_sees_is_said() -> None:
 @pytest.mark.slow
 def test_the_example_runs_to_its_end(example: Path) -> None:
     (example.parent / "text.txt").write_bytes(text(8000))
-    tiny = ("--steps", "8", "--seeds", "3", "--source", str(example.parent / "text.txt"))
+    tiny = (
+        "--steps",
+        "8",
+        "--underpowered",
+        "--seeds",
+        "3",
+        "--source",
+        str(example.parent / "text.txt"),
+    )
     small = ("model.layers=1", "model.heads=2", "model.width=16", "model.context=32")
     more = [
         word

@@ -44,7 +44,7 @@ INK, SOFT, RULE, CARD = "#000001", "#000002", "#000003", "#000004"
 BETTER, WORSE = "#000005", "#000006"
 ARM_COLOURS = 8  # the baseline and seven more; after them they come round again, dashed
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (4, 2)), (0, (1, 1.4)))
-PART_COLOURS = tuple(f"#0000c{index}" for index in range(4))
+PART_COLOURS = tuple(f"#0000c{index}" for index in range(5))
 _VARIABLES = {
     INK: "--ink",
     SOFT: "--soft",

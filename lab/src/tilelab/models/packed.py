@@ -106,6 +106,7 @@ class SelfAttention(nn.Module):
     Attributes:
         on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
             of ``"tilewise"``; the others keep none.
+        sharper: factor of the scale 1 / sqrt(head width); 1 unless something is wrong on purpose.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class SelfAttention(nn.Module):
         self.heads, self.dropout_p = heads, dropout_p
         self.implementation: Implementation = implementation
         self.on_statistics: Callable[[SoftmaxStats], None] | None = None
+        self.sharper = 1.0
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -139,6 +141,8 @@ class SelfAttention(nn.Module):
             project(x).unflatten(-1, (self.heads, -1))
             for project in (self.query, self.key, self.value)
         )
+        if self.sharper != 1.0:
+            q = q * self.sharper
         dropout_p = self.dropout_p if self.training else 0.0
         if self.implementation == "tilewise":
             out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)

@@ -8,8 +8,9 @@
 better: -0.111 nats [-0.127, -0.095] (Holm p 0.0011).
 
 ``compare_all`` takes several arms, ``interactions_of`` and ``factorial_effects`` tell what choices
-do together, ``seeds_for_difference`` and ``seeds_for_equivalence`` plan. ``docs/metrics.md``
-defines each number; the studies of ``tilelab.study`` are judged by the same functions.
+do together, ``detectable``, ``seeds_for_difference`` and ``seeds_for_equivalence`` plan.
+``docs/metrics.md`` defines each number; the studies of ``tilelab.study`` are judged by the same
+functions.
 """
 
 from tilelab.stats.compare import (
@@ -22,6 +23,8 @@ from tilelab.stats.compare import (
 from tilelab.stats.decide import look_levels
 from tilelab.stats.paired import (
     Paired,
+    critical_t,
+    detectable,
     equivalence,
     holm,
     more_seeds,
@@ -33,6 +36,7 @@ from tilelab.stats.paired import (
 )
 from tilelab.stats.values import (
     Effect,
+    ErrorUsed,
     FactorEffect,
     Interaction,
     Interval,
@@ -45,6 +49,7 @@ from tilelab.stats.values import (
 
 __all__ = [
     "Effect",
+    "ErrorUsed",
     "FactorEffect",
     "Factorial",
     "Interaction",
@@ -57,6 +62,8 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_all",
+    "critical_t",
+    "detectable",
     "equivalence",
     "factorial_effects",
     "holm",

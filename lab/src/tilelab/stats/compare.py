@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from tilelab.stats.decide import Comparison, Judged, Rules, decided, look_by_look, look_levels
+from tilelab.stats.decide import (
+    NO_OTHERS,
+    Comparison,
+    Judged,
+    Rules,
+    decided,
+    look_by_look,
+    look_levels,
+)
 from tilelab.stats.errors import invalid
 from tilelab.stats.factorial import factor_effects, interactions
 from tilelab.stats.fractions import check
@@ -67,6 +76,8 @@ def compare_all(
     rho: float = 2.0,
     systems: Collection[str] = (),
     identical: Collection[str] = (),
+    error: Literal["own", "pooled"] = "own",
+    others: int = 0,
 ) -> dict[str, Verdict]:
     """Return the verdict on every arm, by the rules of ``decide.py``.
 
@@ -87,12 +98,20 @@ def compare_all(
         rho: how the looks share the level: see ``decide.look_levels``.
         systems: arms that are to change nothing; for them ``more_seeds`` shows equivalence.
         identical: arms whose runs ended with the baseline's weights, bit for bit, with every seed.
+        error: ``"pooled"`` takes one error for all arms where their variances allow it, which
+            ``Verdict.error`` says. It goes neither with looks nor with systems arms.
+        others: comparisons of other baselines that share the family: each counts as one that is not
+            rejected.
 
     Raises:
         InvalidArgument: an argument that is out of range, or names an arm that is not there.
     """
     every = _seeds_of(baseline, arms, seeds)
-    rules = _rules(smallest_effect, confidence, power, unit, higher_is_better, len(arms))
+    rules = _rules(smallest_effect, confidence, power, unit, higher_is_better, len(arms) + others)
+    rules = replace(rules, error=error)
+    if error == "pooled" and (looks or systems):
+        required = "own: looks and systems arms have no error in common"
+        raise invalid("error", "pooled with looks or systems arms", required)
     for argument, names in (("systems", systems), ("identical", identical)):
         unknown = sorted(set(names) - set(arms))
         if unknown:
@@ -106,7 +125,7 @@ def compare_all(
         )
         for name, values in arms.items()
     ]
-    judged = _judged(comparisons, rules, looks, rho, len(every))
+    judged = _judged(comparisons, rules, looks, rho, len(every), others)
     return {name: each.verdict(name) for name, each in zip(arms, judged, strict=True)}
 
 
@@ -171,15 +190,16 @@ def _judged(
     looks: Sequence[int],
     rho: float,
     count: int,
+    others: int,
 ) -> list[Judged]:
     if not looks:
-        return decided(comparisons, rules)
+        return decided(comparisons, rules, NO_OTHERS.and_unknown(others, others))
     grows = all(one < other for one, other in pairwise(looks))
     if not grows or looks[0] < 2 or looks[-1] != count:
         raise invalid("looks", str(tuple(looks)), f"2 or more, growing, up to {count} seeds")
     if rho <= 0:
         raise invalid("rho", str(rho), "a number above 0")
-    return look_by_look(comparisons, rules, looks, look_levels(looks, rho, rules.alpha))
+    return look_by_look(comparisons, rules, looks, look_levels(looks, rho, rules.alpha), others)
 
 
 def _rules(

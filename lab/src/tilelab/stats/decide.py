@@ -11,6 +11,12 @@ In this order, the first that holds:
 
 So an effect that is surely not zero but surely too small to matter is no difference.
 
+**Pooled error.** ``Rules.error = "pooled"`` takes one error for all arms of an experiment, with
+k (n - 1) degrees of freedom for k arms and n seeds: ``paired.pooled_spread``. Where a run diverged
+or is missing, each arm has its own. Where Cochran's test says at 5 % that variances differ, each
+test and interval is the more cautious of both. So a choice between two errors that is made on the
+same numbers cannot raise the error rate above that of either.
+
 Sequential comparisons: seeds are added until every arm is decided, or all of them are spent.
 
 ``look_levels`` has the levels. At a look, Holm's adjustment is over the arms at the look's
@@ -24,14 +30,56 @@ not looked at, so the decision depends on the records alone and not on who ran w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from tilelab.stats.paired import Paired, equivalence, holm, more_seeds, paired
-from tilelab.stats.values import Interval, Label, Look, SeedResult, Verdict
+from tilelab.stats.paired import (
+    Paired,
+    equivalence,
+    holm,
+    more_seeds,
+    paired,
+    pooled_spread,
+)
+from tilelab.stats.values import ErrorUsed, Interval, Label, Look, SeedResult, Verdict
 from tilelab.stats.words import effect_text, interval_text, p_text, seeds_text
+
+VARIANCES_DIFFER = 0.05  # a p-value of Cochran's test up to that says so
+
+
+class Others(NamedTuple):
+    """Tests that share the family of some comparisons: their p-values, None for one to come."""
+
+    different: Sequence[float | None] = ()
+    same: Sequence[float | None] = ()  # of equivalence
+
+    def and_unknown(self, different: int, same: int) -> Others:
+        """Return these and so many that are not known."""
+        return Others([*self.different, *[None] * different], [*self.same, *[None] * same])
+
+
+NO_OTHERS = Others()
+
+
+def others_of(tests: Mapping[str, Sequence[Judged]], unknown: int = 0) -> dict[str, Others]:
+    """Return, for each of some experiments that step down together, the tests of all others.
+
+    Args:
+        tests: experiment -> its comparisons, each tested with any family.
+        unknown: further comparisons of the family, which count as not rejected.
+    """
+    p_values = {
+        name: [(each.p_value, each.test.p_equivalence) for each in found]
+        for name, found in tests.items()
+    }
+    found = {}
+    for name in p_values:
+        rest = [each for other, known in p_values.items() if other != name for each in known]
+        others = Others([each for each, _ in rest], [each for _, each in rest])
+        found[name] = others.and_unknown(unknown, unknown)
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,6 +92,7 @@ class Rules:
     power: float  # of further seeds
     family: int  # comparisons that share the error of the experiment
     higher_is_better: bool = False
+    error: Literal["own", "pooled"] = "own"
 
     def helps(self, effect: float) -> bool:
         """Return whether a difference of the metric is an improvement."""
@@ -119,10 +168,16 @@ class Judged(NamedTuple):
     test: Examined
     decision: Decision
     look: Look | None = None
+    error: ErrorUsed | None = None
+
+    @property
+    def p_value(self) -> float | None:
+        """Of a difference, not adjusted; None where it is not tested."""
+        return self.test.paired.p_value if self.compared.whole else None
 
     def verdict(self, arm: str) -> Verdict:
         """Return it as the verdict on an arm of that name."""
-        compared, test, decision, look = self
+        compared, test, decision, look, error = self
         return Verdict(
             arm=arm,
             label=decision.label,
@@ -135,52 +190,108 @@ class Judged(NamedTuple):
             diverged=compared.diverged,
             identical=compared.identical,
             look=look,
+            error=error,
         )
 
 
 def decided(
-    comparisons: Sequence[Comparison], rules: Rules, others: tuple[int, int] = (0, 0)
+    comparisons: Sequence[Comparison], rules: Rules, others: Others = NO_OTHERS
 ) -> list[Judged]:
     """Make all tests of one family, and decide by them.
 
     Where a seed diverged, the effect of the others says nothing about the arm: it has none. An
-    incomplete comparison is not tested, but counts in the family. ``others`` counts comparisons
-    that are not among these and are in the family too: for the tests of a difference, and for those
-    of equivalence.
+    incomplete comparison is not tested, but counts in the family. ``others`` are comparisons that
+    are not among these and are in the family too.
     """
-    values = [
-        [] if each.diverged or each.baseline_diverged else each.differences for each in comparisons
-    ]
-    effects = [
-        replace(paired(mine, rules.confidence), n=len(each.differences))
-        for mine, each in zip(values, comparisons, strict=True)
-    ]
-    wholes = [each.differences if each.whole else None for each in comparisons]
-    tests = family_tests(effects, wholes, rules, others)
+    error = _error(comparisons, rules)
+    effects, same = [], []
+    for each in comparisons:
+        gone = each.diverged or each.baseline_diverged
+        values = [] if gone else each.differences
+        effect, p_same = _tested(values, rules, error, len(comparisons))
+        effects.append(replace(effect, n=len(each.differences)))
+        same.append(p_same)
+    tests = family_tests(effects, same, [each.whole for each in comparisons], others)
     return [
-        Judged(each, test, _decide(each, test, rules))
+        Judged(each, test, _with_error(_decide(each, test, rules, error), error), None, error)
         for each, test in zip(comparisons, tests, strict=True)
     ]
 
 
+def _error(comparisons: Sequence[Comparison], rules: Rules) -> ErrorUsed | None:
+    """Return which error the tests take, and why; None where each arm's own was asked for."""
+    if rules.error == "own":
+        return None
+    if any(each.diverged or each.baseline_diverged or not each.whole for each in comparisons):
+        return ErrorUsed("own", None, None, "Each arm's own error: a run diverged or is missing.")
+    rows = [each.differences for each in comparisons]
+    seeds = len(rows[0]) if rows else 0
+    if seeds < 2:
+        return ErrorUsed("own", None, None, "Each arm's own error: there is one seed.")
+    if len(rows) == 1:
+        return ErrorUsed("own", None, None, "Its own error: there is no other arm.")
+    spread, p_value = pooled_spread(rows)
+    freedom = len(rows) * (seeds - 1)
+    p = f"Cochran p {p_text(p_value)}"
+    if spread == 0:
+        return ErrorUsed("own", spread, freedom, "Each arm's own error: nothing varies.")
+    if p_value <= VARIANCES_DIFFER:
+        words = f"Own or pooled error, the more cautious: the arms' variances differ ({p})."
+        return ErrorUsed("own", spread, freedom, words)
+    return ErrorUsed(
+        "pooled", spread, freedom, f"Pooled error, {freedom} degrees of freedom ({p})."
+    )
+
+
+def _tested(
+    values: Sequence[float], rules: Rules, error: ErrorUsed | None, arms: int
+) -> tuple[Paired, float | None]:
+    """Return the paired test of some differences, and the p-value of equivalence."""
+    own = paired(values, rules.confidence), equivalence(values, rules.smallest)
+    if error is None or not error.spread or len(values) < 2:
+        return own
+    pooled = (
+        paired(values, rules.confidence, error.spread, arms),
+        equivalence(values, rules.smallest, error.spread, arms),
+    )
+    if error.kind == "pooled":
+        return pooled
+    wider = max(own, pooled, key=lambda each: _width(each[0]))[0]
+    p_values = [each.p_value for each, _ in (own, pooled) if each.p_value is not None]
+    same = [each for _, each in (own, pooled) if each is not None]
+    return replace(wider, p_value=max(p_values)), max(same)
+
+
+def _width(effect: Paired) -> float:
+    assert effect.interval is not None
+    return effect.interval.high - effect.interval.low
+
+
+def _with_error(decision: Decision, error: ErrorUsed | None) -> Decision:
+    if error is None or decision.label in ("diverged", "incomplete"):
+        return decision
+    return replace(decision, reason=f"{decision.reason} {error.words}")
+
+
 def family_tests(
     effects: Sequence[Paired],
-    wholes: Sequence[Sequence[float] | None],
-    rules: Rules,
-    others: tuple[int, int] = (0, 0),
+    same: Sequence[float | None],
+    whole: Sequence[bool],
+    others: Others = NO_OTHERS,
 ) -> list[Examined]:
-    """Make the tests of some effects by their values; None for one that is not whole."""
-    same = [None if each is None else equivalence(each, rules.smallest) for each in wholes]
+    """Adjust the tests of some effects; those of one that is not whole are not made."""
     different = [
-        None if each is None else effect.p_value
-        for effect, each in zip(effects, wholes, strict=True)
+        each.p_value if there else None for each, there in zip(effects, whole, strict=True)
     ]
-    p_holm = holm([*different, *[None] * others[0]])[: len(different)]
-    p_same = holm([*same, *[None] * others[1]])[: len(same)]
-    return [Examined(*row) for row in zip(effects, p_holm, same, p_same, strict=True)]
+    tested = [each if there else None for each, there in zip(same, whole, strict=True)]
+    p_holm = holm([*different, *others.different])[: len(different)]
+    p_same = holm([*tested, *others.same])[: len(tested)]
+    return [Examined(*row) for row in zip(effects, p_holm, tested, p_same, strict=True)]
 
 
-def _decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
+def _decide(
+    comparison: Comparison, test: Examined, rules: Rules, error: ErrorUsed | None
+) -> Decision:
     """Return the label of a comparison by the order above, with its sentence."""
     if comparison.lost:
         return Decision("diverged", "Every value of its sweep diverged, so no run could count.")
@@ -197,10 +308,12 @@ def _decide(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
         done = len(comparison.differences)
         missing = f"The baseline has finished {done} of {len(comparison.seeds)} seeds."
         return Decision("incomplete", missing)
-    return _of_whole(comparison, test, rules)
+    return _of_whole(comparison, test, rules, error)
 
 
-def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
+def _of_whole(
+    comparison: Comparison, test: Examined, rules: Rules, error: ErrorUsed | None
+) -> Decision:
     effect, interval = test.paired.mean, test.paired.interval
     assert effect is not None
     size = size_text(effect, interval, rules)
@@ -224,15 +337,22 @@ def _of_whole(comparison: Comparison, test: Examined, rules: Rules) -> Decision:
             else ""
         )
         return Decision(label, f"{size} (Holm p {p_text(test.p_holm)}).{doubt}")
-    return _undecided(comparison, size, rules)
+    return _undecided(comparison, size, rules, error)
 
 
-def _undecided(comparison: Comparison, size: str, rules: Rules) -> Decision:
+def _undecided(
+    comparison: Comparison, size: str, rules: Rules, error: ErrorUsed | None
+) -> Decision:
     values = comparison.differences
+    pooling: tuple[float, int] | tuple[()] = ()
+    if error is not None and error.kind == "pooled":
+        assert error.spread is not None
+        assert error.freedom is not None
+        pooling = error.spread, error.freedom // (len(values) - 1)
     systems = comparison.kind == "systems"
     # Holm's strictest level: it holds for whichever of the arms turns out to be the clearest.
     level = rules.alpha / rules.family
-    more = more_seeds(values, rules.smallest, level, rules.power, systems)
+    more = more_seeds(values, rules.smallest, level, rules.power, systems, *pooling)
     if len(values) < 2:
         reason = f"{size}: one seed has no error bar. Two at least are needed."
     else:
@@ -281,7 +401,11 @@ def look_levels(looks: Sequence[int], rho: float, alpha: float) -> tuple[float, 
 
 
 def look_by_look(
-    compared: Sequence[Comparison], rules: Rules, looks: Sequence[int], levels: Sequence[float]
+    compared: Sequence[Comparison],
+    rules: Rules,
+    looks: Sequence[int],
+    levels: Sequence[float],
+    others: int = 0,
 ) -> list[Judged]:
     """Return the decisions about all arms of a sequential experiment, as far as its runs have come.
 
@@ -291,13 +415,16 @@ def look_by_look(
         rules: of the experiment.
         looks: seeds at each look.
         levels: of each look, which add up to ``rules.alpha``.
+        others: comparisons of other experiments in the family; they count as not rejected.
     """
+    unknown = NO_OTHERS.and_unknown(others, others)
     found: dict[int, Judged] = {}
     for number, (count, level) in enumerate(zip(looks, levels, strict=True), 1):
         left = [at for at in range(len(compared)) if at not in found]
         cut = [_first(compared[at], count) for at in left]
         look = Look(number, len(looks), level)
-        tested = decided(cut, replace(rules, confidence=1 - level), _others(found))
+        family = unknown.and_unknown(*_others(found))
+        tested = decided(cut, replace(rules, confidence=1 - level), family)
         judged = dict(zip(left, tested, strict=True))
         if any(each.decision.label == "incomplete" for each in tested):
             return _in_order({**found, **{at: _waiting(each, look) for at, each in judged.items()}})

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
-from tilelab.stats.decide import Examined, Rules, family_tests, size_text
+from tilelab.stats.decide import NO_OTHERS, Examined, Rules, family_tests, size_text
 from tilelab.stats.fractions import Estimate, TwoLevels, combinations_of, estimates
-from tilelab.stats.paired import paired
+from tilelab.stats.paired import equivalence, paired
 from tilelab.stats.values import FactorEffect, Interaction, InteractionLabel, SeedResult
 from tilelab.stats.words import p_text
 
@@ -38,7 +38,11 @@ _Contrast = tuple[int, Sequence[float] | None]
 
 
 def interactions(
-    per_seed: Seeds, seeds: Sequence[int], rules: Rules, baseline_diverged: bool = False
+    per_seed: Seeds,
+    seeds: Sequence[int],
+    rules: Rules,
+    baseline_diverged: bool = False,
+    others: int = 0,
 ) -> tuple[Interaction, ...]:
     """Return every interaction that the arms can tell, with Holm over them.
 
@@ -47,6 +51,7 @@ def interactions(
         seeds: of the experiment.
         rules: of it; their ``family`` is not read.
         baseline_diverged: whether a run of the baseline did.
+        others: interactions of other experiments in the family.
     """
     joined = list(_joined(list(per_seed)))
     contrasts: list[_Contrast] = []
@@ -55,7 +60,7 @@ def interactions(
         values = [sum(sign * row[arm] for arm, sign in signs.items()) for row in _rows(seeds, arms)]
         broken = baseline_diverged or _diverged(arms)
         contrasts.append((len(parts), None if broken else values))
-    tested = _tested(contrasts, seeds, rules)
+    tested = _tested(contrasts, seeds, rules, others)
     return tuple(
         Interaction(arms=parts, together="+".join(parts), **found)
         for (parts, _), (found, _) in zip(joined, tested, strict=True)
@@ -68,8 +73,13 @@ def factor_effects(
     seeds: Sequence[int],
     rules: Rules,
     baseline_diverged: bool = False,
+    others: tuple[int, int] = (0, 0),
 ) -> tuple[FactorEffect, ...]:
-    """Return every effect that a design estimates; arguments as of ``interactions``."""
+    """Return every effect that a design estimates; arguments as of ``interactions``.
+
+    ``others`` counts, of other experiments, the comparisons in the family of the main effects, and
+    the interactions in that of the interactions.
+    """
     broken = baseline_diverged or _diverged(per_seed)
     rows = [] if broken else _rows(seeds, per_seed)
     effects = []
@@ -79,7 +89,7 @@ def factor_effects(
             (len(each.factors), None if broken else [_effect(design, each, row) for row in rows])
             for each in family
         ]
-        tested = _tested(contrasts, seeds, rules)
+        tested = _tested(contrasts, seeds, rules, others[joint])
         for estimate, (found, p_equivalence_holm) in zip(family, tested, strict=True):
             aliases = tuple(
                 f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
@@ -102,6 +112,11 @@ def predicted(design: TwoLevels, effects: Sequence[FactorEffect], on: Sequence[s
         return total
 
     return at(on) - at(())
+
+
+def counted(names: Sequence[str]) -> int:
+    """Return how many interactions arms of these names can tell."""
+    return sum(1 for _ in _joined(list(names)))
 
 
 def _joined(names: list[str]) -> Iterable[tuple[tuple[str, ...], dict[str, int]]]:
@@ -151,7 +166,7 @@ def _effect(design: TwoLevels, estimate: Estimate, row: Mapping[str, float]) -> 
 
 
 def _tested(
-    family: Sequence[_Contrast], seeds: Sequence[int], rules: Rules
+    family: Sequence[_Contrast], seeds: Sequence[int], rules: Rules, others: int
 ) -> list[tuple[dict[str, Any], float | None]]:
     """Decide the contrasts of one family; one that is not whole is not tested, but counts in it.
 
@@ -160,7 +175,12 @@ def _tested(
     """
     values = [each or [] for _, each in family]
     wholes = [each if len(each) == len(seeds) else None for each in values]
-    tests = family_tests([paired(each, rules.confidence) for each in values], wholes, rules)
+    tests = family_tests(
+        [paired(each, rules.confidence) for each in values],
+        [equivalence(each, rules.smallest) for each in values],
+        [each is not None for each in wholes],
+        NO_OTHERS.and_unknown(others, others),
+    )
     found = []
     for contrast, test, whole in zip(family, tests, wholes, strict=True):
         label, reason = _decide(contrast, test, rules, whole is not None)

@@ -29,11 +29,19 @@ class Paired:
     p_value: float | None  # two-sided, of a mean of zero
 
 
-def paired(differences: Sequence[float], confidence: float) -> Paired:
+def paired(
+    differences: Sequence[float], confidence: float, spread: float | None = None, arms: int = 1
+) -> Paired:
     """Return the paired t interval and test.
 
     Differences that do not vary at all give the limit of a vanishing spread: an interval of one
     point, and a p-value of 0 (of 1 where they are all zero).
+
+    Args:
+        differences: one a seed.
+        confidence: of the interval.
+        spread: standard deviation that stands in for that of the differences; None for their own.
+        arms: that the spread is pooled over: it has arms (n - 1) degrees of freedom.
 
     Source: Student, "The probable error of a mean", Biometrika 6, 1908.
     """
@@ -43,18 +51,21 @@ def paired(differences: Sequence[float], confidence: float) -> Paired:
     mean = statistics.fmean(differences)
     if n == 1:
         return Paired(1, mean, None, None, None)
-    spread = _spread(differences)
-    error = spread / math.sqrt(n)
-    half = _quantile(n - 1, (1 + confidence) / 2) * error
-    p_value = 2 * _upper_tail(abs(mean), error, n - 1) if mean else 1.0
+    spread = _spread(differences) if spread is None else spread
+    error, freedom = spread / math.sqrt(n), arms * (n - 1)
+    half = _quantile(freedom, (1 + confidence) / 2) * error
+    p_value = 2 * _upper_tail(abs(mean), error, freedom) if mean else 1.0
     return Paired(n, mean, spread, Interval(mean - half, mean + half), p_value)
 
 
-def equivalence(differences: Sequence[float], margin: float) -> float | None:
+def equivalence(
+    differences: Sequence[float], margin: float, spread: float | None = None, arms: int = 1
+) -> float | None:
     """Return the p-value of two one-sided t tests: of a mean at least ``margin`` away from zero.
 
     Small values say that the mean lies within ``(-margin, margin)``. It is the larger of the two
-    one-sided p-values; None for fewer than two differences.
+    one-sided p-values; None for fewer than two differences. ``spread`` and ``arms`` are as of
+    ``paired``.
 
     Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
     Journal of Pharmacokinetics and Biopharmaceutics 15, 1987.
@@ -62,8 +73,10 @@ def equivalence(differences: Sequence[float], margin: float) -> float | None:
     n = len(differences)
     if n < 2:
         return None
-    mean, error = statistics.fmean(differences), _spread(differences) / math.sqrt(n)
-    return max(_upper_tail(margin - mean, error, n - 1), _upper_tail(margin + mean, error, n - 1))
+    spread = _spread(differences) if spread is None else spread
+    mean, error, freedom = statistics.fmean(differences), spread / math.sqrt(n), arms * (n - 1)
+    ends = margin - mean, margin + mean
+    return max(_upper_tail(each, error, freedom) for each in ends)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -84,22 +97,62 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def seeds_for_difference(spread: float, effect: float, alpha: float, power: float) -> int:
+def critical_t(seeds: int, comparisons: int, alpha: float, arms: int = 1) -> float:
+    """Return the |t| that the first step of Holm's method asks for; infinite for one seed.
+
+    t_(1 - alpha / (2 comparisons)) with arms (seeds - 1) degrees of freedom.
+    """
+    if seeds < 2:
+        return math.inf
+    return _quantile(arms * (seeds - 1), 1 - alpha / (2 * comparisons))
+
+
+def detectable(spread: float, seeds: int, alpha: float, power: float, arms: int = 1) -> float:
+    """Return the smallest mean difference that the two-sided paired t test finds with that power.
+
+    The inverse of ``seeds_for_difference``; infinite for one seed.
+
+    Args:
+        spread: standard deviation of paired differences.
+        seeds: how many.
+        alpha: of the test: for Holm's first step, the level over the comparisons.
+        power: wished, by the noncentral t distribution.
+        arms: that the spread is pooled over.
+    """
+    if seeds < 2:
+        return math.inf
+    low, high = 0.0, 1.0
+    while _power(high, seeds, alpha / 2, arms) < power:
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        if _power(middle, seeds, alpha / 2, arms) < power:
+            low = middle
+        else:
+            high = middle
+    return spread * high
+
+
+def seeds_for_difference(
+    spread: float, effect: float, alpha: float, power: float, arms: int = 1
+) -> int:
     """Seeds so that the two-sided paired t test finds a mean difference of ``effect``.
 
     The normal approximation ((z_(1 - alpha/2) + z_power) spread / effect)^2 is the first guess; the
     noncentral t distribution then gives the smallest number with at least the wished power. It is 2
-    or more; beyond ``SEEDS_LIMIT`` the normal approximation.
+    or more; beyond ``SEEDS_LIMIT`` the normal approximation. ``arms`` is as of ``paired``.
     """
-    return _seeds(spread, effect, alpha / 2, power)
+    return _seeds(spread, effect, alpha / 2, power, arms)
 
 
-def seeds_for_equivalence(spread: float, gap: float, alpha: float, power: float) -> int:
+def seeds_for_equivalence(
+    spread: float, gap: float, alpha: float, power: float, arms: int = 1
+) -> int:
     """Seeds so that two one-sided tests show equivalence of a mean ``gap`` inside the margin.
 
     Each test gets half of what may fail, which is on the safe side.
     """
-    return _seeds(spread, gap, alpha, (1 + power) / 2)
+    return _seeds(spread, gap, alpha, (1 + power) / 2, arms)
 
 
 def more_seeds(
@@ -108,6 +161,8 @@ def more_seeds(
     alpha: float,
     power: float,
     equivalence_wanted: bool = False,
+    spread: float | None = None,
+    arms: int = 1,
 ) -> int:
     """Return how many further seeds an undecided comparison needs, 1 or more.
 
@@ -116,20 +171,23 @@ def more_seeds(
     matters. Then the seeds have to show either a difference of the size seen, or equivalence,
     whichever is sooner. Fewer than two differences have no spread: then the number is what is
     missing to two. With ``equivalence_wanted`` the seeds that show equivalence count, where the
-    mean seen allows it.
+    mean seen allows it. ``spread`` and ``arms`` are as of ``paired``.
     """
     n = len(differences)
     if n < 2:
         return 2 - n
-    mean, spread = abs(statistics.fmean(differences)), _spread(differences)
-    same = seeds_for_equivalence(spread, smallest - mean, alpha, power) if mean < smallest else None
+    mean = abs(statistics.fmean(differences))
+    spread = _spread(differences) if spread is None else spread
+    same = None
+    if mean < smallest:
+        same = seeds_for_equivalence(spread, smallest - mean, alpha, power, arms)
     if equivalence_wanted and same is not None:
         return max(same - n, 1)
-    needed = seeds_for_difference(spread, smallest, alpha, power)
+    needed = seeds_for_difference(spread, smallest, alpha, power, arms)
     if needed <= n:
         ways = [same] if same is not None else []
         if mean > 0:
-            ways.append(seeds_for_difference(spread, mean, alpha, power))
+            ways.append(seeds_for_difference(spread, mean, alpha, power, arms))
         needed = min(ways)
     return max(needed - n, 1)
 
@@ -156,6 +214,45 @@ def summary(values: Sequence[float]) -> Summary | None:
     return Summary(statistics.fmean(values), tuple(values), spread)
 
 
+def pooled_spread(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the pooled standard deviation of a paired difference, and whether variances differ.
+
+    Randomized blocks: the baseline and k arms are the treatments, the n seeds are the blocks. With
+    r the residuals after means of blocks and treatments,
+
+        MS = sum r^2 / (k (n - 1))          spread = sqrt(2 MS)
+
+    The second number is the p-value of Cochran's C: the largest of the treatments' sums of r^2 over
+    the sum of all. Under equal variances a treatment's share, times (k + 1) / k, has the
+    distribution Beta((n - 1) / 2, (k - 1)(n - 1) / 2). Bonferroni's bound is over the k + 1
+    treatments. It is 1 for one arm, whose differences have one variance.
+
+    Args:
+        rows: arm -> its differences to the baseline, by seed; 1 or more of 2 or more.
+
+    Sources: Fisher, "The Design of Experiments", chapter 4; Cochran, "The distribution of the
+    largest of a set of estimated variances as a fraction of their total", Annals of Eugenics 11,
+    1941.
+    """
+    k, n = len(rows), len(rows[0])
+    table = [[0.0] * n, *rows]  # less the baseline: blocks' own levels cancel
+    blocks = [statistics.fmean(column) for column in zip(*table, strict=True)]
+    whole = statistics.fmean(blocks)
+    squares = []
+    for row in table:
+        own = statistics.fmean(row)
+        residuals = (y - own - b + whole for y, b in zip(row, blocks, strict=True))
+        squares.append(sum(each**2 for each in residuals))
+    total = sum(squares)
+    spread = math.sqrt(2 * total / (k * (n - 1)))
+    if k == 1 or total == 0:
+        return spread, 1.0
+    share = min(1.0, max(squares) / total * (k + 1) / k)
+    half = (n - 1) / 2
+    tail = float(_special().betaincc(half, (k - 1) * half, share))
+    return spread, min(1.0, (k + 1) * tail)
+
+
 def _spread(values: Sequence[float]) -> float:
     """Return the sample standard deviation; exactly 0 for equal values, however the mean rounds."""
     return 0.0 if min(values) == max(values) else statistics.stdev(values)
@@ -180,16 +277,22 @@ def _upper_tail(distance: float, error: float, freedom: int) -> float:
     return float(_special().stdtr(freedom, -distance / error))
 
 
-def _seeds(spread: float, effect: float, tail: float, power: float) -> int:
-    """Smallest n with P(T' > t_(1 - tail)) >= power, T' noncentral with sqrt(n) effect / spread."""
+def _power(ratio: float, seeds: int, tail: float, arms: int) -> float:
+    """P(T' > t_(1 - tail)), T' noncentral with sqrt(n) ratio; the effect is ratio x spread."""
+    freedom = arms * (seeds - 1)
+    shift, least = math.sqrt(seeds) * ratio, _quantile(freedom, 1 - tail)
+    return float(1 - _special().nctdtr(freedom, shift, least))
+
+
+def _seeds(spread: float, effect: float, tail: float, power: float, arms: int) -> int:
+    """Return the smallest number of seeds with at least the wished power."""
     if spread == 0:
         return 2
     z = float(_special().ndtri(1 - tail) + _special().ndtri(power))
     guess = (z * spread / effect) ** 2
     n = max(2, math.ceil(min(guess, SEEDS_LIMIT)))
     while n < SEEDS_LIMIT:
-        shift = math.sqrt(n) * effect / spread
-        if 1 - _special().nctdtr(n - 1, shift, _quantile(n - 1, 1 - tail)) >= power:
+        if _power(effect / spread, n, tail, arms) >= power:
             return n
         n += 1
     return max(SEEDS_LIMIT, math.ceil(guess))

@@ -71,6 +71,18 @@ class Look:
     level: float  # of its tests, over all arms; the interval is at 1 less this
 
 
+@dataclass(frozen=True)
+class ErrorUsed:
+    """The error of the tests, where a pooled one was asked for."""
+
+    kind: Literal["own", "pooled"]
+    spread: (
+        float | None
+    )  # pooled standard deviation of a paired difference; None where there is none
+    freedom: int | None  # its degrees of freedom
+    words: str  # which was used and why, as a sentence
+
+
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """A difference that the seeds show, of an arm or of several together."""
@@ -96,6 +108,7 @@ class Verdict(Effect):
     diverged: tuple[int, ...]  # seeds
     identical: bool  # every paired seed ended with the same weights, bit for bit
     look: Look | None = None  # of a sequential comparison: where it is
+    error: ErrorUsed | None = None  # None where each arm's own was asked for
 
 
 @dataclass(frozen=True, kw_only=True)

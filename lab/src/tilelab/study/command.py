@@ -29,7 +29,7 @@ from tilelab.study.ask import overrides
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import Execution, Strategy
 from tilelab.study.ask.values import Kind, find, names, nearest
-from tilelab.study.browse import compare, show
+from tilelab.study.browse import compare, show, table
 from tilelab.study.conduct import conductor, predict
 from tilelab.study.records import store
 from tilelab.study.train.export import export
@@ -97,6 +97,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         minutes=options.minutes,
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
         execution=Execution(**how),
+        underpowered=options.underpowered,
     ).conduct(console)
 
 
@@ -247,6 +248,10 @@ def _export(argv: Sequence[str]) -> int:
     return 0
 
 
+def _verdict(argv: Sequence[str]) -> int:
+    return table.main(argv, _console())
+
+
 _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "recipes": _recipes,
@@ -255,6 +260,7 @@ _SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list,
     "show": _show,
     "compare": _compare,
+    "verdict": _verdict,
     "export": _export,
 }
 
@@ -267,9 +273,10 @@ def _console() -> Console:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewise study",
-        usage="tilewise study [run] [RECIPE | FILE.py:FUNCTION] [options] [the recipe's options]\n"
+        usage="tilewise study [run] [RECIPE | FILE.py[:FUNCTION]] [options] [its options]\n"
         "       tilewise study recipes | choices | list\n"
-        "       tilewise study report STUDY | show RUN | compare A B | export RUN FOLDER",
+        "       tilewise study report STUDY | show RUN | compare A B | export RUN FOLDER\n"
+        "       tilewise study verdict TABLE --arm COLUMN --metric COLUMN --baseline ARM ...",
         description="Train arms that differ in one choice, with paired seeds, and say which "
         "choices are worth having. The same command goes on with a study that was stopped. "
         f"The recipe is {DEFAULT} if none is named.",
@@ -351,6 +358,11 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="print what every arm would take on a GPU, in hours and memory, and run nothing",
     )
     add("--chip", metavar="NAME", help="that --dry-run is for, e.g. h200 (the study's own)")
+    add(
+        "--underpowered",
+        action="store_true",
+        help="start a study that cannot detect what it asks",
+    )
     add("--yes", action="store_true", help="start a long study without asking")
     _add_out(parser)
     return parser

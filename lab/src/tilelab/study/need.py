@@ -64,6 +64,9 @@ class Need:
         return self.process + max(self.reading, self.training)
 
 
+_UNKNOWN = Need(0, 0, 0, 0, 0, process=0)  # of a script: nothing is refused
+
+
 def vocabulary(data: Data) -> int:
     """Return the number of tokens that the tokenizer of a config has."""
     return data.vocabulary if data.tokenizer == "bpe" else VOCABULARY[data.tokenizer]
@@ -132,6 +135,8 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
 
 def gpu_need(config: RunConfig) -> Need:
     """Return the GPU memory that a process of a run needs."""
+    if config.learning.external:
+        return _UNKNOWN
     return need(config, "cuda")
 
 
@@ -140,6 +145,8 @@ def host_need(config: RunConfig, device: str = "cpu") -> Need:
 
     With a GPU that is its data, and the state, which goes through it with every checkpoint.
     """
+    if config.learning.external:
+        return _UNKNOWN
     found = need(config, device)
     if device == "cuda":
         found = Need(state=found.state, activations=0, matrix=0, freed=0, moment=0)

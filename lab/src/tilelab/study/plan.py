@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.family import Families, families_of
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.stages import follows, stand_ins
@@ -40,10 +41,11 @@ def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> lis
     Stand-ins replace what is not known before other runs have ended: a sweep is taken to choose its
     first candidates, rung by rung.
     """
+    families = families_of(study)
     return [
         run
         for experiment in study.experiments
-        for part in _runs(experiment, records or {})
+        for part in _runs(experiment, records or {}, families)
         for run in part
     ]
 
@@ -55,7 +57,7 @@ class _Runs(NamedTuple):
     expected: list[RunSpec]
 
 
-def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+def _runs(experiment: Experiment, records: Mapping[str, RunRecord], families: Families) -> _Runs:
     """Return all runs of an experiment, as far as the records tell.
 
     No arm counts before the last trial of all has ended. So all arms begin to count together, and a
@@ -66,14 +68,16 @@ def _runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
     stages = [experiment]
     staged = experiment.combine is not None or experiment.confirm is not None
     # Judging takes a while: nothing can follow before the first stage is over.
-    if staged and _over(_stage_runs(experiment, records), records):
-        stages = [each.planned for each in stages_of(experiment, records)]
-    parts = [_stage_runs(each, records) for each in stages]
+    if staged and _over(_stage_runs(experiment, records, families), records):
+        stages = [each.planned for each in stages_of(experiment, records, families)]
+    parts = [_stage_runs(each, records, families) for each in stages]
     known = [run for part in parts for run in part.known]
     expected = [run for part in parts for run in part.expected]
     if staged and not _over(_Runs(known, expected), records):
         later = [each for each in stand_ins(experiment) if follows(each, stages[-1])]
-        expected += [run for each in later for part in _stage_runs(each, {}) for run in part]
+        expected += [
+            run for each in later for part in _stage_runs(each, {}, families) for run in part
+        ]
     return _Runs(known, expected)
 
 
@@ -106,15 +110,17 @@ def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
     return not runs.expected and all(_is_done(run, records) for run in runs.known)
 
 
-def _stage_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _Runs:
+def _stage_runs(
+    experiment: Experiment, records: Mapping[str, RunRecord], families: Families
+) -> _Runs:
     """Return the runs of one experiment, without the stages that follow from it."""
     if experiment.sweep is None:
-        return _finals(experiment, {}, records)
+        return _finals(experiment, {}, records, families)
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
     if not later and all(_is_done(run, records) for run in known):
         chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
-        counted = _finals(experiment, chosen, records)
+        counted = _finals(experiment, chosen, records, families)
         return counted._replace(known=[*known, *counted.known])
     firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
     return _Runs(known, [*later, *finals(experiment, firsts)])
@@ -124,12 +130,13 @@ def _finals(
     experiment: Experiment,
     chosen: Mapping[str, float | None],
     records: Mapping[str, RunRecord],
+    families: Families,
 ) -> _Runs:
     """Return the runs that count; for a sequential experiment, those of the looks so far."""
     every = finals(experiment, chosen)
     if experiment.sequential is None:
         return _Runs(every, [])
-    wanted = wanted_seeds(experiment, records)
+    wanted = wanted_seeds(experiment, records, families[experiment.name])
     known = finals(experiment, chosen, wanted)
     if all(_is_done(run, records) for run in known):
         return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
@@ -153,6 +160,7 @@ class Agenda:
         self.records = dict(records)
         self._known: list[RunSpec] = []
         self._expected: list[RunSpec] = []
+        self._families = families_of(study)
         self._plan()
 
     def ended(self, run: RunSpec, record: RunRecord) -> None:
@@ -213,7 +221,7 @@ class Agenda:
         """All runs whose config is known, in order, and those that are expected after them."""
         self._known, self._expected = [], []
         for experiment in self.study.experiments:
-            runs = _runs(experiment, self.records)
+            runs = _runs(experiment, self.records, self._families)
             self._known += runs.known
             self._expected += runs.expected
 

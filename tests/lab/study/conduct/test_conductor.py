@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import threading
@@ -61,6 +62,22 @@ def test_everything_is_said_done_and_written(place: Path) -> None:
     assert conducted.go() == 0
     assert "All 4 runs are done already." in conducted.said
     assert "to do" not in conducted.said
+
+
+def test_a_design_that_cannot_detect_what_it_asks_is_refused_before_its_first_run(
+    place: Path,
+) -> None:
+    conducted = Conducted(place, spread=1.0)
+    with pytest.raises(InvalidArgument, match=r"optimizers\.seeds.*detects .*--underpowered"):
+        conducted.go()
+    assert "optimizers: 2 seeds: a test needs |t| > 12.7 and detects" in conducted.said
+    assert not conducted.folder.exists()
+    assert conducted.go(underpowered=True) == 0
+    page = conducted.page
+    assert "Holm&#39;s adjustment is over a single comparison of the study" in page
+    assert "for an expected spread of 1." in page
+    shutil.rmtree(conducted.folder / "runs/optimizers/lion/seed-1")
+    assert conducted.go() == 0, "what has begun goes on"
 
 
 @quick_report

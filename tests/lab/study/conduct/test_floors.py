@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.lab.study.in_process import page_of, quickly, run, verdicts
+from tests.lab.study.records_of import experiment_of, folder_of, records_of, study_of
+from tilelab.study.ask.config import Arm
+from tilelab.study.conduct.floors import complete
 from tilelab.study.data import floors as module
 from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError
@@ -30,7 +33,7 @@ def micro() -> Study:
         budget=Budget(steps=6),
         evaluation=Evaluation(every=6, windows=4, final_stride=16),
     )
-    arms = (Arm(name="same", kind="systems"),)
+    arms = (Arm(name="same"),)
     experiment = Experiment(
         name="e", question="?", baseline=run, arms=arms, seeds=(0, 1), smallest_effect=0.05
     )
@@ -116,3 +119,14 @@ def test_data_that_changed_has_no_floors_and_that_is_said(
     finally:
         text.write_text(before)
     assert not read_floors(folder)
+
+
+def test_a_comparison_of_kernels_has_no_floors(tmp_path: Path) -> None:
+    kernels = study_of(experiment_of(Arm(name="sdpa", kind="systems")))
+    folder = folder_of(tmp_path / "study", kernels, records_of(kernels))
+    said: list[str] = []
+    complete(kernels, folder, said.append)
+    assert (said, read_floors(folder)) == ([], {})
+    choices = study_of(experiment_of("lion"))
+    complete(choices, folder_of(tmp_path / "other", choices, records_of(choices)), said.append)
+    assert "The data is not that of" in said[0]

@@ -127,7 +127,7 @@ def test_the_table_has_every_arm_its_hours_and_its_memory() -> None:
     seconds = sum(predict(run.config, H200).run_s for run in runs)
     assert f"{len(runs)} runs, {seconds / 3600:,.1f} hours, one after" in text
     assert "needs more than" not in text
-    (line,) = [line for line in lines if "medium-16k" in line]
+    (line,) = [line for line in lines if "medium-16k" in line and "GB" in line]
     memory = need(study.experiments[9].baseline).total
     assert f"{memory / 1e9:,.1f} GB" in line
     assert "take it for the least" in text

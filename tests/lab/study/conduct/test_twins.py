@@ -11,7 +11,7 @@ import pytest
 from tests.lab.study.conduct.conducting import Conducted
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, study_of, work
 from tilelab.study import report
-from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.config import Arm, Study, Sweep, change
 from tilelab.study.plan import Agenda
 
 LION = Arm(name="lion", changes={"optimizer": {"name": "lion", "lr": 0.0005}})
@@ -25,7 +25,7 @@ def study(source: str, **fields: Any) -> Study:
     second = experiment_of(
         LION.model_copy(update={"name": "same"}), name="again", **{**given, **fields}
     )
-    return study_of(first, second)
+    return change(study_of(first, second), {"correction": "experiment"})
 
 
 @pytest.mark.parametrize("acts", ["quick", "slow"])

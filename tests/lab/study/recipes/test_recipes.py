@@ -29,7 +29,7 @@ def test_every_study_can_be_made_and_saved(study: Study) -> None:
     assert config_hash(parse(Study, json.loads(study.model_dump_json()))) == config_hash(study)
     for experiment in study.experiments:
         assert experiment.question.endswith("?")
-        # Half an hour of a GPU has no time for more seeds, and says so.
+        # Half an hour of a GPU has no time for more than one of some arms, and says so.
         assert len(experiment.seeds) >= 3 or study.name == "gpu30"
         hashes = [config_hash(experiment.baseline)]
         hashes += [config_hash(experiment.config_of(arm.name)) for arm in experiment.arms]
@@ -49,13 +49,19 @@ def test_arms_are_compared_fairly(study: Study) -> None:
             kernel_only = set(arm.changes) == {"attention.implementation"}
             rounding_only = arm.changes == {"model.nudge": True}
             assert (arm.kind == "systems") == (kernel_only or rounding_only), arm.name
+            assert (arm.kind == "control") == ("attention.fault" in arm.changes), arm.name
 
 
 def test_kernels_compares_the_three_implementations() -> None:
     only, _ = STUDIES["kernels"].experiments
     assert only.baseline_name == "plain"
     assert only.baseline.attention.implementation == "plain"
-    assert [arm.name for arm in only.arms] == ["sdpa", "tilewise", "rounding"]
+    names = ["sdpa", "tilewise", "rounding", "wrong-scale", "wrong-mask"]
+    assert [arm.name for arm in only.arms] == names
+    for fault in ("scale", "mask"):  # of one seed each
+        assert only.config_of(f"wrong-{fault}").attention.fault == fault
+        assert only.config_of(f"wrong-{fault}").attention.implementation == "tilewise"
+        assert only.seeds_of(f"wrong-{fault}") == only.seeds[:1]
     assert only.config_of("rounding") == change(only.baseline, {"model.nudge": True})
     assert (only.baseline.model.context, only.baseline.steps) == (1024, 20)
     short = recipes.find("kernels").study(context=64, steps=2, seeds=4).experiments[0]
@@ -67,7 +73,7 @@ def test_kernels_compares_the_three_implementations() -> None:
 
 def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
     _, long = STUDIES["kernels"].experiments
-    assert long.arm_names == ("sdpa", "tilewise")
+    assert long.arm_names == ("sdpa", "tilewise", "wrong-scale", "wrong-mask")
     assert long.baseline.model.context == 16384
     plain = change(long.baseline, {"attention.implementation": "plain"})
     assert need(plain).total > 24e9
@@ -79,7 +85,7 @@ def test_kernels_has_a_context_that_plain_attention_has_no_memory_for() -> None:
 def test_laptop_has_two_factors_and_laptop_full_sweeps_their_rates() -> None:
     laptop = experiments("laptop")
     assert list(laptop) == ["kernels", "choices"]
-    assert [arm.name for arm in laptop["choices"].arms] == ["lion", "wsd", "lion+wsd"]
+    assert [arm.name for arm in laptop["choices"].arms] == ["muon", "wsd", "muon+wsd"]
     assert all(each.sweep is None for each in laptop.values())
     full = experiments("laptop-full")
     assert {name for name, each in full.items() if each.sweep} == {"optimizers", "schedules"}
@@ -184,8 +190,8 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     small, medium = found["small-16k"].baseline.model, found["medium-1k"].baseline.model
     assert (small.layers, small.heads, small.width, small.context) == (12, 12, 768, 16384)
     assert (medium.layers, medium.heads, medium.width, medium.context) == (24, 16, 1024, 1024)
-    assert found["medium-2k"].arm_names == ("plain", "sdpa", "tilewise", "rounding")
-    assert found["medium-4k"].arm_names == ("sdpa", "tilewise", "rounding")
+    assert found["medium-2k"].arm_names[:4] == ("plain", "sdpa", "tilewise", "rounding")
+    assert found["medium-4k"].arm_names[:3] == ("sdpa", "tilewise", "rounding")
     assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
     assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
     sst2 = found["bert-sst2"].baseline

@@ -65,9 +65,9 @@ def rich_study() -> tuple[Study, dict[str, RunRecord]]:
         }
     )
     behaviours = {
-        "kernels/plain": Behaviour(kernels=("plain",), activations=4.0, noise=1e-6),
-        "kernels/sdpa": Behaviour(kernels=("sdpa flash (cpu)",), pace=1.6, noise=1e-6),
-        "kernels/tilewise": Behaviour(pace=2.4, activations=0.9, noise=1e-6),
+        "kernels/plain": Behaviour(kernels=("plain",), activations=4.0, noise=1e-7),
+        "kernels/sdpa": Behaviour(kernels=("sdpa flash (cpu)",), pace=1.6, noise=1e-7),
+        "kernels/tilewise": Behaviour(pace=2.4, activations=0.9, noise=1e-7),
         "lion": Behaviour(effect=-0.06, noise=0.004),
         "wsd": Behaviour(effect=-0.11, noise=0.004, pace=1.02),
         "lion+wsd": Behaviour(effect=-0.15, noise=0.004),

@@ -36,11 +36,20 @@ from tilelab.study.ask.config import Arm
 from tilelab.study.records.events import LayerSoftmax, RunRecord
 from tilelab.study.report import gather, write
 from tilelab.study.report.attention import attention_charts, layers_of
-from tilelab.study.report.costs import Point, front, kaplan_meier
-from tilelab.study.report.lines import Series, curve, difference, loss_chart
+from tilelab.study.report.costs import (
+    Point,
+    drawn_parts,
+    front,
+    kaplan_meier,
+    pareto_chart,
+    pareto_table,
+    parts_of,
+)
+from tilelab.study.report.lines import Series, curve, difference, enough, loss_chart
 from tilelab.study.report.page import Chart
+from tilelab.study.report.verdicts import effect_words
 from tilelab.study.verdict.measures import measure, over_seeds
-from tilelab.study.verdict.result import FloorResult
+from tilelab.study.verdict.result import FloorResult, MemorySplit
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:
@@ -192,6 +201,51 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
             one.cost <= each.cost and one.rank <= each.rank and one != each for one in points
         )
         assert (each.arm in best) == (not beaten)
+    assert [each.arm for each in front(points, smallest=2.0)] == ["cheap", "middle", "dear"]
+    assert [each.arm for each in front(points, smallest=2.1)] == ["cheap", "dear"]
+
+
+def test_no_front_is_drawn_through_differences_that_do_not_matter() -> None:
+    apart = judged(experiment_of("near", "far"), {"far": Behaviour(effect=-0.1, pace=0.5)})
+    table = known(pareto_table(apart))
+    said = {row[0].text: row[-1].text for row in table.rows}
+    assert said["far"] == "on the front"
+    assert (said["near"] == "on the front") != (said["baseline"] == "on the front")
+    level = judged(experiment_of("near"), {"near": Behaviour(effect=-0.001, pace=0.5, noise=0)})
+    assert pareto_table(level) is None
+    assert pareto_chart(level, "front") is None
+
+
+@pytest.mark.parametrize("peak", [100.0, 40.0])
+def test_bars_of_memory_add_up_to_the_peak(peak: float) -> None:
+    split = MemorySplit(10.0, 10.0, 10.0, 20.0, peak)
+    assert sum(drawn_parts(split)) == peak
+    assert parts_of(split)["activations"] == 20.0
+
+
+def test_three_points_are_no_curve() -> None:
+    def series(count: int) -> Series:
+        line = tuple(map(float, range(count)))
+        return Series("lion", 1, line, line, line, line, 1, broken=False)
+
+    assert enough([series(3), series(2)]) == []
+    assert enough([series(4), series(2)]) == [series(4), series(2)]
+
+
+def test_what_an_effect_in_bits_means() -> None:
+    better, worse = judged(
+        experiment_of("better", "worse"),
+        {
+            "baseline": Behaviour(finals=dict.fromkeys((0, 1, 2), 2.0)),
+            "better": Behaviour(finals={0: 1.9, 1: 1.8999, 2: 1.9001}),
+            "worse": Behaviour(finals={0: 3.0, 1: 2.9999, 2: 3.0001}),
+        },
+    ).arms
+    found = judged(experiment_of(), {"baseline": Behaviour(finals=dict.fromkeys((0, 1, 2), 2.0))})
+    assert effect_words(better, found) == (
+        "0.100 bits per byte (5 % fewer bits, each byte of text 7.2 % more probable)"
+    )
+    assert "50 % more bits, each byte of text 50 % less probable" in effect_words(worse, found)
 
 
 EVIL = "<script>&\"'"

@@ -188,7 +188,7 @@ def test_when_one_process_fails_the_run_ends_with_its_reason(
     assert outcome.code == code, outcome.lines
     assert words in outcome.lines[-1]
     # The lead is gone too: its lock is free, and the run goes on from its checkpoint.
-    with child._locked(run.record.parent):
+    with child.locked(run.record.parent):
         assert RunRecord.read(run.record).checkpoint == 3
 
 

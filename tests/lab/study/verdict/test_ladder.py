@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +119,39 @@ def test_the_lower_rungs_foretell_the_last() -> None:
     assert known(wsd.miss) == pytest.approx(0.0, abs=1e-6)
     assert [point.rung for point in drop.points] == ["80"]
     assert drop.predicted is None
+
+
+def timed(pace: float) -> dict[str, Any]:
+    """Losses -0.1 log(steps) by seed, wsd 0.02 below at equal steps, with so much of the speed."""
+    study, records = study_of(laddered(sweep=None)), {}
+    for run in Agenda(study, {}).runs:
+        wsd = run.arm == "wsd"
+        final = 3 - 0.1 * math.log(run.config.steps) + 0.05 * run.seed - 0.02 * wsd
+        behaviour = Behaviour(finals={run.seed: final}, pace=pace if wsd else 1.0)
+        record = records[run.name] = record_of(run, behaviour)
+        last = record.evaluations[-1]
+        wall_s = 0.05 * run.config.steps / behaviour.pace
+        record.evaluations[-1] = replace(last, train_wall_s=wall_s, train_cpu_s=0.5 * wall_s)
+    (ladder,) = judge(study, records).ladders
+    return {f"{each.clock} {each.rung}": each for each in ladder.arms[0].equal_time}
+
+
+def test_effects_at_equal_time() -> None:
+    """Half the speed costs 0.1 log(2), of which an arm that is 0.02 better pays back 0.02."""
+    same = timed(1.0)
+    assert list(same) == [f"{clock} {rung}" for clock in ("cpu", "wall") for rung in RUNGS]
+    assert all(each.effect == pytest.approx(-0.02) for each in same.values())
+    assert (same["wall 40"].at_s, same["cpu 40"].at_s) == pytest.approx((2.0, 1.0))
+    slow = timed(0.6)
+    cost = 0.1 * math.log(1 / 0.6)
+    assert list(slow) == [
+        f"{clock} {rung}" for clock in ("cpu", "wall") for rung in ("20", "40", "80")
+    ]
+    for each in slow.values():
+        assert each.differences == pytest.approx([cost - 0.02] * 3)
+        assert known(each.interval).low == pytest.approx(cost - 0.02)
+    assert "cpu 80" not in timed(1.5), "after the end of the arm's last rung"
+    assert not timed(9.0)
 
 
 def test_noise_widens_what_is_foretold() -> None:

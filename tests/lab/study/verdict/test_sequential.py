@@ -13,6 +13,7 @@ from tests.lab.study.records_of import Behaviour, experiment_of, known, study_of
 from tilelab.stats.decide import Comparison, Judged, look_by_look
 from tilelab.study.ask.config import Experiment, Sequential, Study
 from tilelab.study.plan import Agenda
+from tilelab.study.verdict.family import alone
 from tilelab.study.verdict.judge import judge, rules_of, wanted_seeds
 from tilelab.study.verdict.result import SeedResult
 
@@ -153,7 +154,10 @@ def test_a_look_is_not_taken_before_all_its_seeds_are_there() -> None:
     assert all("Look 1 of 4" in each.reason for each in open_arms)
     assert all(each.p_holm is None for each in open_arms)
     assert {
-        len(each) for each in wanted_seeds(study().experiments[0], agenda.records).values()
+        len(each)
+        for each in wanted_seeds(
+            study().experiments[0], agenda.records, alone(study().experiments[0])
+        ).values()
     } == {3}
     assert not agenda.finished
 

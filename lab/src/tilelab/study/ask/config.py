@@ -11,8 +11,6 @@ A value that does not fit raises pydantic's ``ValidationError`` from a construct
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
@@ -32,13 +30,29 @@ from tilelab.study.ask.designs import (
     Sweep,
 )
 from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run_config import (
+    Attention,
+    Budget,
+    Data,
+    Dropout,
+    Evaluation,
+    LengthWarmup,
+    Model,
+    Optimizer,
+    RunConfig,
+    Schedule,
+    Task,
+    Training,
+    Variant,
+)
 from tilelab.study.ask.values import (
     Choice,
     Frozen,
     added,
     change,
+    changed,
     config_hash,
-    find,
+    in_json,
     nearest,
     overlap,
     parse,
@@ -83,287 +97,6 @@ __all__ = [
 BASELINE = "baseline"  # the name of the arm that changes nothing
 
 
-class Optimizer(Choice):
-    """The optimizer: a function in ``choices/optimizers.py``."""
-
-    kind = "optimizer"
-    name: str = "adamw"
-
-
-class Schedule(Choice):
-    """The learning rate over the run, as a share of ``optimizer.lr``: ``choices/schedules.py``."""
-
-    kind = "schedule"
-    name: str = "linear"
-
-
-class Variant(Choice):
-    """An attention mask and a change of scores: ``choices/variants.py``."""
-
-    kind = "variant"
-    name: str = "causal"
-
-
-class Task(Choice):
-    """The objective, the data and the metrics: a function in ``tasks/registered.py``."""
-
-    kind = "task"
-    name: str = "language-modelling"
-
-
-class Dropout(Frozen):
-    """Probabilities of dropout in training, each in [0, 1)."""
-
-    embedding: float = Field(0.0, ge=0, lt=1)
-    attention: float = Field(0.0, ge=0, lt=1)
-    residual: float = Field(0.0, ge=0, lt=1)
-
-
-class Model(Frozen):
-    """A model of ``lab/models``. The vocabulary is the tokenizer's.
-
-    ``family`` is ``"gpt2"`` (causal, ``gpt2.py``), ``"bert"`` (an encoder, ``bert.py``) or
-    ``"vit"`` (an encoder of images, ``vit.py``); a task says which of them it takes. Weights begin
-    as the seed draws them, or as those of ``checkpoint``: a folder in the Hugging Face layout, or
-    ``package:NAME/FOLDER`` for one inside an installed Python package. The seed draws what the
-    checkpoint lacks, such as a task's head, also where the checkpoint has one for other classes. An
-    encoder's perceptron has ``feed_forward`` channels, four times the width if nothing is said.
-
-    ``nudge`` moves every initial weight to the next number, up or down. An arm that changes nothing
-    else shows what rounding alone does to training. ``kv_heads``, ``positions``, ``norm``,
-    ``qk_norm``, ``tied``, ``bias`` and ``std`` are those of its ``Shape``: GPT-2's own unless they
-    are changed.
-    """
-
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    width: int = Field(128, ge=1)
-    context: int = Field(256, ge=2)
-    dropout: Dropout = Dropout()
-    nudge: bool = False
-    kv_heads: int | None = added(None, ge=1)
-    positions: Literal["learned", "rotary", "none"] = added("learned")
-    norm: Literal["layer", "rms"] = added("layer")
-    qk_norm: bool = added(False)
-    family: Literal["gpt2", "bert", "vit"] = added("gpt2")
-    checkpoint: str = added("")
-    feed_forward: int | None = added(None, ge=1)
-    tied: bool = added(True)
-    bias: bool = added(True)
-    std: float = added(0.02, gt=0)
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads:
-            raise InvalidArgument(
-                "model.width", str(self.width), f"a multiple of heads={self.heads}"
-            )
-        if self.heads % (self.kv_heads or self.heads):
-            required = f"a divisor of heads={self.heads}, or none for as many"
-            raise InvalidArgument("model.kv_heads", str(self.kv_heads), required)
-        if self.positions == "rotary" and self.head_width % 2:
-            required = f"an even head width, and width / heads is {self.head_width}"
-            raise InvalidArgument("model.positions", "rotary", required)
-        return self
-
-    @property
-    def head_width(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
-
-    @property
-    def kv_width(self) -> int:
-        """Channels of all keys of a token, and of all values."""
-        return (self.kv_heads or self.heads) * self.head_width
-
-
-class Data(Frozen):
-    """The data, its tokens, and how much of it is kept for evaluation.
-
-    ``source`` is one of:
-
-    * ``"stdlib"``: the ``*.py`` of Python's standard library;
-    * ``"packages"``: the ``*.py`` of all packages in the folder that torch is installed in, but for
-      files that are not UTF-8;
-    * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
-      folder that ``TILEWISE_DATA`` names;
-    * the path of a text file, of a folder of them, or of a folder with a pattern of its files.
-
-    Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
-    of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
-    encoding of ``vocabulary`` tokens, trained on the training text alone; with ``vocabulary_bytes``
-    on about as much of it, in pieces from everywhere.
-
-    ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
-    training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
-    each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
-
-    ``tuning`` is the share of a text that only trials of a sweep are scored on, so that the
-    held-out text chooses nothing: ``data/corpus.py``. The held-out text does not depend on it.
-    """
-
-    source: str = "stdlib"
-    tokenizer: Literal["bytes", "gpt2", "bpe", "wordpiece", "listops"] = "bytes"
-    size_cap_bytes: int = Field(16 * 1024 * 1024, ge=1)
-    held_out: float = Field(0.05, gt=0, lt=1)
-    packing: Literal["stream", "documents", "padded"] = added("stream")
-    vocabulary: int = added(2048, ge=257, le=65536)
-    tuning: float = added(0.0, ge=0, lt=1)
-    vocabulary_bytes: int = added(0, ge=0)
-
-    @model_validator(mode="after")
-    def _leaves_a_text(self) -> Self:
-        if self.held_out + self.tuning >= 1:
-            required = f"less than 1 - data.held_out = {1 - self.held_out:g}"
-            raise InvalidArgument("data.tuning", f"{self.tuning:g}", required)
-        return self
-
-
-class Attention(Frozen):
-    """The attention implementation, and its variant."""
-
-    implementation: Literal["plain", "sdpa", "tilewise"] = "tilewise"
-    variant: Variant = Variant(name="causal")
-
-
-class LengthWarmup(Frozen):
-    """Short sequences first; 0 ``steps`` for none.
-
-    Over these steps the length grows evenly from ``start`` to the model's context, rounded down to
-    a length that divides the context. A step learns from the same tokens as without it, with its
-    rows cut into pieces of that length. Steps, tokens and the budget stay what they are.
-    Evaluations have the whole context always.
-    """
-
-    start: int = Field(32, ge=1)
-    steps: int = Field(0, ge=0)
-
-
-class Training(Frozen):
-    """One optimizer step: ``batch * accumulation`` sequences."""
-
-    batch: int = Field(8, ge=1)
-    accumulation: int = Field(1, ge=1)
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 for no clipping")
-    z_loss: float = Field(0.0, ge=0, description="factor of the squared log of the partition sum")
-    checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    compile: bool = Field(False, description="torch.compile")
-    length_warmup: LengthWarmup = added(LengthWarmup())
-
-
-class Budget(Frozen):
-    """The length of a run: optimizer steps, or tokens (rounded up to a step)."""
-
-    steps: int | None = Field(None, ge=1)
-    tokens: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.steps is None) == (self.tokens is None):
-            came = "neither" if self.steps is None else "both"
-            raise InvalidArgument("budget", came, "either steps or tokens")
-        return self
-
-
-class Evaluation(Frozen):
-    """The held-out loss, on the same windows in every run.
-
-    ``every`` counts optimizer steps; the first weights and the last step are always evaluated.
-    ``windows`` are spread evenly over the held-out text; a task that learns no text evaluates all
-    of its held-out examples, and refuses another number. A ``final_stride`` above 0 scores the
-    whole held-out text after the last step instead. Windows then move on by that many tokens, and
-    only the tokens that are new in a window count. After the last step the model goes on with the
-    beginning of the held-out text for ``sample_tokens`` tokens; 0 for none.
-
-    Windows are of the text as a stream, whatever the packing in training. With ``documents`` every
-    query sees its own document alone, in all arms alike, and the first token of a document is not
-    scored. ``attention_windows`` windows (or first examples) give the recorded statistics of the
-    attention layers, which changes no result; 0 for none.
-
-    ``text`` is the text that is scored: ``"held-out"``, or that of ``data.tuning``. A trial of a
-    sweep sets it by itself.
-    """
-
-    every: int = Field(25, ge=1)
-    windows: int = Field(32, ge=1)
-    final_stride: int = Field(0, ge=0)
-    sample_tokens: int = Field(0, ge=0)
-    documents: bool = added(False)
-    attention_windows: int = added(4, ge=0)
-    text: Literal["held-out", "tuning"] = added("held-out")
-
-
-class RunConfig(Frozen):
-    """Everything that decides a run, but its seed."""
-
-    model: Model = Model()
-    data: Data = Data()
-    attention: Attention = Attention()
-    optimizer: Optimizer = Optimizer(name="adamw")
-    schedule: Schedule = Schedule(name="linear")
-    training: Training = Training()
-    budget: Budget = Budget(steps=300)
-    evaluation: Evaluation = Evaluation()
-    task: Task = added(Task(name="language-modelling"))
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        """Refuse what no run could do, before the first one and not after hours of others."""
-        stride, context = self.evaluation.final_stride, self.model.context
-        if stride > context:
-            required = f"at most model.context={context}"
-            raise InvalidArgument("evaluation.final_stride", str(stride), required)
-        warmup = self.training.length_warmup
-        if warmup.steps and context % warmup.start:
-            required = f"a divisor of model.context={context}"
-            raise InvalidArgument("training.length_warmup.start", str(warmup.start), required)
-        if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
-            came, required = "softcap", "a variant that scaled_dot_product_attention has"
-            fix = "Or set attention.implementation to tilewise or plain."
-            raise InvalidArgument("attention.variant", came, required, fix)
-        if self.evaluation.text == "tuning" and not self.data.tuning:
-            required = "held-out, or a data.tuning above 0"
-            raise InvalidArgument("evaluation.text", "tuning", required)
-        self.learning.check(self)
-        return self
-
-    @property
-    def learning(self) -> Any:
-        """The task with its options, an ``AbstractTask`` of ``tasks/task.py``."""
-        return find("task", self.task.name).function(**self.task.options)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step learns from, if every sequence fills the context."""
-        return self.training.batch * self.training.accumulation * self.model.context
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        if self.budget.steps is not None:
-            return self.budget.steps
-        assert self.budget.tokens is not None
-        return -(-self.budget.tokens // self.tokens_per_step)
-
-    def length_at(self, step: int) -> int:
-        """Return tokens of a row in an optimizer step, 0 for the first: see ``LengthWarmup``."""
-        warmup, context = self.training.length_warmup, self.model.context
-        if step >= warmup.steps:
-            return context
-        reached = warmup.start + (context - warmup.start) * step // warmup.steps
-        return next(each for each in range(reached, 0, -1) if context % each == 0)
-
-    @property
-    def lengths(self) -> dict[int, int]:
-        """The number of steps of the whole run that have rows of each length."""
-        warm = min(self.training.length_warmup.steps, self.steps)
-        counts = Counter(self.length_at(step) for step in range(warm))
-        counts[self.model.context] += self.steps - warm
-        return {length: count for length, count in sorted(counts.items()) if count}
-
-
 class Arm(Frozen):
     """The baseline with some values changed.
 
@@ -371,22 +104,20 @@ class Arm(Frozen):
         name: unique in its experiment, made of letters, digits, ``.``, ``+``, ``=`` and ``-``.
         changes: dotted path -> new value.
         kind: ``"systems"`` for an arm that must not change what is learnt (another kernel): it has
-            to pass the equivalence test on loss before its speed is reported.
+            to pass the equivalence test on loss before its speed is reported. ``"control"`` for one
+            that computes something wrong on purpose beside systems arms (``attention.fault``): if
+            the comparison does not flag it, it could not have seen such a fault.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+=-]*$")
     changes: dict[str, Any] = Field(default_factory=dict)
-    kind: Literal["training", "systems"] = "training"
+    kind: Literal["training", "systems", "control"] = "training"
 
     @field_validator("changes")
     @classmethod
     def _plain(cls, changes: dict[str, Any]) -> dict[str, Any]:
         """The changes in JSON's types, so that an arm that was saved equals the one that was."""
-        try:
-            plain: dict[str, Any] = json.loads(json.dumps(changes, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument("changes", repr(changes), f"values of JSON ({error})") from None
-        return plain
+        return in_json("changes", changes)
 
 
 class Experiment(Frozen):
@@ -412,6 +143,10 @@ class Experiment(Frozen):
         combine: a further stage, the factorial of the arms that survived; None for none.
         confirm: the last stage, the winner on fresh seeds; None for none.
         ladder: the rungs that take the experiment's place, one after the other; None for none.
+        spread: standard deviation of paired differences that is expected, in the metric's unit, as
+            of an earlier study; with it a study says before it starts what it can detect.
+        error: of the tests: each arm's ``"own"``, or one ``"pooled"`` over the arms where their
+            variances allow it.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
@@ -431,6 +166,8 @@ class Experiment(Frozen):
     combine: Combine | None = added(None)
     confirm: Confirm | None = added(None)
     ladder: Ladder | None = added(None)
+    spread: float | None = added(None, gt=0)
+    error: Literal["own", "pooled"] = added("own")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -438,6 +175,8 @@ class Experiment(Frozen):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InvalidArgument("arms", f"two called {twice[0]!r}", "a name for each arm")
+        if any(arm.kind == "control" for arm in self.arms) and not self.alone:
+            raise InvalidArgument("arms", "a control", "a systems arm that it is the control of")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
         for arm in self.arms:
@@ -453,6 +192,10 @@ class Experiment(Frozen):
             _check_looks(self, self.sequential)
         if self.ladder is not None:
             _check_ladder(self, self.ladder)
+        if self.error == "pooled" and (self.alone or self.sequential is not None):
+            what = "a systems arm" if self.alone else "sequential"
+            required = "own: kernels round, and looks have other seeds: they share no error"
+            raise InvalidArgument("error", f"pooled with {what}", required)
         return self
 
     def candidates(self, arm: str) -> tuple[float, ...]:
@@ -484,9 +227,23 @@ class Experiment(Frozen):
         return (self.baseline_name, *(arm.name for arm in self.arms))
 
     @property
+    def tested(self) -> tuple[Arm, ...]:
+        """The arms that are findings: all but controls, which only show what would be flagged."""
+        return tuple(arm for arm in self.arms if arm.kind != "control")
+
+    @property
     def alone(self) -> bool:
         """Whether its runs have the machine to themselves: it compares kernels (a systems arm)."""
         return any(arm.kind == "systems" for arm in self.arms)
+
+    def seeds_of(self, arm: str) -> tuple[int, ...]:
+        """Return the seeds of an arm: all, but only the first of a control in float32.
+
+        There the losses of the first steps flag it, and one run has them.
+        """
+        control = any(each.name == arm and each.kind == "control" for each in self.arms)
+        float32 = self.baseline.training.precision == "float32"
+        return self.seeds[:1] if control and float32 else self.seeds
 
     @cached_property
     def rungs(self) -> dict[str, Experiment]:
@@ -535,6 +292,9 @@ class Experiment(Frozen):
 class Study(Frozen):
     """A named set of experiments that one command runs and one report shows.
 
+    ``correction`` says what Holm's adjustment is over: all comparisons of the ``"study"``, or those
+    of each ``"experiment"`` apart, as studies of earlier versions had it.
+
     ``chip`` names the GPU that it is of a size for (a row of ``tilewise.chips.CHIPS``): it does not
     start on a processor. Empty for a study that runs anywhere: ``--set chip=``.
     """
@@ -543,6 +303,7 @@ class Study(Frozen):
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
     chip: str = unhashed("")
+    correction: Literal["study", "experiment"] = changed("study", before="experiment")
 
     @field_validator("chip")
     @classmethod
@@ -564,7 +325,8 @@ class Study(Frozen):
             required = "a name that is not that of a later stage of another experiment"
             raise InvalidArgument("experiments", repr(min(stages & set(names))), required)
         # ``--set optimizer.lr=0.1`` has to mean one thing.
-        taken = {*Experiment.model_fields, *RunConfig.model_fields, "experiments"} & set(names)
+        known = (*Experiment.model_fields, *RunConfig.model_fields, "experiments", "correction")
+        taken = set(known) & set(names)
         if taken:
             required = "a name that is no key of an experiment or a run"
             raise InvalidArgument("experiments", repr(min(taken)), required)

@@ -1,11 +1,14 @@
 """Every metric that a held-out evaluation can have: its name, its unit, and which way is better.
 
 A task says which of them its evaluations have (``tasks/task.py``); an experiment decides by one.
+A script's metric has a name of its own, and says which way is better: ``lower:val_loss``,
+``higher:val_accuracy``.
 Formulas and sources: ``docs/metrics.md``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,8 +24,24 @@ class Metric:
     replaces_loss: bool = False  # is the evaluation's own ``loss``
 
 
-METRICS: Mapping[str, Metric] = {
-    each.name: each
+_OWN = re.compile(r"(lower|higher):(\S+)")
+
+
+class _Metrics(dict[str, Metric]):
+    """The metrics of tasks by name, and any that says its direction itself."""
+
+    def __missing__(self, name: str) -> Metric:
+        found = _OWN.fullmatch(name)
+        if found is None:
+            raise KeyError(name)
+        return Metric(name, found[2], found[1] == "higher")
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or bool(isinstance(name, str) and _OWN.fullmatch(name))
+
+
+METRICS: Mapping[str, Metric] = _Metrics(
+    (each.name, each)
     for each in (
         Metric("loss", "nats per token"),
         Metric("bits_per_byte", "bits per byte"),
@@ -41,7 +60,12 @@ METRICS: Mapping[str, Metric] = {
         Metric("spearman", "Spearman correlation", True),
         Metric("pearson_spearman", "mean of Pearson and Spearman correlation", True),
     )
-}
+)
+
+
+def undirected(metric: str) -> str:
+    """Return the name of a metric without the direction that a script's has before it."""
+    return metric.rpartition(":")[2]
 
 
 def ahead(metric: str, effect: float) -> bool:

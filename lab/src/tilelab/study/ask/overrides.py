@@ -2,8 +2,8 @@
 
 ``optimizer.lr=0.001`` sets a value of every experiment's baseline, ``seeds=0,1`` a field of every
 experiment, ``kernels.budget.steps=5`` either for the experiment of that name only. ``arms=`` and
-``experiments=`` keep some of them, ``chip=`` is the study's own. An arm keeps what it changes
-itself: ``notes`` says where.
+``experiments=`` keep some of them, ``chip=`` and ``correction=`` are the study's own. An arm keeps
+what it changes itself: ``notes`` says where.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _OF_EXPERIMENT = tuple(
     for key in Experiment.model_fields
     if key not in ("name", "baseline", "baseline_name", "arms")
 )
+_OF_STUDY = ("chip", "correction")
 _OF_RUN = tuple(RunConfig.model_fields)
 
 
@@ -42,7 +43,7 @@ def apply(study: Study, overrides: Sequence[str]) -> Study:
         study: what a recipe made; it is not changed.
         overrides: ``path=value``; the path is a field of experiments, a dotted path of a run's
             config, ``arms`` or ``experiments`` (names to keep), and may begin with the name of an
-            experiment; or ``chip``, of the study.
+            experiment; or ``chip`` or ``correction``, of the study.
 
     Raises:
         InvalidArgument: no ``=``, an unknown key (the nearest is suggested), or a value that does
@@ -91,13 +92,13 @@ def _apply(study: Study, override: _Override) -> Study:
     root = override.path.split(".")[0]
     if override.path == "experiments" and override.experiment is None:
         return _keep_experiments(study, _names(override.text))
-    if override.path == "chip" and override.experiment is None:
-        return change(study, {"chip": override.text})
+    if override.path in _OF_STUDY and override.experiment is None:
+        return change(study, {override.path: override.text})
     if override.path == "arms":
         return _keep_arms(study, override)
     if root not in (*_OF_EXPERIMENT, *_OF_RUN):
         names = [f"{each.name}." for each in study.experiments]
-        known = ["experiments", "arms", "chip", *_OF_EXPERIMENT, *_OF_RUN, *names]
+        known = ["experiments", "arms", *_OF_STUDY, *_OF_EXPERIMENT, *_OF_RUN, *names]
         required = f"one of {', '.join(known)}"
         raise InvalidArgument(override.path, "an unknown key", required, nearest(root, known))
 

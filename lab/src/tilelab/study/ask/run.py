@@ -72,8 +72,10 @@ class RunSpec:
         """Return whether the other run comes to the same bits, elsewhere in the study.
 
         Arms of one experiment are compared, so each trains its own runs; and where kernels are
-        compared, the times of a run are its result.
+        compared, the times of a run are its result. Of a script nobody knows that it repeats.
         """
+        if self.config.learning.external:
+            return False
         elsewhere = (self.experiment, self.phase) != (other.experiment, other.phase)
         if self.alone or other.alone or self.seed != other.seed or not elsewhere:
             return False
@@ -149,7 +151,7 @@ def finals(
     for index, seed in enumerate(experiment.seeds):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
-            if wanted is not None and seed not in wanted[name]:
+            if seed not in (experiment.seeds_of(name) if wanted is None else wanted[name]):
                 continue
             changes = {}
             if path is not None:

@@ -2,8 +2,9 @@
 
 A hash must not change because a later version has one more setting. A field that is declared with
 ``added`` is therefore left out of the hash while it has its default value, which means what was
-done before the field existed. A field that is declared with ``unhashed`` changes no result and is
-always left out. Both are written out in files like every other.
+done before the field existed. One that is declared with ``changed`` says what was done before, and
+is left out while it has that value. A field that is declared with ``unhashed`` changes no result
+and is always left out. All are written out in files like every other.
 
 A choice is one function with a name; its keywords are its options. Adding one is writing one
 function::
@@ -39,6 +40,7 @@ from typing import (
 )
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 
 from tilewise.errors import InvalidArgument
 
@@ -50,7 +52,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 F = TypeVar("F", bound=Callable[..., Any])
-_ADDED, _UNHASHED = {"added": True}, {"unhashed": True}
+_ADDED, _UNHASHED, _BEFORE = {"added": True}, {"unhashed": True}, "before"
 ADDED = Field(json_schema_extra=dict(_ADDED))  # ``Annotated[Share, ADDED]``: see the top
 
 
@@ -184,9 +186,33 @@ def added(default: Any, **bounds: Any) -> Any:
     return Field(default, json_schema_extra=dict(_ADDED), **bounds)
 
 
+def changed(default: Any, *, before: Any) -> Any:
+    """Return a field that configs of earlier versions lack: they did what ``before`` says."""
+    return Field(default, json_schema_extra={**_ADDED, _BEFORE: before})
+
+
+def earlier(kind: type[Frozen]) -> dict[str, Any]:
+    """Return the values of fields that configs of earlier versions lack, and that have changed."""
+    extras = {name: each.json_schema_extra for name, each in kind.model_fields.items()}
+    return {
+        name: each[_BEFORE]
+        for name, each in extras.items()
+        if isinstance(each, dict) and _BEFORE in each
+    }
+
+
 def unhashed(default: Any) -> Any:
     """Return a field that changes no result; see the top of this file."""
     return Field(default, json_schema_extra=dict(_UNHASHED))
+
+
+def in_json(argument: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values in JSON's types; InvalidArgument where one has none there."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(argument, repr(values), f"values of JSON ({error})") from None
+    return plain
 
 
 class Choice(Frozen):
@@ -309,13 +335,23 @@ def _canonical(config: Frozen) -> dict[str, Any]:
     for name, field in fields.items():
         value = getattr(config, name)
         extra = field.json_schema_extra
-        if extra == _UNHASHED or (extra == _ADDED and value == field.get_default()):
+        if extra == _UNHASHED or (_is_added(extra) and value == _standard(field)):
             del values[name]
         elif isinstance(value, Frozen):
             values[name] = _canonical(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             values[name] = [_canonical(each) for each in value]
     return values
+
+
+def _is_added(extra: Any) -> bool:
+    return isinstance(extra, dict) and "added" in extra
+
+
+def _standard(field: FieldInfo) -> Any:
+    """Return what configs did before the field existed."""
+    extra = field.json_schema_extra
+    return extra[_BEFORE] if isinstance(extra, dict) and _BEFORE in extra else field.get_default()
 
 
 _CHOICES: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind)}
@@ -351,6 +387,9 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
             raise InvalidArgument(path, "an unknown key", required, nearest(part, known))
         if depth < len(parents):
             at = at[part]
+    if parents[:1] == ["choice"]:  # of a script: they may be called like a choice of ours
+        at[last] = value
+        return
     if last == "name" and parents and parents[-1] in _CHOICES:
         known_options = resolve(_CHOICES[parents[-1]], value, {})
         kept = {key: each for key, each in at.items() if key in known_options}

@@ -15,6 +15,7 @@ from rich.table import Table
 from tilelab.common.terminal import Text, in_words, say
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RECORD
+from tilelab.study.ask.run_config import parts_used
 from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import CorruptRecordError, RunRecord
@@ -235,6 +236,8 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
+    if records and all(record.of_script for record in records.values()):
+        return _runs_of_scripts(records)
     table = table_of("run", "status", "step", "loss", "bits/byte", "tokens/s", "peak memory")
     for name, record in records.items():
         found = measure(record)
@@ -282,7 +285,7 @@ def _run(found: Found) -> RenderableType:
     for name, words in facts:
         table.add_row(Text(name, style="bold"), Text(words))
     config = Table.grid(padding=(0, 2))
-    for path, value in flat(start.config):
+    for path, value in flat(parts_used(start.config)):
         config.add_row(Text(path, style="dim"), Text(str(value)))
     sample = record.sample
     written = [] if sample is None else [Text.assemble((sample.prompt, "dim"), sample.text, "\n")]
@@ -293,6 +296,26 @@ def _run(found: Found) -> RenderableType:
         *written,
         config,
     )
+
+
+def _runs_of_scripts(records: Mapping[str, RunRecord]) -> Table:
+    metrics = dict.fromkeys(
+        name for record in records.values() for each in record.evaluations for name in each.metrics
+    )
+    units = [METRICS[name].unit for name in metrics]
+    table = table_of("run", "status", "step", *units, "time", "CPU time")
+    for name, record in records.items():
+        last = record.evaluations[-1].metrics if record.evaluations else {}
+        add_row(
+            table,
+            name,
+            _status(record),
+            str(record.steps[-1].step if record.steps else 0),
+            *(number(last.get(each), ".4f") for each in metrics),
+            in_words(sum(each.wall_s for each in record.steps)),
+            in_words(sum(each.cpu_s for each in record.steps)),
+        )
+    return table
 
 
 def _evaluations(record: RunRecord, timed: bool) -> Table:

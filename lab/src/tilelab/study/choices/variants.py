@@ -13,12 +13,13 @@ out. Tiles are 64 queries x 128 keys, so windows and blocks which are much small
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilelab.study.ask.values import Count, CountOrZero, Positive, find, register
 from tilewise import masks, patterns, scores
+from tilewise.variants.values import mask_of
 
 if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Variant
@@ -43,11 +44,22 @@ class Variation(NamedTuple):
     pattern: Callable[[int], masks.Mask] | None = None  # positions -> a further mask
 
 
-def build(variant: Variant, heads: Heads) -> Variation:
-    """Return the mask and the score of a variant."""
+def build(variant: Variant, heads: Heads, off_by_one: bool = False) -> Variation:
+    """Return the mask and the score of a variant; ``off_by_one`` breaks the mask on purpose."""
     made = find("variant", variant.name).function(heads, **variant.options)
     assert isinstance(made, Variation)
-    return made
+    if not off_by_one:
+        return made
+    wrong = mask_of(_without_itself if heads.causal else _without_the_first)
+    return made._replace(mask=made.mask & wrong)
+
+
+def _without_itself(b: Any, h: Any, m: Any, n: Any) -> Any:
+    return (n < m) | (m == 0)
+
+
+def _without_the_first(b: Any, h: Any, m: Any, n: Any) -> Any:
+    return (n > 0) | (m == 0)
 
 
 @register("variant")

@@ -51,6 +51,7 @@ class Board(Watcher):
         self._step_s = sum(forecast_s[run.name] for run in known) / steps if steps else 0.0
         self._begun: dict[str, tuple[float, float]] = {}  # when, and what share was left then
         self._ratios: list[float] = []  # seconds that runs took over those that were expected
+        self._took: list[float] = []  # seconds of whole runs
         self.lanes: dict[str, Lane] = {}
         self._expect()
         for name, record in agenda.records.items():
@@ -82,6 +83,8 @@ class Board(Watcher):
             lane.step = values["from_step"]
         elif values["event"] == "step":
             lane.step, lane.loss = values["step"], values["loss"]
+            if lane.run.config.learning.external:
+                return  # the time of a line says nothing of the next one's
             if not values["warmup"] or lane.pace_s is None:
                 lane.step_s.append(values["wall_s"])
                 lane.tokens.append(values.get("tokens") or lane.run.config.tokens_per_step)
@@ -92,7 +95,10 @@ class Board(Watcher):
         """A run is over."""
         begun, share = self._begun.pop(run.name, (0.0, 0.0))
         expected = self._expected_s(run) * share
-        if expected and not (record.starts and record.start.same_as):
+        copied = bool(record.starts and record.start.same_as)
+        if share == 1.0 and not copied:
+            self._took.append(time.monotonic() - begun)
+        if expected and not copied:
             self._ratios.append((time.monotonic() - begun) / expected)
         self._take_over(self.lanes[run.name], record)
         self._give_up_after(run)
@@ -150,12 +156,17 @@ class Board(Watcher):
         pace, share = lane.pace_s, _share_left(lane)
         if lane.status == "running" and pace is not None:
             return pace * lane.run.config.steps * share
+        if lane.run.config.learning.external:
+            begun, _ = self._begun.get(name, (time.monotonic(), 1.0))
+            return max(0.0, self._expected_s(lane.run) - (time.monotonic() - begun))
         return self._expected_s(lane.run) * correction * share
 
     def _expected_s(self, run: RunSpec) -> float:
         """Return the forecast; without one, what the run's steps take in the mean of others."""
         if run.name in self._forecast_s:
             return self._forecast_s[run.name]
+        if not self._step_s and self._took:  # scripts, which nobody can forecast
+            return statistics.median(self._took)
         return self._step_s * run.config.steps
 
     def _take_over(self, lane: Lane, record: RunRecord) -> None:
@@ -165,7 +176,8 @@ class Board(Watcher):
             lane.step, lane.loss = record.steps[-1].step, record.steps[-1].loss
         if record.evaluations:
             lane.held_out = record.evaluations[-1].loss
-        lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
+        if not record.of_script:
+            lane.step_s.extend(each.wall_s for each in record.steps[-_RECENT:])
 
 
 def _begun(lane: Lane) -> bool:

@@ -39,6 +39,7 @@ from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
+from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
@@ -61,6 +62,7 @@ class Conductor:
     one_process: bool = False  # for all runs, one after the other: they share what was compiled
     minutes: float | None = None  # after which no step begins; None for no limit
     execution: Execution = STANDARD  # without folders and environment
+    underpowered: bool = False  # start a study that cannot detect what it asks
 
     def conduct(self, console: Console) -> int:
         """Run what is not done yet, then write the report of all that is.
@@ -157,6 +159,7 @@ class Conductor:
             if agenda.finished:
                 say(console, f"All {agenda.total} runs are done already.")
             else:
+                self._check_designs(agenda, console)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
@@ -175,6 +178,13 @@ class Conductor:
         elif code == 0:
             say(console, "Floors take minutes: the same command without --minutes computes them.")
         return 1 if tracking.failed else code
+
+    def _check_designs(self, agenda: Agenda, console: Console) -> None:
+        """Say what the designs can detect; refuse one that cannot, before the first run."""
+        for line in plan_lines(self.study):
+            say(console, line)
+        if not self.underpowered and not agenda.records:
+            check_designs(self.study)
 
     def _train(
         self, execution: Execution, agenda: Agenda, tracking: Tracking, console: Console
@@ -278,6 +288,7 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
         say(console, str(corpora[key]))
+    todo = [run for run in todo if not run.config.learning.external]  # nobody knows of these
     check_checkpoints(todo, corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}

@@ -19,15 +19,17 @@ from tilewise.folders import cache_folder
 def complete(study: Study, folder: Path, say: Callable[[str], None]) -> None:
     """Compute and store the floors of each experiment whose baseline has ended with its first seed.
 
-    They are written one experiment after the other, so a study that is stopped here goes on here.
-    Data that is missing, or that changed since the runs, is said and has no floors.
+    An experiment that compares kernels alone has none: it asks whether steps are the same, not what
+    is learnt in them. Floors are written one experiment after the other, so a study that is stopped
+    here goes on here. Data that is missing, or that changed since the runs, is said and has none.
     """
     records = store.readable_records(folder).whole
     known = read_floors(folder)
     for planned in unfolded(study, records)[0]:
         run = RunSpec(planned.name, planned.baseline_name, planned.seeds[0], planned.baseline)
         record = records.get(run.name)
-        if planned.name in known or record is None or not record.done:
+        asks = any(arm.kind == "training" for arm in planned.arms)  # what is learnt
+        if not asks or planned.name in known or record is None or not record.done:
             continue
         try:
             known[planned.name] = _floors(planned, record, say)

@@ -41,6 +41,7 @@ from tilelab.study.need import need, parameters, vocabulary, writes_matrix
 from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask
 from tilelab.study.train.costs import dtype_of
+from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.answer import Question, answer
@@ -184,8 +185,17 @@ def _rows(study: Study, chip: Chip) -> list[_Row]:
 
 def dry_run(study: Study, chip: Chip) -> RenderableType:
     """Return the table of what a study would take; errors as of ``predict``."""
+    for each in study.experiments:
+        if each.baseline.learning.external:
+            required = "a study of the models here: nothing is known of a script's"
+            raise InvalidArgument("--dry-run", f"{each.name}, which runs a script", required)
     rows = _rows(study, chip)
-    return Group(_table(study, rows, chip), Text(_summary(rows, chip)))
+    said = [_summary(rows, chip), "", "What the designs can detect:", *plan_lines(study)]
+    try:
+        check_designs(study)
+    except InvalidArgument as error:
+        said.append(f"! It would be refused: {error}")
+    return Group(_table(study, rows, chip), Text("\n".join(said)))
 
 
 def _table(study: Study, rows: Sequence[_Row], chip: Chip) -> Table:

@@ -32,6 +32,7 @@ from tilelab.study.train.child import EXPECTED_ERROR
 from tilewise.folders import NotPrivate, private_folder, runtime_folder
 
 _CHILD = "tilelab.study.train.child"
+_SCRIPT = "tilelab.study.conduct.script"
 _LAUNCH = "tilelab.study.train.launch"  # which starts several children
 _SERVE = "tilelab.study.train.serve"  # a child for several runs
 _LAST_LINES = 12
@@ -57,8 +58,8 @@ class Process:
         execution, self._record = run.execution, run.record
         threads, working = str(execution.threads), execution.working
         several = execution.processes > 1
-        child = execution.module or (_SERVE if serves else _CHILD)
-        modules = [*([_LAUNCH] if several else []), child]
+        own = _SCRIPT if run.config.learning.external else _SERVE if serves else _CHILD
+        modules = [*([_LAUNCH] if several else []), execution.module or own]
         environment = {
             **same_tilewise(),
             **execution.variables,

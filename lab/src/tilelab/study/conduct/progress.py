@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import Experiment, Study
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.conduct.board import Board, Lane
 from tilelab.study.plan import Watcher
@@ -158,7 +159,8 @@ def _cell_words(lane: Lane) -> str:
     loss = "" if value is None else f" {value:.3f}"
     if lane.status == "done" or not lane.step:
         return loss.strip()
-    return f"{lane.step}/{lane.run.config.steps}{loss}"
+    steps = lane.run.config.steps
+    return f"{lane.step}/{steps}{loss}" if lane.step <= steps else f"{lane.step}{loss}"
 
 
 def _ended_words(run: RunSpec, record: RunRecord) -> str:
@@ -168,9 +170,13 @@ def _ended_words(run: RunSpec, record: RunRecord) -> str:
     last = record.evaluations[-1] if record.evaluations else None
     if record.starts and record.start.same_as:
         return f"{run.name} is {record.start.same_as}, and takes over its record"
-    if last is None or last.loss is None:
+    if last is None:
         return f"{run.name} done"
-    return f"{run.name} done, held-out loss {last.loss:.4f}, {in_words(last.train_wall_s)}"
+    found = {"held-out loss": last.loss}
+    if record.of_script:
+        found = {METRICS[name].unit: value for name, value in last.metrics.items()}
+    said = "".join(f", {name} {value:.4f}" for name, value in found.items() if value is not None)
+    return f"{run.name} done{said}, {in_words(last.train_wall_s)}" if said else f"{run.name} done"
 
 
 def _lost_words(run: RunSpec, why: str) -> str:
@@ -179,7 +185,7 @@ def _lost_words(run: RunSpec, why: str) -> str:
 
 def _counts(board: Board) -> str:
     left = board.left_s()
-    time_left = f", {in_words(left)} left" if board.done < len(board.lanes) else ""
+    time_left = f", {in_words(left)} left" if left and board.done < len(board.lanes) else ""
     return f"{board.done} of {len(board.lanes)} runs{time_left}"
 
 
@@ -248,6 +254,8 @@ def _arm_rows(experiment: ExperimentVerdict) -> Table:
         said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
         reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
         said_label = f"{arm.label}, not learnt" if arm.neither_learnt else arm.label
+        if arm.flagged is not None:
+            said_label = "flagged" if arm.flagged else "not seen"
         label = Text(said_label, style=_VERDICT_STYLES[arm.label], no_wrap=True)
         table.add_row(Text(f"  {arm.arm}", no_wrap=True), label, Text(reason))
     for together in experiment.interactions:

@@ -1,9 +1,9 @@
 """Tokens of a corpus: made once, kept in a file with a checksum, mapped into memory.
 
-A cache is two files: ``tokens-KEY.bin`` holds the training tokens, then the held-out ones, and
-then those for tuning where there are some. ``tokens-KEY.json`` says what they are and has the
-SHA-256 of the first. The key is made of the text's hash, the tokenizer and the format, so that a
-cache is never stale. The JSON is written last: a crash before it leaves nothing that would be read.
+A cache is two files: ``tokens-KEY.bin`` holds the training tokens, then the held-out ones, and then
+those for tuning where there are some. ``tokens-KEY.json`` says what they are and has the SHA-256 of
+the first. The key is made of the text's hash, the tokenizer and the format, so that a cache is
+never stale. The JSON is written last: a crash before it leaves nothing that would be read.
 
 A vocabulary that is trained on the text itself (the tokenizer ``"bpe"``) lies beside its tokens, in
 ``vocabulary-KEY.json`` with a checksum.

@@ -23,7 +23,7 @@ Factors = Mapping[str, Mapping[str, Any]]
 
 
 def one_at_a_time(
-    factors: Factors, kind: Literal["training", "systems"] = "training"
+    factors: Factors, kind: Literal["training", "systems", "control"] = "training"
 ) -> tuple[Arm, ...]:
     """Return one arm for each factor.
 
@@ -95,6 +95,17 @@ def attention(implementation: str) -> dict[str, Any]:
 ROUNDING: dict[str, dict[str, Any]] = {"rounding": {"model.nudge": True}}
 
 
+def faults(implementation: str = "tilewise") -> tuple[Arm, ...]:
+    """Return the controls of a comparison of kernels: a wrong scale, a mask that is off by one."""
+    return one_at_a_time(
+        {
+            f"wrong-{fault}": {**attention(implementation), "attention.fault": fault}
+            for fault in ("scale", "mask")
+        },
+        kind="control",
+    )
+
+
 def compare_kernels(
     name: str,
     question: str,
@@ -107,8 +118,9 @@ def compare_kernels(
 ) -> Experiment:
     """Compare some implementations of attention with the first, as arms that change nothing else.
 
-    With ``control`` one more arm changes nothing but rounding. ``fields`` are further ones of the
-    experiment.
+    With ``control`` one more arm changes nothing but rounding. Two more compute something wrong
+    with the last implementation: the comparison has to flag them. ``fields`` are further ones of
+    the experiment.
     """
     first, *others = kernels
     arms = {each: attention(each) for each in others}
@@ -117,7 +129,10 @@ def compare_kernels(
         question=question,
         baseline=change(config, attention(first)),
         baseline_name=first,
-        arms=one_at_a_time({**arms, **(ROUNDING if control else {})}, kind="systems"),
+        arms=(
+            *one_at_a_time({**arms, **(ROUNDING if control else {})}, kind="systems"),
+            *faults(kernels[-1]),
+        ),
         seeds=seeds,
         **{"smallest_effect": 0.01, **fields},
     )

@@ -165,6 +165,7 @@ def listops(*, plain_gb: float = 4.0, seeds: int = 3) -> Study:
     numbers = tuple(range(seeds))
     return Study(
         name="listops",
+        correction="experiment",  # each length is a question of its own
         question="ListOps: what do accuracy and cost do as expressions grow longer?",
         experiments=tuple(
             listops_experiment(each, listops_config(each), plain_gb, numbers)

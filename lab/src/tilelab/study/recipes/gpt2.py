@@ -143,6 +143,7 @@ def longer_context(*, plain_up_to: int = 4096, steps: int = 100, seeds: int = 3)
     numbers = tuple(range(seeds))
     return Study(
         name="longer-context",
+        correction="experiment",  # each asks a question of its own
         question="What does a longer context buy, and what else can its memory be spent on?",
         experiments=(
             _context(contexts, steps, numbers),

@@ -58,11 +58,11 @@ TINY_DATA = {"data.vocabulary": 512, "data.vocabulary_bytes": 0, "data.size_cap_
 
 
 @recipe
-def gpu30(*, tokens: int = 40_000_000, steps: int = 30, tiny: bool = False) -> Study:
+def gpu30(*, tokens: int = 40_000_000, steps: int = 20, tiny: bool = False) -> Study:
     """Kernels of GPT-2 small at two contexts, and seven runs of 40 M tokens: 28 minutes of an H100.
 
     All in bfloat16, on the Python packages of the machine that runs it. ``kernels-1k`` and
-    ``kernels-4k``: plain, sdpa and tilewise attention, two seeds each; some 4 minutes. ``noise``:
+    ``kernels-4k``: plain, sdpa and tilewise attention, three seeds each; some 4 minutes. ``noise``:
     AdamW with two seeds. ``choices``: WSD, Lion, Muon and dropout with one seed, against the first
     of these. These seven runs take some 20 minutes, compiled. With one seed there is no verdict:
     ``noise`` says how far apart two seeds are. Micro-batches are as large as the chip has room for,
@@ -113,6 +113,7 @@ def gpu30(*, tokens: int = 40_000_000, steps: int = 30, tiny: bool = False) -> S
                 **smallest,
             ),
         ),
+        correction="experiment",  # each asks a question of its own
         chip="" if tiny else CHIP,
     )
 
@@ -179,6 +180,6 @@ def _kernels(name: str, config: RunConfig) -> Experiment:
     context = f"{config.model.context:,}"
     question = f"At context {context}: the same with each kernel, faster and in less memory?"
     fields: dict[str, Any] = {"smallest_effect": 0.02, "metric": "loss"}
-    made = compare_kernels(name, question, config, (0, 1), KERNELS, **fields)
+    made = compare_kernels(name, question, config, (0, 1, 2), KERNELS, **fields)
     kept = tuple(each for each in made.arms if each.name in (*KERNELS, *CONTROLS))
     return change(made, {"arms": kept})

@@ -96,6 +96,7 @@ def h200(
     numbers = tuple(range(seeds))
     return Study(
         name="h200",
+        correction="experiment",  # each asks a question of its own
         question="At full size, what do the kernels and the training choices bring?",
         experiments=(
             *(_kernels(size, context, steps, numbers) for size in SIZES for context in CONTEXTS),

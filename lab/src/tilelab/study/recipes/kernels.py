@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from tilelab.study.ask.config import Experiment, RunConfig, Study, change
-from tilelab.study.recipes.arms import attention, compare_kernels, one_at_a_time, small_gpt2
+from tilelab.study.recipes.arms import (
+    attention,
+    compare_kernels,
+    faults,
+    one_at_a_time,
+    small_gpt2,
+)
 from tilelab.study.recipes.registry import recipe
 from tilewise.plan.traffic.memory import plain_held
 from tilewise.problem import Problem
@@ -146,13 +152,14 @@ def at_length(
         for arm, variant in patterns.items()
     }
     kernel = one_at_a_time({"tilewise": attention("tilewise")} if fits else {}, kind="systems")
+    controls = faults() if fits else ()
     name_of_baseline = "plain" if fits else "tilewise"
     return Experiment(
         name=name,
         question=question,
         baseline=change(config, attention(name_of_baseline)),
         baseline_name=name_of_baseline,
-        arms=(*kernel, *one_at_a_time(sparse)),
+        arms=(*kernel, *one_at_a_time(sparse), *controls),
         seeds=seeds,
         smallest_effect=smallest_effect,
         metric="accuracy",

@@ -94,6 +94,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         seeds=numbers,
         smallest_effect=EFFECT_BITS_PER_BYTE,
         sweep=sweep,
+        error="pooled",
         ladder=Ladder(
             rungs={f"{each:g}MB": _budget(each) for each in lengths},
             tuned=tuple(f"{each:g}MB" for each in TUNED_MB if each <= longest),
@@ -111,6 +112,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         seeds=numbers,
         smallest_effect=EFFECT_BITS_PER_BYTE,
         sweep=sweep,
+        error="pooled",
         ladder=Ladder(
             rungs={name: _model(*each) for name, each in MODELS.items()},
             axis="parameters",

@@ -28,7 +28,7 @@ from tilewise.errors import InvalidArgument
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = ("kernels", "laptop", "ladder", "gpt2", "bert", "h200", "gpu30")
+_MODULES = ("kernels", "ladder", "laptop", "gpt2", "bert", "h200", "gpu30")
 
 
 class Recipe(NamedTuple):
@@ -79,13 +79,13 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Recipe:
     """Find the recipe of that name, or ``function`` of the file in ``file.py:function``.
 
-    The file is the user's own and is run.
+    The file is the user's own and is run. ``file.py`` alone is its function ``study``.
 
     Raises:
         InvalidArgument: no such recipe (the nearest is suggested), file or function, or a function
             that has arguments without standard values.
     """
-    file, colon, function = name.rpartition(":")
+    file, colon, function = (f"{name}:study" if name.endswith(".py") else name).rpartition(":")
     if colon and file.endswith(".py"):
         return _described(name, function_of("recipe", Path(file), function))
     known = names()

@@ -283,8 +283,18 @@ class RunRecord:
         return record
 
     @property
+    def of_script(self) -> bool:
+        """Whether the run is of a script: its steps are the lines that it reported."""
+        return bool(self.starts) and self.start.config.get("task", {}).get("name") == "script"
+
+    @property
     def whole_steps(self) -> int:
-        """Steps from the first one on, up to the first that is missing."""
+        """Steps from the first one on, up to the first that is missing.
+
+        A script reports the steps that it wants: none of them is missing.
+        """
+        if self.of_script:
+            return self.steps[-1].step if self.steps else 0
         at = 0
         for each in self.steps:
             if each.step - each.of != at:
@@ -299,7 +309,7 @@ class RunRecord:
         last = max([self.starts[-1].from_step, *(each.step for each in self.steps)])
         if self.end is not None:
             last = max(last, self.end.step)
-            if self.end.status == "done":
+            if self.end.status == "done" and not self.of_script:
                 last = max(last, _planned_steps(self.start.config))
         if self.whole_steps >= last:
             return ""
@@ -310,10 +320,12 @@ class RunRecord:
             case Start():
                 self.starts.append(event)
                 self.checkpoint, self.end = event.from_step, None
-                self.steps = [each for each in self.steps if each.step <= event.from_step]
+                if not event.from_step:
+                    self.steps, self.evaluations = [], []
                 # An evaluation after the step of the checkpoint is in the checkpoint too.
-                kept = [each for each in self.evaluations if each.step <= event.from_step]
-                self.evaluations = kept if event.from_step else []
+                last = event.from_step
+                self.steps = [each for each in self.steps if each.step <= last]
+                self.evaluations = [each for each in self.evaluations if each.step <= last]
             case Step():
                 self.steps.append(event)
             case Evaluation():

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from tilelab.common.files import replacing, telling_full_disk, write_atomically
 from tilelab.study.ask.config import Study, config_hash, parse
 from tilelab.study.ask.run import RECORD
-from tilelab.study.ask.values import hash_of
+from tilelab.study.ask.values import earlier, hash_of
 from tilelab.study.records.events import CorruptRecordError, RunRecord
 from tilewise.errors import InvalidArgument, TilewiseError
 
@@ -113,7 +113,7 @@ def read_study(folder: Path) -> StoredStudy:
 def _parsed(study: dict[str, Any], path: Path) -> Study:
     """Return the study; a complaint about its config says which file has it."""
     try:
-        return parse(Study, study)
+        return parse(Study, {**earlier(Study), **study})
     except InvalidArgument as error:
         fix = f"It is in {path}: read a study with the version of tilewise that wrote it."
         raise InvalidArgument(error.argument, error.came, error.required, fix) from None

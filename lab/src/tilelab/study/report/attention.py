@@ -83,7 +83,7 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[Sequence[float]], float], str], .
 
 def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
     """Draw the largest logit and the entropy by tokens, thin for layers and thick for arms."""
-    drawn = [each for each in arms if len(each.x) > 1]
+    drawn = [each for each in arms if len(each.x) > 3]
     for title, field, unit, together, caption in _FIGURES if drawn else ():
         letters = [len(each.arm) + 2 * each.broken for each in drawn]
         figure, axes = frame(letters, max(each.x[-1] for each in drawn), unit, "training tokens")

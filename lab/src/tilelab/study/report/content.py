@@ -11,18 +11,27 @@ from typing import Any
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
+from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.floors import read_floors
 from tilelab.study.records.store import StoredStudy, flat, read_study, readable_records
 from tilelab.study.report.attention import attention_charts, attention_table, layers_of
+from tilelab.study.report.clock import Speeds, moved, speeds_of
 from tilelab.study.report.costs import (
     memory_chart,
     pareto_chart,
     target_charts,
 )
 from tilelab.study.report.ladders import ladder_of
-from tilelab.study.report.lines import curve, difference, difference_chart, loss_chart
+from tilelab.study.report.lines import (
+    Abscissa,
+    curve,
+    difference,
+    difference_chart,
+    enough,
+    loss_chart,
+)
 from tilelab.study.report.page import Chart, Table
 from tilelab.study.report.tables import (
     config_table,
@@ -32,8 +41,9 @@ from tilelab.study.report.tables import (
     plain_table,
 )
 from tilelab.study.report.tuning import effects_chart, sweep_chart
-from tilelab.study.report.verdicts import baseline_row, forest_of, meaning, row_of
+from tilelab.study.report.verdicts import answer, baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
@@ -65,7 +75,11 @@ def gather(folder: Path) -> Evidence:
 
 
 def _figures(
-    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+    planned: config.Experiment,
+    verdict: ExperimentVerdict,
+    evidence: Evidence,
+    slug: str,
+    speeds: Speeds,
 ) -> tuple[list[Chart], list[Table]]:
     """Return the charts and the tables of an experiment for which there is something to show."""
     metric, base = verdict.metric, verdict.baseline.name
@@ -75,20 +89,22 @@ def _figures(
     withheld = [arm.arm for arm in verdict.arms if arm.speed_withheld]
     by_tokens = [curve(arm, places[arm], runs[arm], metric, "tokens") for arm in places]
     timed = [arm for arm in places if arm not in withheld]
-    by_time = [curve(arm, places[arm], runs[arm], metric, "time") for arm in timed]
+    slowed = bool(moved(speeds))
+    clock: Abscissa = "processor" if slowed else "time"
+    by_time = [curve(arm, places[arm], runs[arm], metric, clock) for arm in timed]
     gaps = [difference(arm, places[arm], runs[arm], runs[first], metric) for arm in others]
     layers = [found for arm in places if (found := layers_of(arm, places[arm], runs[arm]))]
-    time = loss_chart(by_time, "time", metric, f"{slug}-time")
+    time = loss_chart(enough(by_time), clock, metric, f"{slug}-time")
     if time is not None and withheld:
         time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
     decides = next((each for each in verdict.floors if each.decides), None)
     charts = (
-        loss_chart(by_tokens, "tokens", metric, f"{slug}-tokens", decides),
-        difference_chart(gaps, verdict.smallest_effect, metric, base, f"{slug}-difference"),
+        loss_chart(enough(by_tokens), "tokens", metric, f"{slug}-tokens", decides),
+        difference_chart(enough(gaps), verdict.smallest_effect, metric, base, f"{slug}-difference"),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
         memory_chart(verdict, f"{slug}-memory"),
-        *target_charts(verdict, slug),
+        *target_charts(verdict, slug, slowed),
         pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
         *attention_charts(layers, slug),
@@ -99,7 +115,7 @@ def _figures(
     tables = (
         plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
         floors_table(verdict, planned),
-        *evidence_tables(verdict),
+        *evidence_tables(verdict, speeds),
         curve_table(by_tokens, by_time, verdict),
         attention_table(layers, measures, without),
     )
@@ -115,9 +131,10 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
     agenda = Agenda(stored.study, dict(evidence.records))
     left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
     missing = () if evidence.verdict.complete else _missing(agenda, evidence)
+    speeds = _speeds(evidence)
     with house_style():
         experiments = tuple(
-            _experiment(planned, verdict, evidence, f"e{number}")
+            _experiment(planned, verdict, evidence, f"e{number}", speeds[planned.name])
             for number, (planned, verdict) in enumerate(
                 zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
             )
@@ -130,6 +147,7 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
     return {
         "study": stored.study.name,
         "question": stored.study.question,
+        "answer": answer(evidence.verdict, speeds),
         "status": _status(agenda, evidence),
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
@@ -229,29 +247,46 @@ def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
     ]
 
 
+def _speeds(evidence: Evidence) -> dict[str, Speeds]:
+    """Return the speeds of the arms of each experiment, by its name."""
+    return {
+        planned.name: speeds_of(
+            verdict,
+            [each for arm in planned.arm_names for each in evidence.finals(planned, arm).values()],
+        )
+        for planned, verdict in zip(evidence.experiments, evidence.verdict.experiments, strict=True)
+    }
+
+
 def _experiment(
-    planned: config.Experiment, verdict: ExperimentVerdict, evidence: Evidence, slug: str
+    planned: config.Experiment,
+    verdict: ExperimentVerdict,
+    evidence: Evidence,
+    slug: str,
+    speeds: Speeds,
 ) -> dict[str, Any]:
-    rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
-    charts, tables = _figures(planned, verdict, evidence, slug)
+    rows = tuple(
+        row_of(arm, index, verdict, planned, speeds[arm.arm])
+        for index, arm in enumerate(verdict.arms, 1)
+    )
+    charts, tables = _figures(planned, verdict, evidence, slug, speeds)
     share = f"{verdict.confidence * 100:g} %"
     unit = UNITS[verdict.metric]
-    steps = planned.baseline.steps
     wrote, wrote_note = _writings(planned, evidence)
     protocol = (
-        f"{words.count(len(planned.seeds), 'seed')}; for a seed every arm starts from the same "
-        f"weights and sees the same batches. The baseline trains {words.count(steps, 'step')} of "
-        f"{_step(planned.baseline)}. Effects are differences of the "
-        f"held-out {unit} with the same seed, with {share} intervals; smaller than "
-        f"{verdict.smallest_effect:g} does not matter."
+        f"{words.count(len(planned.seeds), 'seed')}; {_pairing(planned.baseline)} "
+        f"Effects are differences of the held-out {unit} with the same seed, with {share} "
+        f"intervals; smaller than {verdict.smallest_effect:g} does not matter."
     )
+    if verdict.sensitivity is not None:
+        protocol += f" {detected_words(planned, verdict, evidence.verdict.correction)}"
     if planned.sequential is not None:
         protocol += f" {_looks(planned, planned.sequential)}"
     return {
         "name": planned.name,
         "slug": slug,
         "question": planned.question,
-        "meaning": meaning(verdict),
+        "meaning": meaning(verdict, speeds),
         "protocol": protocol,
         "unit": unit,
         "confidence": share,
@@ -270,6 +305,19 @@ def _experiment(
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},
         ),
     }
+
+
+def _pairing(run: config.RunConfig) -> str:
+    if run.learning.external:
+        return (
+            "every arm gets the same ones, and it is the script that draws weights and batches "
+            "from them. Its steps and times are as it reported them, evaluations and its start "
+            "included; where it reports no tokens, its steps stand for them."
+        )
+    return (
+        "for a seed every arm starts from the same weights and sees the same batches. The baseline "
+        f"trains {words.count(run.steps, 'step')} of {_step(run)}."
+    )
 
 
 def _step(run: config.RunConfig) -> str:
@@ -315,8 +363,8 @@ def _writings(
 def _written_out(planned: config.Experiment, arm: str, evidence: Evidence) -> Mapping[str, Any]:
     """Return the config that ran, with what a sweep chose; the planned one before it ran."""
     for record in evidence.finals(planned, arm).values():
-        return record.start.config
-    return planned.config_of(arm).model_dump(mode="json")
+        return parts_used(record.start.config)
+    return parts_used(planned.config_of(arm).model_dump(mode="json"))
 
 
 def _corpus(evidence: Evidence) -> tuple[tuple[str, str], ...]:

@@ -48,7 +48,7 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.text import UNITS
 
-PARTS = ("weights", "gradients", "optimizer", "activations")
+PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 _ROW = 34.0  # height of an arm
 
 
@@ -65,13 +65,13 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
         f"{arm}: peak {words.size(split.peak_bytes)}" for arm, _, split in arms
     )
     figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], 58)
-    most = max(max(split.peak_bytes, sum(_parts(split))) for _, _, split in arms)
+    most = max(max(split.peak_bytes, sum(drawn_parts(split))) for _, _, split in arms)
     units = ((2e9, 1e9, "GB"), (2e6, 1e6, "MB"), (0.0, 1e3, "kB"))
     factor, unit = next((factor, unit) for least, factor, unit in units if most >= least)
     axes.set_xlim(0, most / factor)
     for row, (_, _, split) in enumerate(arms):
         left = 0.0
-        for part, colour in zip(_parts(split), PART_COLOURS, strict=True):
+        for part, colour in zip(drawn_parts(split), PART_COLOURS, strict=True):
             axes.barh(row, part / factor, left=left, height=0.6, color=colour, linewidth=0)
             left += part / factor
         peak = split.peak_bytes / factor
@@ -79,14 +79,18 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
         beside(axes, (max(peak, left), row), words.size(split.peak_bytes), 9)
     axes.set_xlabel(unit, color=SOFT, labelpad=7)
     caption = (
-        "Storages counted once; activations are what autograd keeps of one micro-batch. "
-        "The mark and the number are the peak of the process (of the allocator on a GPU)."
+        "Storages counted once; activations are what autograd keeps of one micro-batch. Other is "
+        "the rest of the peak: what is there for a moment, and freed blocks. Activations end at "
+        "the peak where gradients are not there at the same time. The mark and the number are the "
+        "peak of the process (of the allocator on a GPU)."
     )
     legend = tuple((part, f"--part-{number}") for number, part in enumerate(PARTS))
     return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
 
 
-def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
+def target_charts(
+    verdict: ExperimentVerdict, slug: str, by_processor: bool = False
+) -> list[Chart | None]:
     """Draw what the target took: tokens, time, and the share of runs that are not there yet."""
     known = [
         (arm.name, at, arm.target)
@@ -97,11 +101,13 @@ def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
         return []
     said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
     tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
-    time = [(arm, at, each.wall_s) for arm, at, each in known if each.wall_s]
+    spent = [(arm, at, each.cpu_s if by_processor else each.wall_s) for arm, at, each in known]
+    time = [each for each in spent if each[2]]
+    clock = "processor seconds of training" if by_processor else "seconds of training"
     name = f"{slug}-target"
     return [
         _taken_chart("Tokens", tokens, said, "training tokens", _short, f"{name}-tokens"),
-        _taken_chart("Time", time, said, "seconds of training", words.duration, f"{name}-time"),
+        _taken_chart("Time", time, said, clock, words.duration, f"{name}-time"),
         survival_chart(verdict, said, f"{slug}-survival"),
     ]
 
@@ -175,8 +181,20 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     return figure, axes
 
 
-def _parts(split: MemorySplit) -> list[float]:
-    return [getattr(split, f"{part}_bytes") for part in PARTS]
+def parts_of(split: MemorySplit) -> dict[str, float]:
+    """Return the bytes of each part; ``other`` is what the peak has beside those that are known."""
+    known = {part: float(getattr(split, f"{part}_bytes")) for part in PARTS[:-1]}
+    return {**known, "other": max(0.0, split.peak_bytes - sum(known.values()))}
+
+
+def drawn_parts(split: MemorySplit) -> list[float]:
+    """Return lengths that add up to the peak: gradients and activations may never be there at once.
+
+    Where they were not, the activations are drawn up to the peak.
+    """
+    parts = parts_of(split)
+    rest = split.peak_bytes - sum(parts.values()) + parts["activations"]
+    return list({**parts, "activations": max(0.0, min(parts["activations"], rest))}.values())
 
 
 class Survival(NamedTuple):
@@ -307,13 +325,24 @@ class Point(NamedTuple):
     rank: float  # the same so that lower is better
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """Return the Pareto front, cheapest first: points that no other beats on cost and quality."""
+def front(points: Sequence[Point], smallest: float = 0.0) -> list[Point]:
+    """Return the Pareto front, cheapest first: points that no other beats on cost and quality.
+
+    One that costs more is on it only if it is better than all cheaper ones by the smallest effect.
+    """
     found: list[Point] = []
     for each in sorted(points, key=lambda point: (point.cost, point.rank)):
-        if not found or each.rank < found[-1].rank:
+        if not found or (each.rank < found[-1].rank and each.rank <= found[-1].rank - smallest):
             found.append(each)
     return found
+
+
+def _to_weigh(experiment: ExperimentVerdict) -> list[Point]:
+    """Return the points of an experiment; none where no arm is better than another by an effect."""
+    points = list(_points(experiment))
+    ranks = [each.rank for each in points]
+    apart = len(points) > 1 and max(ranks) - min(ranks) >= experiment.smallest_effect
+    return points if apart else []
 
 
 def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
@@ -330,30 +359,34 @@ def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
 
 def pareto_table(experiment: ExperimentVerdict) -> Table | None:
     """Return the arms on the front, and who beats each of the others in both."""
-    points = list(_points(experiment))
-    if len(points) < 2:
+    points, smallest = _to_weigh(experiment), experiment.smallest_effect
+    if not points:
         return None
-    best, digits = front(points), digits_of(experiment)
+    best, digits = front(points, smallest), digits_of(experiment)
     rows = []
     for each in sorted(points, key=lambda point: (point.cost, point.rank)):
-        ahead = [one.arm for one in best if one.cost <= each.cost and one.rank <= each.rank]
-        on = each in best
-        verdict = (
-            Cell("on the front", tone="best") if on else Cell(f"beaten by {words.listing(ahead)}")
-        )
+        cheaper = [one for one in best if one.cost <= each.cost]
+        ahead = [one.arm for one in cheaper if one.rank <= each.rank]
+        level = [one.arm for one in cheaper if one.rank - smallest < each.rank]
+        said = f"beaten by {words.listing(ahead)}" if ahead else ""
+        said = said or f"not better than {words.listing(level)} by what matters, and costs more"
+        verdict = Cell("on the front", tone="best") if each in best else Cell(said)
         metric = Cell(words.plain(each.metric, digits))
         rows.append((Cell(each.arm), Cell(words.duration(each.cost)), metric, verdict))
     head = ("arm", "CPU time of a run", METRICS[experiment.metric].unit, "")
-    notes = ("By the means alone: neighbours may differ by less than their intervals.",)
+    notes = (
+        "By the means alone. An arm that costs more is on the front if it is better by "
+        f"{smallest:g} or more.",
+    )
     return Table("Quality against cost", head, tuple(rows), notes, "pareto")
 
 
 def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     """Draw a point per arm, and the front as a staircase."""
-    points = list(_points(experiment))
-    if len(points) < 2:
+    points = _to_weigh(experiment)
+    if not points:
         return None
-    best = front(points)
+    best = front(points, experiment.smallest_effect)
     figure = canvas(WIDTH, HEIGHT)
     axes = place(figure, 56, 48, 30, 30)
     axes.grid(axis="x", color=RULE, linewidth=1)
@@ -394,8 +427,9 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     unit = METRICS[experiment.metric].unit
     axes.text(0, 1 + 13 / (HEIGHT - 78), unit, color=SOFT, transform=axes.transAxes)
     caption = (
-        "Filled and named: no other arm has both less cost and a better mean (by the means alone, "
-        "not by tests). Cost is of the runs that count, trials of a sweep left out."
+        "Filled and named: better by the smallest effect or more than every arm that costs less "
+        "(by the means alone, not by tests). Cost is of the runs that count, trials of a sweep "
+        "left out."
     )
     summary = f"Quality against cost; on the front: {words.listing([each.arm for each in best])}"
     return Chart("Quality against cost", finish(figure, name, summary), caption)

@@ -11,23 +11,26 @@ from tilelab.common.svg import RULE, SOFT, arm_colour, finish
 from tilelab.study.report.lines import LineEnd, beside_labels, label_ends, line_style, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.result import Interval, LadderArm, LadderVerdict
+from tilelab.study.verdict.result import Clock, EqualTime, Interval, LadderArm, LadderVerdict
 from tilelab.study.verdict.text import UNITS
 
 _AXES = {"text": "bytes of text read", "tokens": "training tokens", "parameters": "parameters"}
+_CLOCKS: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
 FORETOLD = 0.5  # of the smallest effect: a prediction that misses by less has held
 
 
 def ladder_of(found: LadderVerdict, smallest: float, slug: str) -> dict[str, Any]:
     """Return what the templates show of a ladder, by its name there."""
     chart = effect_chart(found, smallest, f"{slug}-effects")
+    timed = (_equal_time(found, clock) for clock in _CLOCKS)
+    tables = (_effects(found), *timed, _rates(found))
     return {
         "name": found.experiment,
         "slug": slug,
         "question": found.question,
         "meaning": meaning(found, smallest),
         "charts": [] if chart is None else [chart],
-        "tables": [table for table in (_effects(found), _rates(found)) if table.rows],
+        "tables": [table for table in tables if table.rows],
     }
 
 
@@ -150,6 +153,37 @@ def _row(arm: LadderArm, found: LadderVerdict) -> tuple[Cell, ...]:
     if arm.constants:
         limit = Cell(words.signed(arm.constants[0], 3))
     return (Cell(arm.arm), *cells, foretold, miss, limit)
+
+
+def _equal_time(found: LadderVerdict, clock: Clock) -> Table:
+    """Return the effects of every arm at the times at which the baseline ended its rungs."""
+    timed = {
+        arm.arm: {each.rung: each for each in arm.equal_time if each.clock == clock}
+        for arm in found.arms
+    }
+    at = {rung: each.at_s for known in timed.values() for rung, each in known.items()}
+    rungs = [rung for rung in found.rungs if rung in at]
+
+    def cell(each: EqualTime | None) -> Cell:
+        if each is None:
+            return NONE
+        return Cell(words.signed(each.effect, 4), note=_interval(each.interval))
+
+    rows = [
+        (Cell(arm), *(cell(known.get(rung)) for rung in rungs))
+        for arm, known in timed.items()
+        if known
+    ]
+    notes = [
+        f"Differences to {found.baseline} after the {_CLOCKS[clock]} that it takes for a rung. An "
+        "arm's result at that time lies on the straight line, by the logarithm of time, between "
+        "its own rungs. A dash, or no column: outside of its rungs nothing is extrapolated."
+    ]
+    if clock == "wall":
+        notes.append("Runs beside one another, and other load, move wall time.")
+    head = ("arm", *(f"{rung} ({words.duration(at[rung])})" for rung in rungs))
+    title = f"Effects at equal {_CLOCKS[clock]}"
+    return Table(title, head, tuple(rows), tuple(notes), key="plain")
 
 
 def _interval(interval: Interval | None) -> str:

@@ -22,7 +22,7 @@ from tilelab.study.verdict import text as words
 from tilelab.study.verdict.measures import metric_of
 from tilelab.study.verdict.result import FloorResult
 
-Abscissa = Literal["tokens", "time"]
+Abscissa = Literal["tokens", "time", "processor"]
 Records = Mapping[int, RunRecord]  # seed -> record
 
 
@@ -67,7 +67,7 @@ def _number(evaluation: Evaluation, metric: str) -> float:
 def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) -> Series:
     """Return the held-out metric of an arm along its runs, those that have come furthest.
 
-    Time is the mean over seeds of the seconds in optimizer steps.
+    Time is the mean over seeds of the seconds in optimizer steps, by the wall or the processor.
     """
     found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
     x, rows = [], []
@@ -76,7 +76,9 @@ def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) 
         x.append(
             float(here[0].tokens)
             if along == "tokens"
-            else statistics.fmean(each.train_wall_s for each in here)
+            else statistics.fmean(
+                each.train_wall_s if along == "time" else each.train_cpu_s for each in here
+            )
         )
         rows.append([_number(each, metric) for each in here])
     broken = any(record.diverged for record in records.values())
@@ -134,8 +136,16 @@ _LEFT, _BOTTOM, _TOP = 50, 48, 30
 LETTER = 9.2  # about as wide as a letter of a label
 _LABEL_GAP = 19.0  # between the middles of two labels
 LONGEST_LABEL = 15  # letters; the table has the whole name
-_AXES = {"tokens": "training tokens", "time": "seconds of training"}
-_TITLES = {"tokens": "{} by tokens", "time": "{} by time"}
+_AXES = {
+    "tokens": "training tokens",
+    "time": "seconds of training",
+    "processor": "processor seconds of training",
+}
+_TITLES = {
+    "tokens": "{} by tokens",
+    "time": "{} by time",
+    "processor": "{} by processor time",
+}
 
 
 class LineEnd(NamedTuple):
@@ -146,6 +156,15 @@ class LineEnd(NamedTuple):
     x: float  # of the last point
     y: float
     broken: bool = False  # it ends because a run diverged
+
+
+_FEWEST_POINTS = 4  # of the longest line: fewer are read from the table
+
+
+def enough(series: Sequence[Series]) -> list[Series]:
+    """Return the lines, or none where the longest has too few points to be a curve."""
+    longest = max((len(each.x) for each in series), default=0)
+    return list(series) if longest >= _FEWEST_POINTS else []
 
 
 _MOST_GROWN = 2.0  # of the frame's height, for a floor

@@ -9,7 +9,8 @@ from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.need import Need, need
 from tilelab.study.records.store import flat
-from tilelab.study.report.costs import PARTS, pareto_table, survival_table
+from tilelab.study.report.clock import Speeds, moved
+from tilelab.study.report.costs import PARTS, pareto_table, parts_of, survival_table
 from tilelab.study.report.lines import Series
 from tilelab.study.report.page import NONE, Cell, Table
 from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
@@ -32,16 +33,16 @@ _Show = Callable[[float], str]
 _Arm = Baseline | ArmVerdict
 
 
-def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
+def evidence_tables(experiment: ExperimentVerdict, speeds: Speeds) -> tuple[Table, ...]:
     """Return every table that there is something for, in the order in which it is asked."""
     found = (
         effects_table(experiment),
         interactions_table(experiment),
         _seeds(experiment),
         _quality(experiment),
-        _speed(experiment),
+        _speed(experiment, speeds),
         _memory(experiment),
-        _target(experiment),
+        _target(experiment, bool(moved(speeds))),
         survival_table(experiment),
         pareto_table(experiment),
         _kernels(experiment),
@@ -168,7 +169,18 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
     )
 
 
-def _speed(experiment: ExperimentVerdict) -> Table | None:
+# What the wall clock has no part in.
+_BY_PROCESSOR = MEASURES["tokens_per_cpu_s"].column
+
+
+def _speed(experiment: ExperimentVerdict, speeds: Speeds) -> Table | None:
+    slowed = moved(speeds)
+
+    def unless_slowed(name: str, show: Callable[[_Arm], Cell]) -> Callable[[_Arm], Cell]:
+        hidden = name != _BY_PROCESSOR
+        return lambda arm: NONE if hidden and arm.name in slowed else show(arm)
+
+    columns = [(name, unless_slowed(name, show)) for name, show in _columns(experiment, "speed")]
     withheld = [arm.arm for arm in experiment.arms if arm.speed_withheld]
     notes = ["Optimizer steps alone: evaluation and the first steps of a process are left out."]
     if withheld:
@@ -176,22 +188,29 @@ def _speed(experiment: ExperimentVerdict) -> Table | None:
             f"Withheld for {words.listing(withheld)}: a systems arm shows its speed only once its "
             "losses have been found equal."
         )
-    return _table("Speed", experiment, _columns(experiment, "speed"), tuple(notes), "speed")
+    if slowed:
+        notes.append(
+            f"Of {words.listing(slowed)} by processor time alone: other work on the machine moved "
+            "the wall clock."
+        )
+    return _table("Speed", experiment, columns, tuple(notes), "speed")
 
 
 def _memory(experiment: ExperimentVerdict) -> Table | None:
     def part(name: str) -> Callable[[_Arm], Cell]:
         def show(arm: _Arm) -> Cell:
             split = arm.measures.memory
-            return NONE if split is None else Cell(words.size(getattr(split, name)))
+            if split is None:
+                return NONE
+            return Cell(words.size({**parts_of(split), "peak": split.peak_bytes}[name]))
 
         return show
 
-    columns = [(name, part(f"{name}_bytes")) for name in (*PARTS, "peak")]
+    columns = [(name, part(name)) for name in (*PARTS, "peak")]
     return _table("Memory", experiment, columns, (), "memory")
 
 
-def _target(experiment: ExperimentVerdict) -> Table | None:
+def _target(experiment: ExperimentVerdict, by_processor: bool) -> Table | None:
     results = [arm.target for arm in experiment.all_arms if arm.target is not None]
     if not results:
         return None
@@ -220,7 +239,7 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
         [
             ("seeds that reached it", reached),
             ("tokens, median", shown("tokens", words.integer, "tokens_ratio")),
-            ("time", shown("wall_s", words.duration, "wall_ratio")),
+            *([] if by_processor else [("time", shown("wall_s", words.duration, "wall_ratio"))]),
             ("CPU time", shown("cpu_s", words.duration)),
         ],
         (

@@ -201,6 +201,9 @@ def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
     """Say how many tokens the trials of an arm may take, and which arms took fewer."""
     taken = {arm.name: arm.cost.sweep_tokens for arm in experiment.all_arms}
     stated = {sweep.budget_tokens for sweep in experiment.sweeps}
+    if stated == {0}:  # of a script
+        yield "Trials are charged to their arm as cost."
+        return
     said = words.listing([words.integer(tokens) for tokens in sorted(stated)])
     whose = "every arm" if len(stated) == 1 else "an arm, by its own budget,"
     yield f"Tokens that the trials of {whose} may take: {said}. They are charged to it as cost."

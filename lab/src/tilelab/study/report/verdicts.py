@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
+from tilelab.study.report.clock import Speed, Speeds
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.floors import not_learnt
@@ -17,6 +18,7 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     Label,
     Ratio,
+    StudyVerdict,
     Summary,
 )
 from tilelab.study.verdict.text import UNITS, seeds_text
@@ -29,9 +31,12 @@ MARKS: dict[Label, Mark] = {
     "diverged": Mark("diverged", "!", "worse"),
     "incomplete": Mark("incomplete", "\N{HORIZONTAL ELLIPSIS}", "open"),
 }
+_FLAGGED = Mark("flagged", "\N{CHECK MARK}", "same")  # a control
+_NOT_SEEN = Mark("not seen", "!", "worse")
 _BASELINE = Mark("baseline", "\N{BULLET}", "base")
 # The beginning of a reason that says what the table shows anyway: the effect, its interval, its p.
-_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [A-Za-z1 ]+(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
+_SAID_BY_NUMBERS = re.compile(r"^[-+\d.e]+ [^\[(:;]+?(?: \[[^\]]*\])?(?: \(Holm p [^)]*\)\.|:) *")
+_MATTERS = 0.02  # of a ratio: less is not pointed out
 _LIMIT = 4.0  # an interval further out than so many times the usual one is cut off
 
 
@@ -129,7 +134,11 @@ def _band(arm: ArmVerdict, experiment: ExperimentVerdict) -> Band | None:
 
 
 def row_of(
-    arm: ArmVerdict, place: int, experiment: ExperimentVerdict, planned: config.Experiment
+    arm: ArmVerdict,
+    place: int,
+    experiment: ExperimentVerdict,
+    planned: config.Experiment,
+    speed: Speed,
 ) -> VerdictRow:
     """Return an arm's row."""
     digits = digits_of(experiment)
@@ -141,24 +150,30 @@ def row_of(
         arm=arm.arm,
         place=place,
         change=_change(arm.arm, experiment, planned) or "nothing changed",
-        mark=_mark(arm),
+        mark=_mark(arm, speed),
         effect=effect,
         interval=interval,
         band=_band(arm, experiment),
         p=p,
         seeds=_seeds(arm),
-        speed=_speed(arm),
+        speed=_speed(arm, speed),
         memory=_ratio(arm.measures.memory_ratio, better_above=False),
         cost=_cost(arm.cost),
-        reason=_reason(arm.reason),
+        reason="" if arm.kind == "control" else _reason(arm.reason),  # it is no finding
         flags=tuple(flag.words for flag in arm.kernel_flags),
         alarm=any(not flag.expected for flag in arm.kernel_flags),
         notes=tuple(words.typeset(note) for note in (arm.speed_withheld, *arm.notes) if note),
     )
 
 
-def _mark(arm: ArmVerdict) -> Mark:
+def _mark(arm: ArmVerdict, speed: Speed) -> Mark:
+    if arm.flagged is not None:
+        return _FLAGGED if arm.flagged else _NOT_SEEN
     mark = MARKS[arm.label]
+    if _wins(arm, speed.ratio):  # what a kernel is for: a label that says only "equal" hides it
+        assert speed.ratio is not None
+        gain = words.times(speed.ratio.value, "faster", "slower")
+        return mark._replace(label=f"{gain}, equal losses")
     return mark._replace(label=f"{mark.label}, not learnt") if arm.neither_learnt else mark
 
 
@@ -233,15 +248,24 @@ def _seeds(arm: ArmVerdict) -> str:
     planned = len(arm.per_seed)
     if 0 < arm.n < planned:
         text = f"{arm.n} of {planned} paired seeds"
-    if arm.label == "undecided" and arm.more_seeds:
+    if arm.label == "undecided" and arm.more_seeds and arm.kind != "control":
         text += f", needs {arm.more_seeds:,} more"
     return text
 
 
-def _speed(arm: ArmVerdict) -> Cell:
+def _wins(arm: ArmVerdict, speed: Ratio | None) -> bool:
+    """Return whether a systems arm is clearly of another speed, with losses that are equal."""
+    equal = arm.kind == "systems" and arm.label == "no difference" and arm.agrees is not False
+    return equal and speed is not None and _clear(speed) and abs(speed.value - 1) >= _MATTERS
+
+
+def _speed(arm: ArmVerdict, speed: Speed) -> Cell:
     if arm.speed_withheld:
         return Cell("withheld", tone="soft")
-    return _ratio(arm.measures.speed_ratio, better_above=True)
+    if speed.ratio is None and speed.why:
+        return Cell("withheld", speed.why, tone="soft")
+    cell = _ratio(speed.ratio, better_above=True)
+    return cell._replace(note=", ".join(filter(None, (cell.note, speed.why))))
 
 
 def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
@@ -252,7 +276,8 @@ def _ratio(ratio: Ratio | None, *, better_above: bool) -> Cell:
         return Cell(words.ratio(ratio.value), "one seed" if ratio.n == 1 else "")
     low, high = ratio.interval.low, ratio.interval.high
     good = (ratio.value > 1.0) == better_above
-    tone = ("best" if good else "bad") if _clear(ratio) and abs(ratio.value - 1) >= 0.02 else ""
+    matters = _clear(ratio) and abs(ratio.value - 1) >= _MATTERS
+    tone = ("best" if good else "bad") if matters else ""
     return Cell(words.ratio(ratio.value), f"{low:.2f} to {high:.2f}", tone)
 
 
@@ -272,23 +297,24 @@ def _cost(cost: Cost) -> Cell:
     return Cell(words.duration(cost.cpu_s), note)
 
 
-def meaning(experiment: ExperimentVerdict) -> str:
+def meaning(experiment: ExperimentVerdict, speeds: Speeds) -> str:
     """Say what the verdicts mean, in one line."""
-    unit, digits = UNITS[experiment.metric], digits_of(experiment)
     groups: dict[Label, list[ArmVerdict]] = {}
+    controls = [arm for arm in experiment.arms if arm.kind == "control"]
     for arm in experiment.arms:
+        if arm in controls:
+            continue
         groups.setdefault(arm.label, []).append(arm)
-    said = []
+    same = groups.get("no difference", [])
+    wins = [arm for arm in same if _wins(arm, speeds[arm.arm].ratio)]
+    said = _gains(wins, speeds, experiment.baseline.name)
     for label in ("better", "worse"):
         found = sorted(groups.get(label, ()), key=lambda arm: abs(arm.effect or 0.0), reverse=True)
-        said += [
-            f"{arm.arm} is {label} by {words.plain(abs(arm.effect or 0.0), digits)} {unit}"
-            for arm in found
-        ]
-    same = groups.get("no difference", [])
-    if same:
-        said.append(f"{_arms(same)} changed nothing that matters")
-        said += _speeds(same, experiment.baseline.name)
+        said += [f"{arm.arm} is {label} by {effect_words(arm, experiment)}" for arm in found]
+    rest = [arm for arm in same if arm not in wins]
+    if rest:
+        said.append(f"{_arms(rest)} changed nothing that matters")
+        said += _unclear(rest, speeds)
     if "undecided" in groups:
         said.append(f"{_arms(groups['undecided'])} {_are(groups['undecided'])} undecided")
     if "diverged" in groups:
@@ -301,6 +327,11 @@ def meaning(experiment: ExperimentVerdict) -> str:
         subject = f"{_arms(neither)} {_have(neither)} not learnt"
         floor = next(each.name for each in experiment.floors if each.decides)
         said.append(f"{subject} more than the {floor}, nor has {experiment.baseline.name}")
+    for flagged, what in ((True, "flagged, as {} should be"), (False, "not seen")):
+        found = [arm for arm in controls if arm.flagged is flagged]
+        it = "it" if len(found) == 1 else "they"
+        if found:
+            said.append(f"{_arms(found)} {_was(found)} {what.format(it)}")
     return f"{'; '.join(said)}." if said else "There is nothing to compare yet."
 
 
@@ -316,20 +347,107 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
 
 
-def _speeds(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
-    """Say what systems arms gain once they have passed: a ratio is claimed only if it is clear."""
-    known = [
-        (arm.arm, arm.measures.speed_ratio)
-        for arm in arms
-        if arm.kind == "systems" and arm.measures.speed_ratio is not None
-    ]
-    clear = [
-        f"{arm} is {words.times(ratio.value, 'faster', 'slower')}"
-        for arm, ratio in known
-        if _clear(ratio)
-    ]
-    unclear = [arm for arm, ratio in known if not _clear(ratio)]
-    said = [f"against {baseline}, {words.listing(clear)}"] if clear else []
-    if unclear:
-        said.append(f"no clear difference in speed for {words.listing(unclear)}")
+def _was(arms: Sequence[ArmVerdict]) -> str:
+    return "was" if len(arms) == 1 else "were"
+
+
+def _gains(arms: Sequence[ArmVerdict], speeds: Speeds, baseline: str) -> list[str]:
+    """Say what systems arms gain that have passed: the headline of a comparison of kernels."""
+    gains = []
+    for arm in arms:
+        speed = speeds[arm.arm]
+        assert speed.ratio is not None
+        clock = " by processor time" if speed.by == "processor" else ""
+        gains.append(f"{arm.arm} is {words.times(speed.ratio.value, 'faster', 'slower')}{clock}")
+    return [f"against {baseline}, {words.listing(gains)}, with equal losses"] if gains else []
+
+
+def _unclear(arms: Sequence[ArmVerdict], speeds: Speeds) -> list[str]:
+    shown = [arm.arm for arm in arms if arm.kind == "systems" and speeds[arm.arm].ratio is not None]
+    withheld = [arm.arm for arm in arms if arm.kind == "systems" and speeds[arm.arm].ratio is None]
+    said = [f"no clear difference in speed for {words.listing(shown)}"] if shown else []
+    if withheld:
+        said.append(f"the speed of {words.listing(withheld)} is withheld")
     return said
+
+
+def effect_words(arm: ArmVerdict, experiment: ExperimentVerdict) -> str:
+    """Return the size of an effect; of bits per byte also what it means.
+
+    With a baseline of L bits per byte and an effect of e, the share of the bits is |e| / L, and the
+    model gives a byte of text 2^|e| times the probability, as a geometric mean.
+    """
+    effect, digits = abs(arm.effect or 0.0), digits_of(experiment)
+    said = f"{words.plain(effect, digits)} {UNITS[experiment.metric]}"
+    base = metric_mean(experiment.baseline.measures, experiment)
+    if experiment.metric != "bits_per_byte" or not base:
+        return said
+    fewer = "fewer" if arm.label == "better" else "more"
+    likelier = "more" if arm.label == "better" else "less"
+    times = 2**effect - 1 if arm.label == "better" else 1 - 2**-effect
+    return (
+        f"{said} ({_two_digits(effect / base)} {fewer} bits, each byte of text "
+        f"{_two_digits(times)} {likelier} probable)"
+    )
+
+
+def _two_digits(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+_MOST_ANSWERS = 3  # of a kind, by name
+
+
+def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
+    """Answer the question of a study in a sentence, from all its experiments.
+
+    Of a ladder only the last rung speaks. Empty while nothing is decided.
+    """
+    lower = {f"{each.experiment}.{rung}" for each in verdict.ladders for rung in each.rungs[:-1]}
+    gains: list[tuple[float, str]] = []
+    better: list[tuple[float, str]] = []
+    counts: dict[str, int] = {}
+    for experiment in verdict.experiments:
+        if experiment.experiment in lower:
+            continue
+        where = f" in {experiment.experiment}" if len(verdict.experiments) > 1 else ""
+        for arm in experiment.arms:
+            speed = speeds[experiment.experiment][arm.arm].ratio
+            if arm.kind == "control":
+                continue
+            if speed is not None and _wins(arm, speed) and speed.value > 1:
+                gains.append((-speed.value, f"{arm.arm} ({words.ratio(speed.value)}{where})"))
+            elif arm.label == "better" and not arm.neither_learnt:
+                size = abs(arm.effect or 0.0) / experiment.smallest_effect
+                short = words.plain(abs(arm.effect or 0.0), digits_of(experiment))
+                unit = UNITS[experiment.metric]
+                better.append((-size, f"{arm.arm} (by {short} {unit}{where})"))
+            elif arm.kind == "training":
+                counts[arm.label] = counts.get(arm.label, 0) + 1
+    said = []
+    if gains:
+        said.append(f"faster with equal losses: {_first(gains)}")
+    if better:
+        said.append(f"better than their baselines: {_first(better)}")
+    elif counts and not counts.get("incomplete"):
+        said.append("nothing was shown to be better than its baseline")
+    rest = [f"{number} {_REST[label]}" for label in _REST if (number := counts.get(label, 0))]
+    if said and rest:
+        said.append(f"the other arms: {words.listing(rest)}")
+    text = "; ".join(said)
+    return f"{text[:1].upper()}{text[1:]}." if said else ""
+
+
+_REST: dict[str, str] = {
+    "no difference": "without a difference that matters",
+    "worse": "worse",
+    "undecided": "undecided",
+    "diverged": "diverged",
+    "incomplete": "not finished",
+}
+
+
+def _first(ranked: Sequence[tuple[float, str]]) -> str:
+    names = [said for _, said in sorted(ranked)]
+    more = len(names) - _MOST_ANSWERS
+    return words.listing(names[:_MOST_ANSWERS] + ([f"{more} more"] if more > 0 else []))

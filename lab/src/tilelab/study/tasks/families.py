@@ -12,10 +12,12 @@ from torch import nn
 
 from tilelab.models import bert, vit
 from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.models.packed import SelfAttention
 from tilelab.study.ask.config import Model, RunConfig
 from tilelab.study.choices import variants
 from tilewise import masks
 from tilewise.errors import InvalidArgument
+from tilewise.nn import Attention
 
 _PACKAGE = "package:"
 _M = TypeVar("_M", bound=nn.Module)
@@ -24,7 +26,7 @@ _M = TypeVar("_M", bound=nn.Module)
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
     """Return the GPT-2 of a run: its weights depend on its shape and the seed alone."""
     heads = variants.Heads(config.model.heads, device, config.model.context)
-    variation = variants.build(config.attention.variant, heads)
+    variation = variants.build(config.attention.variant, heads, _off_by_one(config))
     model = GPT2(
         gpt2_shape(config.model, vocabulary),
         mask=variation.mask,
@@ -43,7 +45,20 @@ def _common(config: RunConfig, seed: int) -> dict[str, Any]:
     }
 
 
+_WRONG_SCALE = 1.01
+
+
+def _off_by_one(config: RunConfig) -> bool:
+    return config.attention.fault == "mask"
+
+
 def _placed(model: _M, config: RunConfig, seed: int, device: torch.device) -> _M:
+    if config.attention.fault == "scale":
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.scale *= _WRONG_SCALE
+            elif isinstance(module, SelfAttention):
+                module.sharper = _WRONG_SCALE
     if config.model.nudge:
         nudge(model, seed)
     return model.to(device)
@@ -98,10 +113,10 @@ def bert_of(
 
 def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
     """Return which tokens of a sequence see which; None where all see all."""
-    if config.attention.variant.name == "full":
+    if config.attention.variant.name == "full" and not _off_by_one(config):
         return None
     heads = variants.Heads(config.model.heads, device, config.model.context, causal=False)
-    variation = variants.build(config.attention.variant, heads)
+    variation = variants.build(config.attention.variant, heads, _off_by_one(config))
 
     def seen(longest: int) -> masks.Mask:
         more = variation.pattern
@@ -153,7 +168,7 @@ def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device)
         InvalidArgument: the checkpoint is not there, or has other numbers.
     """
     heads = variants.Heads(config.model.heads, device, shape.tokens, causal=False)
-    mask, score, pattern = variants.build(config.attention.variant, heads)
+    mask, score, pattern = variants.build(config.attention.variant, heads, _off_by_one(config))
     if pattern is not None:
         mask = mask & pattern(shape.tokens)
     keywords: dict[str, Any] = {

@@ -19,6 +19,7 @@ GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte",
 Pooling = Literal["first", "mean"]
 Classes = Annotated[int, Field(ge=2)]
 _SHORTEST = 8
+OwnMetric = Annotated[str, Field(pattern=r"^(lower|higher):\S+$")]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -70,6 +71,21 @@ def masked_language_modelling(*, probability: Probability = 0.15) -> Any:
     from tilelab.study.tasks.masked import MaskedLanguageModelling
 
     return MaskedLanguageModelling(probability)
+
+
+@register("task")
+def script(
+    *,
+    command: str = "",
+    function: str = "",
+    metric: OwnMetric = "lower:loss",
+    lines: str = "",
+    sha256: str = "",
+) -> Any:
+    """A training of your own: a command or a function, which reports a metric."""
+    from tilelab.study.tasks.script import Script
+
+    return Script(command, function, metric, lines, sha256)
 
 
 def _room(passage: int, **_: Any) -> None:

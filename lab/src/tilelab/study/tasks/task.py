@@ -134,6 +134,7 @@ class AbstractTask(ABC):
     packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/order.py)
     sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/costs.py``)
+    external: ClassVar[bool] = False  # it is somebody's own training: ``tasks/script.py``
 
     @property
     @abstractmethod
@@ -147,6 +148,9 @@ class AbstractTask(ABC):
             InvalidArgument: with the path of the value, what is required and how to fix it.
         """
         task = config.task.name
+        if config.choice:
+            came = ", ".join(config.choice)
+            raise InvalidArgument("choice", came, f"none: task {task} is not a script")
         limits: list[tuple[str, str, tuple[str, ...]]] = [
             ("model.family", config.model.family, self.families),
             ("data.tokenizer", config.data.tokenizer, self.tokenizers),

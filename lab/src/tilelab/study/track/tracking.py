@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tilelab.study.ask.metrics import undirected
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Watcher
@@ -235,7 +236,7 @@ class _Followed:
 def _held_out(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     numbers = {key: value for key, value in values.items() if key not in _NO_METRIC}
     for key, value in {**numbers, **values.get("metrics", {})}.items():
-        yield f"held_out/{key}", value
+        yield f"held_out/{undirected(key)}", value
 
 
 def _attention(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

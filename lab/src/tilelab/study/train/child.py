@@ -95,7 +95,7 @@ def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = 
     folder.mkdir(parents=True, exist_ok=True)
     with (
         joined(execution.processes, execution.strategy, device) as team,
-        _locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
+        locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
     ):
         prepare = config.learning.prepare if prepared is None else prepared
         data = team.first(lambda: prepare(config, execution.cache))
@@ -155,7 +155,7 @@ def end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Nobody else works in this folder while the block lasts; the system ends the lock."""
     with (folder / _LOCK).open("a") as file:
         deadline = time.monotonic() + _LOCK_WAIT_S

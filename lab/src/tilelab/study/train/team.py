@@ -152,12 +152,15 @@ def check(config: RunConfig, processes: int, strategy: Strategy) -> None:
     """Refuse what several processes cannot do alike.
 
     Raises:
-        InvalidArgument: the micro-batches of a step cannot be dealt out evenly, or the strategy
-            cannot do what the config asks for.
+        InvalidArgument: the micro-batches of a step cannot be dealt out evenly, the strategy
+            cannot do what the config asks for, or the run is a script.
     """
     if processes == 1:
         return
     training, came = config.training, f"{processes} processes"
+    if config.learning.external:
+        fix = "Put torchrun into its command."
+        raise InvalidArgument("--processes", came, "1: a script starts its own", fix)
     if training.accumulation % processes:
         step = training.batch * training.accumulation
         required = f"a divisor of training.accumulation={training.accumulation}"

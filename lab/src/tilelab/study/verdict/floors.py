@@ -71,7 +71,7 @@ def not_learnt(arm: Baseline | ArmVerdict, floor: FloorResult) -> str:
 
 def _judged(arm: ArmVerdict, base: Baseline, chosen: Floor | None) -> ArmVerdict:
     # A comparison of kernels asks whether steps are the same, not what is learnt in them.
-    if chosen is None or arm.learnt is not False or arm.kind == "systems":
+    if chosen is None or arm.learnt is not False or arm.kind != "training":
         return arm
     floor = FloorResult(**chosen._asdict(), decides=True, beaten_by=())
     if base.learnt is not False:

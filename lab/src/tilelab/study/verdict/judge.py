@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tilelab.stats.decide import Comparison, Decision, Judged, Rules, decided, look_by_look
+from tilelab.stats.decide import (
+    Comparison,
+    Decision,
+    Judged,
+    Rules,
+    decided,
+    look_by_look,
+    others_of,
+)
 from tilelab.stats.factorial import factor_effects, interactions
-from tilelab.stats.paired import ratio
+from tilelab.stats.paired import critical_t, paired, ratio
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.floors import Floors
 from tilelab.study.verdict.caveats import (
+    control_notes,
     experiment_notes,
     held_out_note,
     kernel_flags,
@@ -23,6 +33,8 @@ from tilelab.study.verdict.caveats import (
     pairing_note,
     rounding,
 )
+from tilelab.study.verdict.detect import sensitivity
+from tilelab.study.verdict.family import Families, Family, alone, apart, families_of
 from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
@@ -41,8 +53,10 @@ from tilelab.study.verdict.result import (
     Baseline,
     Cost,
     ExperimentVerdict,
+    FactorEffect,
     Ratio,
     SeedResult,
+    Sensitivity,
     Status,
     StudyVerdict,
     SweepResult,
@@ -72,7 +86,8 @@ def unfolded(
     study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
 ) -> tuple[tuple[Experiment, ...], StudyVerdict]:
     """Return the experiments of a study with the stages that follow, and their verdicts."""
-    found = {each.name: stages_of(each, records, floors) for each in study.experiments}
+    families = _families(study, records)
+    found = {each.name: stages_of(each, records, families, floors) for each in study.experiments}
     stages = [stage for each in found.values() for stage in each]
     verdicts = tuple(each.verdict for each in stages)
     whole = all(map(over, verdicts))
@@ -81,26 +96,65 @@ def unfolded(
         for each in study.experiments
         if each.ladder is not None
     )
-    judged = StudyVerdict(study.name, study.question, whole, verdicts, ladders)
+    judged = StudyVerdict(
+        study.name, study.question, whole, verdicts, ladders, correction=study.correction
+    )
     return tuple(each.planned for each in stages), judged
 
 
+def _families(study: Study, records: Mapping[str, RunRecord]) -> Families:
+    """Return the families, with the p-values of those comparisons that step down together."""
+    families = families_of(study)
+    if study.correction == "experiment":
+        return families
+    tests: dict[str, list[Judged]] = {}
+    for experiment in study.experiments:
+        if apart(experiment):
+            continue
+        for planned, lost in _parts(experiment, records):
+            sweeps = sweep_results(planned, records)
+            judged = _compared_all(planned, records, sweeps, alone(planned), lost)[1]
+            tests[planned.name] = _tested(planned, judged)
+    size = max((families[name].size for name in tests), default=0)  # they share one family
+    for name, others in others_of(tests, size - sum(map(len, tests.values()))).items():
+        families[name] = families[name]._replace(others=others)
+    return families
+
+
+def _tested(experiment: Experiment, judged: Sequence[Judged]) -> list[Judged]:
+    """Return the decisions without those on controls."""
+    arms = zip(experiment.arms, judged, strict=True)
+    return [each for arm, each in arms if arm.kind != "control"]
+
+
+def _parts(
+    experiment: Experiment, records: Mapping[str, RunRecord]
+) -> list[tuple[Experiment, frozenset[str]]]:
+    """Return an experiment, or the rungs of its ladder; each with arms that have no runs."""
+    if experiment.ladder is None:
+        return [(experiment, frozenset())]
+    tuned = rates(experiment, records) or {}
+    return [(each, _lost(tuned.get(name, {}))) for name, each in experiment.rungs.items()]
+
+
 def stages_of(
-    experiment: Experiment, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
+    experiment: Experiment,
+    records: Mapping[str, RunRecord],
+    families: Families,
+    floors: Floors = NO_FLOORS,
 ) -> list[Stage]:
     """Return an experiment, and those that follow by its rules, as far as the records tell.
 
-    Of a ladder that is its rungs.
+    Of a ladder that is its rungs. ``families`` are those of its study.
     """
 
     def stage(planned: Experiment, lost: Collection[str] = ()) -> Stage:
         known = floors.get(planned.name, ())
-        return Stage(planned, _experiment(planned, records, known, lost))
+        family = families[planned.name]
+        return Stage(planned, _experiment(planned, records, known, family, lost))
 
     if experiment.ladder is not None:
-        tuned = rates(experiment, records) or {}
-        rungs = experiment.rungs.items()
-        return [stage(each, _lost(tuned.get(name, {}))) for name, each in rungs]
+        return [stage(*each) for each in _parts(experiment, records)]
     found = [stage(experiment)]
     while True:
         last, following_it = found[-1], following(found)
@@ -136,13 +190,13 @@ class _Runs:
 
 
 def wanted_seeds(
-    experiment: Experiment, records: Mapping[str, RunRecord]
+    experiment: Experiment, records: Mapping[str, RunRecord], family: Family
 ) -> dict[str, tuple[int, ...]]:
     """Arm -> the seeds that it has to have run by now; more may be wanted when these are there.
 
     All of the experiment's, but for a sequential one.
     """
-    _, judged = _compared_all(experiment, records, sweep_results(experiment, records))
+    _, judged = _compared_all(experiment, records, sweep_results(experiment, records), family)
     return _seeds_of(experiment, judged)
 
 
@@ -160,6 +214,7 @@ def _compared_all(
     experiment: Experiment,
     records: Mapping[str, RunRecord],
     sweeps: Sequence[SweepResult],
+    family: Family,
     lost: Collection[str] = (),
 ) -> tuple[dict[str, _Runs], list[Judged]]:
     """Return the runs of every arm, and the decisions; of a sequential experiment look by look."""
@@ -167,10 +222,21 @@ def _compared_all(
     runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
     baseline = runs[experiment.baseline_name]
     compared = [_compared(experiment, arm, runs[arm.name], baseline) for arm in experiment.arms]
-    rules, rule = rules_of(experiment, max(len(compared), 1)), experiment.sequential
+    # Controls are no findings: they are in no family with the other arms.
+    controls = [arm.kind == "control" for arm in experiment.arms]
+    tested = [each for each, control in zip(compared, controls, strict=True) if not control]
+    others = [each for each, control in zip(compared, controls, strict=True) if control]
+    if experiment.design is not None:  # its arms are adjusted among themselves
+        family = Family(len(tested))
+    rules, rule = rules_of(experiment, max(family.size, 1)), experiment.sequential
     if rule is not None:
-        return runs, look_by_look(compared, rules, rule.looks, rule.levels(rules.alpha))
-    return runs, decided(compared, rules)
+        further, levels = family.size - len(tested), rule.levels(rules.alpha)
+        found = look_by_look(tested, rules, rule.looks, levels, further)
+    else:
+        found = decided(tested, rules, family.others)
+    known = decided(others, rules_of(experiment))
+    judged = [(known if control else found).pop(0) for control in controls]
+    return runs, judged
 
 
 def rules_of(experiment: Experiment, family: int = 1) -> Rules:
@@ -183,6 +249,7 @@ def rules_of(experiment: Experiment, family: int = 1) -> Rules:
         power=experiment.power,
         family=family,
         higher_is_better=metric.higher_is_better,
+        error=experiment.error,
     )
 
 
@@ -190,11 +257,12 @@ def _experiment(
     experiment: Experiment,
     records: Mapping[str, RunRecord],
     floors: Sequence[Floor],
+    family: Family,
     lost: Collection[str],
 ) -> ExperimentVerdict:
     """Return the verdict; ``lost`` arms have no runs: trials of another rung diverged."""
     sweeps = sweep_results(experiment, records)
-    runs, judged = _compared_all(experiment, records, sweeps, lost)
+    runs, judged = _compared_all(experiment, records, sweeps, family, lost)
     if experiment.sequential is not None:  # without seeds that no look needs
         needed = {
             name: {seed: runs[name].finals[seed] for seed in seeds}
@@ -213,7 +281,9 @@ def _experiment(
     # A design has its own effects, and arms with other numbers of seeds have no contrasts.
     design, seeds, rules = experiment.design, experiment.seeds, rules_of(experiment)
     separate = design is not None or experiment.sequential is not None
-    effects = () if design is None else factor_effects(design, per_seed, seeds, rules, broken)
+    count = family.interactions
+    both = len(family.others.different), count
+    effects = () if design is None else factor_effects(design, per_seed, seeds, rules, broken, both)
     verdict = ExperimentVerdict(
         experiment=experiment.name,
         question=experiment.question,
@@ -222,12 +292,41 @@ def _experiment(
         confidence=experiment.confidence,
         baseline=shown,
         arms=arms,
-        interactions=() if separate else interactions(per_seed, seeds, rules, broken),
+        interactions=() if separate else interactions(per_seed, seeds, rules, broken, count),
         sweeps=sweeps,
-        notes=experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+        notes=(
+            *experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
+            *control_notes(experiment, arms),
+        ),
         effects=effects,
+        sensitivity=_sensitivity(experiment, family, _tested(experiment, judged), effects),
+        error=judged[0].error if judged else None,
     )
     return with_floors(verdict, floors, _same_text(experiment, finals))
+
+
+def _sensitivity(
+    experiment: Experiment,
+    family: Family,
+    judged: Sequence[Judged],
+    effects: Sequence[FactorEffect],
+) -> Sensitivity | None:
+    """Return what the experiment could detect, with the spread that its runs have shown."""
+    if not judged:
+        return None
+    error = judged[0].error
+    if experiment.design is not None:
+        seeds = len(experiment.seeds)
+        scale = math.sqrt(seeds) / critical_t(seeds, 1, 1 - experiment.confidence)
+        ends = [each.interval for each in effects if len(each.factors) == 1]
+        spreads = [(each.high - each.low) / 2 * scale for each in ends if each is not None]
+        return sensitivity(experiment, family, spreads, pooled=False)
+    if error is not None and error.kind == "pooled":
+        assert error.spread is not None
+        return sensitivity(experiment, family, [error.spread], pooled=True)
+    own = [paired(each.compared.differences, experiment.confidence).spread for each in judged]
+    spreads = [each for each in own if each is not None]
+    return sensitivity(experiment, family, spreads, pooled=False)
 
 
 def _same_text(
@@ -251,7 +350,7 @@ def _runs(
     config = experiment.baseline  # the name of a run does not depend on it
     finals = {
         seed: records.get(RunSpec(experiment.name, arm, seed, config).name, RunRecord())
-        for seed in experiment.seeds
+        for seed in experiment.seeds_of(arm)
     }
     tried = [
         records.get(run.name, RunRecord())
@@ -267,11 +366,11 @@ def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
 
 
 def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
-    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in experiment.seeds)
-    diverged = [
-        seed for seed in experiment.seeds if _status(experiment, baseline, seed) == "diverged"
-    ]
-    return Comparison(arm.kind, seeds, diverged, runs.lost)
+    seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in runs.finals)
+    diverged = [seed for seed in runs.finals if _status(experiment, baseline, seed) == "diverged"]
+    return Comparison(
+        "training" if arm.kind == "training" else "systems", seeds, diverged, runs.lost
+    )
 
 
 def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:
@@ -285,7 +384,7 @@ def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> Se
         metric=metric,
         baseline=other,
         difference=metric - other if metric is not None and other is not None else None,
-        identical=both and mine.weights_sha256 == theirs.weights_sha256,
+        identical=both and "" != mine.weights_sha256 == theirs.weights_sha256,
     )
 
 
@@ -296,7 +395,7 @@ def _arm(
     finals: Mapping[str, Mapping[int, RunRecord]],
     judged: Judged,
 ) -> ArmVerdict:
-    compared, test, decision, _ = judged
+    compared, test, decision = judged[:3]
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
     target = target_result(experiment, runs.finals, baseline.finals)
@@ -326,6 +425,8 @@ def _arm(
 
 def _withheld(arm: Arm, decision: Decision) -> str:
     """Why the speed of a systems arm is not reported; empty where it is."""
+    if arm.kind == "control":
+        return "A control computes something wrong on purpose: its speed says nothing."
     if arm.kind != "systems" or decision.label == "no difference":
         return ""
     return (

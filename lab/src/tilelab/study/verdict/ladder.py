@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from tilelab.study.ask.config import Experiment, size_of
 from tilelab.study.ask.metrics import rank
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.equal_time import equal_time
 from tilelab.study.verdict.measures import final_metric, learnt
 from tilelab.study.verdict.result import (
     ArmVerdict,
@@ -136,7 +137,11 @@ def climb(
             for found in verdict.arms
             if found.arm == arm.name and at is not None and found.effect is not None
         ]
-        arms.append(_arm(arm.name, points, exponent, before, names[-1], experiment.confidence))
+        found_arm = _arm(arm.name, points, exponent, before, names[-1], experiment.confidence)
+        if arm.kind == "training":  # the speed of a systems arm may be withheld
+            timed = equal_time(experiment, arm.name, records)
+            found_arm = replace(found_arm, equal_time=timed)
+        arms.append(found_arm)
     return LadderVerdict(
         experiment=experiment.name,
         question=experiment.question,

@@ -71,7 +71,11 @@ class _Reading:
         """Nothing of steps that a stored record has in blocks: a mean hides a jump."""
         steps = self.record.steps
         whole = all(each.of == 1 for each in steps)
-        return spike_rate([each.loss for each in steps]) if whole else None
+        if not whole:
+            return None
+        # A script's line may have no loss; a step of ours has one, or it was not finite.
+        every = not self.record.of_script
+        return spike_rate([each.loss for each in steps if every or each.loss is not None])
 
     def mfu(self, convention: str) -> float | None:
         peak = max(each.peak_flops_s for each in self.record.starts)  # the least disturbed

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from tilelab.stats.values import Effect as Effect
+from tilelab.stats.values import ErrorUsed as ErrorUsed
 from tilelab.stats.values import FactorEffect as FactorEffect
 from tilelab.stats.values import Interaction as Interaction
 from tilelab.stats.values import InteractionLabel as InteractionLabel
@@ -114,7 +115,7 @@ class KernelFlag:
 class ArmVerdict(Verdict):
     """The verdict on an arm's runs against the baseline's."""
 
-    kind: Literal["training", "systems"]
+    kind: Literal["training", "systems", "control"]
     kernel_flags: tuple[KernelFlag, ...]
     speed_withheld: str  # why; empty where speed is shown
     measures: ArmMeasures
@@ -133,8 +134,17 @@ class ArmVerdict(Verdict):
     @property
     def changed_what_is_learnt(self) -> bool:
         """Whether the arm is a systems arm, which is to change nothing, and changed the result."""
-        changed = self.label in ("better", "worse", "diverged") or self.agrees is False
-        return self.kind == "systems" and changed
+        return self.kind == "systems" and self._changed
+
+    @property
+    def flagged(self) -> bool | None:
+        """Whether a control was seen to change the result; None of others, and before its end."""
+        known = self.kind == "control" and self.label != "incomplete"
+        return self._changed if known else None
+
+    @property
+    def _changed(self) -> bool:
+        return self.label in ("better", "worse", "diverged") or self.agrees is False
 
 
 @dataclass(frozen=True)
@@ -199,6 +209,16 @@ class FloorResult:
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """How much an experiment could have detected: see ``detect.py``."""
+
+    comparisons: int  # that share the error rate
+    critical_t: float | None  # of the first of their tests; None for one seed
+    spread: float | None  # of paired differences, root mean square over the arms
+    detectable: float | None  # the smallest effect that is found with the experiment's power
+
+
+@dataclass(frozen=True)
 class ExperimentVerdict:
     """One question decided, as far as its runs have come."""
 
@@ -215,6 +235,8 @@ class ExperimentVerdict:
     effects: tuple[FactorEffect, ...] = ()  # of a design's factors; empty without a design
     follows: str = ""  # what was decided for the next stage
     floors: tuple[FloorResult, ...] = ()  # empty where none are stored
+    sensitivity: Sensitivity | None = None  # None without arms
+    error: ErrorUsed | None = None  # None where each arm's own was asked for
 
     @property
     def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:
@@ -233,6 +255,21 @@ class LadderPoint:
     differences: tuple[float, ...]  # of each seed
 
 
+Clock = Literal["cpu", "wall"]
+
+
+@dataclass(frozen=True)
+class EqualTime:
+    """The effect of an arm at the time at which the baseline ended a rung: ``equal_time.py``."""
+
+    rung: str  # of the baseline
+    clock: Clock
+    at_s: float  # the baseline's time, geometric mean over the seeds
+    effect: float
+    interval: Interval | None
+    differences: tuple[float, ...]  # of each seed
+
+
 @dataclass(frozen=True)
 class LadderArm:
     """The effect of an arm as a function of the axis, e(x) = a + b x^-c; see ``ladder.py``."""
@@ -244,6 +281,7 @@ class LadderArm:
     predicted: float | None = None  # at the last rung, by the fit to all others
     predicted_interval: Interval | None = None  # for a mean over as many seeds
     miss: float | None = None  # the last rung's effect minus what was predicted
+    equal_time: tuple[EqualTime, ...] = ()  # only where it need not be extrapolated
 
 
 @dataclass(frozen=True)
@@ -272,6 +310,7 @@ class StudyVerdict:
     complete: bool  # every planned run is over
     experiments: tuple[ExperimentVerdict, ...]  # in the config's order
     ladders: tuple[LadderVerdict, ...] = ()
+    correction: Literal["study", "experiment"] = "experiment"  # what Holm's adjustment is over
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it in JSON's types; what is not finite becomes null."""

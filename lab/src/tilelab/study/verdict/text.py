@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tilelab.stats.words import effect_text as effect_text
 from tilelab.stats.words import interval_text as interval_text
@@ -13,7 +13,15 @@ from tilelab.stats.words import p_text as p_text
 from tilelab.stats.words import seeds_text as seeds_text
 from tilelab.study.ask.metrics import METRICS
 
-UNITS = {name: metric.unit for name, metric in METRICS.items()}
+
+class _Units(dict[str, str]):
+    """The unit of every metric, by its name."""
+
+    def __missing__(self, name: str) -> str:
+        return METRICS[name].unit
+
+
+UNITS: Mapping[str, str] = _Units()
 MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans(
     "-0123456789",

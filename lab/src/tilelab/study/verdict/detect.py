@@ -1,0 +1,206 @@
+"""What a design can detect: before the first run by the spread that is expected, then as seen.
+
+Holm's first step compares the clearest of m comparisons with alpha / m. A design of n seeds needs
+
+    |t| > t_(1 - alpha / (2 m))          with n - 1 degrees of freedom, k (n - 1) for a pooled error
+
+and finds an effect of spread x delta / sqrt(n) with the wished power, delta by the noncentral t
+distribution. A sequential experiment is judged by its last look. A main effect of a factorial of N
+runs has 2 / N of the variance of a difference of two runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tilelab.stats.paired import critical_t, detectable, seeds_for_difference
+from tilelab.study.ask.config import Experiment, Study
+from tilelab.study.verdict.family import Family, families_of
+from tilelab.study.verdict.result import ExperimentVerdict, Sensitivity
+from tilelab.study.verdict.stages import stand_ins
+from tilelab.study.verdict.text import UNITS, count, percent
+from tilewise.errors import InvalidArgument
+
+LARGEST_T = 13.0  # two seeds and one arm ask for 12.7: a design that asks for more tests nothing
+OPTION = "--underpowered"
+_MOST_SEEDS = 1000
+
+
+class _Design(NamedTuple):
+    """What decides how much an experiment can detect."""
+
+    seeds: int
+    comparisons: int
+    alpha: float
+    power: float
+    arms: int  # that its error is pooled over; 1 for each arm's own
+    share: float  # of the spread of a difference that the spread of its comparisons is
+
+    @property
+    def critical(self) -> float:
+        return critical_t(self.seeds, self.comparisons, self.alpha, self.arms)
+
+    def detects(self, spread: float) -> float:
+        level = self.alpha / self.comparisons
+        return detectable(self.share * spread, self.seeds, level, self.power, self.arms)
+
+    def fails(self, spread: float | None, smallest: float) -> bool:
+        if spread is None:
+            return self.critical > LARGEST_T
+        return self.detects(spread) > smallest * (1 + 1e-5)
+
+
+def _design(experiment: Experiment, comparisons: int, *, pooled: bool | None = None) -> _Design:
+    alpha = 1 - experiment.confidence
+    if experiment.sequential is not None:
+        alpha = experiment.sequential.levels(alpha)[-1]
+    crossed = experiment.design is not None
+    pooled = experiment.error == "pooled" if pooled is None else pooled
+    return _Design(
+        len(experiment.seeds),
+        max(comparisons, 1),
+        alpha,
+        experiment.power,
+        len(experiment.tested) if pooled and not crossed and experiment.tested else 1,
+        math.sqrt(2 / (len(experiment.tested) + 1)) if crossed else 1.0,
+    )
+
+
+def sensitivity(
+    experiment: Experiment, family: Family, spreads: Sequence[float], *, pooled: bool
+) -> Sensitivity:
+    """Return what a design could have detected, by the spreads of its comparisons that were seen.
+
+    Their root mean square stands for all of them. A design's are those of its main effects.
+    """
+    design = _design(experiment, family.size, pooled=pooled)._replace(share=1.0)
+    seen = math.sqrt(sum(each**2 for each in spreads) / len(spreads)) if spreads else None
+    found = None if not seen else design.detects(seen)
+    return Sensitivity(design.comparisons, _finite(design.critical), seen, found)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def planned_words(experiment: Experiment, comparisons: int) -> str:
+    """Return what a design needs and can detect, as a sentence."""
+    design = _design(experiment, comparisons)
+    if design.seeds < 2:
+        return "One seed: nothing is tested."
+    tests = "a test" if design.comparisons == 1 else f"the first of {design.comparisons} tests"
+    pooled = " (pooled error)" if design.arms > 1 else ""
+    words = f"{count(design.seeds, 'seed')}: {tests} needs |t| > {design.critical:.1f}{pooled}"
+    if experiment.spread is None:
+        return f"{words}."
+    found = design.detects(experiment.spread)
+    return (
+        f"{words} and detects {found:.2g} {UNITS[experiment.metric]} with power "
+        f"{percent(experiment.power)}, for an expected spread of {experiment.spread:g}."
+    )
+
+
+def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: str) -> str:
+    """Return the family of an experiment and what it could have detected, in a sentence or two."""
+    seen = verdict.sensitivity
+    assert seen is not None
+    tests = "a single comparison" if seen.comparisons == 1 else f"{seen.comparisons} comparisons"
+    where = "study" if correction == "study" else "experiment"
+    effects = ", the main effects of its design among them" if planned.design is not None else ""
+    words = f"Holm's adjustment is over {tests} of the {where}{effects}"
+    if seen.critical_t is not None:
+        words += f": the first test needs |t| > {seen.critical_t:.1f}"
+    words += "."
+    unit, share = UNITS[verdict.metric], percent(planned.power)
+    if planned.spread is not None:
+        words += f" Before the runs: {planned_words(planned, seen.comparisons)}"
+    if seen.detectable is not None and seen.spread is not None:
+        words += (
+            f" With the spread that was seen ({seen.spread:.2g}) it could detect "
+            f"{seen.detectable:.2g} {unit} with power {share}."
+        )
+    return f"{words} {verdict.error.words}" if verdict.error is not None else words
+
+
+def designs_of(study: Study) -> Iterator[tuple[Experiment, Family]]:
+    """Yield every experiment, rung and stage that a study may have, with its family."""
+    families = families_of(study)
+    for experiment in study.experiments:
+        for each in (*(experiment.rungs.values() or (experiment,)), *stand_ins(experiment)):
+            if each.arms:
+                yield each, families[each.name]
+
+
+def plan_lines(study: Study) -> list[str]:
+    """Return what every design of a study can detect, one line each; equal ones together."""
+    found: dict[str, list[str]] = {}
+    for each, family in designs_of(study):
+        found.setdefault(planned_words(each, family.size), []).append(each.name)
+    return [f"{', '.join(names)}: {words}" for words, names in found.items()]
+
+
+def check_designs(study: Study) -> None:
+    """Refuse a study that cannot detect what it asks; one seed, which tests nothing, is let be.
+
+    Raises:
+        InvalidArgument: with ``Experiment.spread``, the design detects only more than the smallest
+            effect that matters; without, its first test asks for |t| above ``LARGEST_T``.
+    """
+    for each, family in designs_of(study):
+        design = _design(each, family.size)
+        if design.seeds < 2 or not design.fails(each.spread, each.smallest_effect):
+            continue
+        unit, came = UNITS[each.metric], planned_words(each, family.size).rstrip(".")
+        if each.spread is None:
+            required = f"a design whose first test needs |t| of {LARGEST_T:g} at most"
+        else:
+            required = f"a design that detects {each.smallest_effect:g} {unit}, the smallest effect"
+        cures = "; or ".join(_cures(study, each, design))
+        fix = f"{cures[:1].upper()}{cures[1:]}; or start it all the same with {OPTION}."
+        raise InvalidArgument(f"{each.name}.seeds", came, required, fix)
+
+
+def _cures(study: Study, experiment: Experiment, design: _Design) -> Iterator[str]:
+    """Yield what would make a design do, each by itself."""
+    spread, smallest = experiment.spread, experiment.smallest_effect
+
+    def does(other: _Design) -> bool:
+        return not other.fails(spread, smallest)
+
+    needed = _seeds(design, spread, smallest)
+    if needed is not None:
+        yield f"take {needed} seeds"
+    pooled = _design(experiment, design.comparisons, pooled=True)
+    may = not experiment.alone and experiment.sequential is None
+    if may and design.arms == 1 < pooled.arms and does(pooled):
+        yield 'set error="pooled"'
+    fewer = next((n for n in range(design.comparisons - 1, 0, -1) if does(_to(design, n))), None)
+    if fewer is not None:
+        yield f"compare {count(fewer, 'arm')} in all"
+    apart = len(experiment.tested) if experiment.design is None else len(experiment.design.factors)
+    if study.correction == "study" and apart < design.comparisons and does(_to(design, apart)):
+        yield 'set correction="experiment" of the study'
+    if spread is not None:
+        yield f"raise smallest_effect to {_rounded_up(design.detects(spread)):g}"
+
+
+def _to(design: _Design, comparisons: int) -> _Design:
+    return design._replace(comparisons=comparisons)
+
+
+def _seeds(design: _Design, spread: float | None, smallest: float) -> int | None:
+    """Return how many seeds would do; None for more than anybody runs."""
+    if spread is not None:
+        level = design.alpha / design.comparisons
+        share = design.share * spread
+        found = seeds_for_difference(share, smallest, level, design.power, design.arms)
+        return found if found <= _MOST_SEEDS else None
+    more = range(design.seeds + 1, _MOST_SEEDS)
+    return next((n for n in more if design._replace(seeds=n).critical <= LARGEST_T), None)
+
+
+def _rounded_up(value: float) -> float:
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit) * unit

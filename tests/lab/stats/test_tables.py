@@ -1,0 +1,172 @@
+"""Tables of runs that were made elsewhere, and the command that judges them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilelab import stats
+from tilelab.stats.tables import read, values_of
+from tilewise import cli
+
+ADAMW, MUON = {0: 3.214, 1: 3.198, 2: 3.221}, {0: 3.101, 1: 3.094, 2: 3.105}
+RUNS = [("adamw", seed, loss) for seed, loss in ADAMW.items()]
+RUNS += [("muon", seed, loss) for seed, loss in MUON.items()]
+ASKED = ["--arm", "optimizer", "--metric", "val_loss", "--baseline", "adamw"]
+WANTED = {"adamw": ADAMW, "muon": MUON}
+
+
+def wandb_csv(folder: Path, **changes: Any) -> Path:
+    """A table of runs as W&B exports it; ``changes`` are values of the last run."""
+    path = folder / "runs.csv"
+    rows: list[dict[str, Any]] = [
+        {"Name": f"run-{at}", "State": "finished", "optimizer": arm, "seed": seed, "val_loss": loss}
+        for at, (arm, seed, loss) in enumerate(RUNS)
+    ]
+    rows[-1] |= changes
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def mlflow_csv(folder: Path) -> Path:
+    path = folder / "mlflow.csv"
+    lines = [f"id{at},{arm},{seed},{loss}" for at, (arm, seed, loss) in enumerate(RUNS)]
+    path.write_text("\n".join(["run_id,params.optimizer,params.seed,metrics.val_loss", *lines]))
+    return path
+
+
+def wandb_json(folder: Path) -> Path:
+    """Runs with their config and their history, whose last value counts."""
+    path = folder / "runs.json"
+    runs = [
+        {
+            "name": f"run-{at}",
+            "config": {"optimizer": {"value": arm}, "seed": {"value": seed}},
+            "history": [
+                {"_step": 1, "val_loss": 9.0},
+                {"_step": 2, "val_loss": loss},
+                {"_step": 3, "train_loss": 1.0},
+            ],
+        }
+        for at, (arm, seed, loss) in enumerate(RUNS)
+    ]
+    path.write_text(json.dumps({"runs": runs}))
+    return path
+
+
+def history_lines(folder: Path) -> Path:
+    """A row for each evaluation of each run."""
+    path = folder / "history.jsonl"
+    rows = [
+        {"config": {"optimizer": arm, "seed": seed}, "_step": step, "val_loss": value}
+        for arm, seed, loss in RUNS
+        for step, value in ((20, loss), (10, 9.0), (30, None))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def mlruns(folder: Path) -> Path:
+    """The folder of MLflow: a file for each parameter, and one with the values of each metric."""
+    for at, (arm, seed, loss) in enumerate([*RUNS, ("muon", 0, 9.9)]):
+        run = folder / "mlruns" / "0" / f"run{at}"
+        for name, text in {
+            "meta.yaml": f"lifecycle_stage: {'deleted' if at == len(RUNS) else 'active'}\n",
+            "params/optimizer": arm,
+            "params/seed": str(seed),
+            "metrics/val_loss": f"1700000000000 9.0 0\n1700000000002 {loss} 20\n",
+        }.items():
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_text(text)
+    return folder / "mlruns"
+
+
+@pytest.mark.parametrize("made", [wandb_csv, mlflow_csv, wandb_json, history_lines, mlruns])
+def test_a_table_is_read(tmp_path: Path, made: Any) -> None:
+    rows = read(made(tmp_path))
+    assert values_of(rows, arm=["optimizer"], seed="seed", metric="val_loss") == WANTED
+    named = values_of(rows, arm=["optimizer", "seed"], seed="seed", metric="val_loss")
+    assert list(named)[:2] == ["adamw/0", "adamw/1"]
+
+
+def test_the_folder_that_mlflow_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("mlflow.tracking", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking = client.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = tracking.create_experiment("e")
+    for arm, seed, loss in RUNS:
+        run = tracking.create_run(experiment).info.run_id
+        tracking.log_param(run, "optimizer", arm)
+        tracking.log_param(run, "seed", seed)
+        tracking.log_metric(run, "val_loss", 9.0, step=0)
+        tracking.log_metric(run, "val_loss", loss, step=20)
+    rows = read(tmp_path / "mlruns")
+    assert values_of(rows, arm=["optimizer"], seed="seed", metric="val_loss") == WANTED
+
+
+def test_the_command_says_and_writes_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, values = tmp_path / "verdict.md", tmp_path / "verdict.json"
+    files = ["--report", str(page), "--json", str(values)]
+    words = ["study", "verdict", str(wandb_csv(tmp_path)), *ASKED, "--smallest-effect", "0.02"]
+    assert cli.main([*words, *files]) == 0
+    expected = stats.compare(ADAMW, MUON, smallest_effect=0.02)
+    said = capsys.readouterr().out
+    assert "better" in said
+    assert "val_loss" in said
+    assert "| muon | better | −0.111 |" in page.read_text()  # noqa: RUF001  as it prints
+    (found,) = json.loads(values.read_text())["arms"]
+    assert (found["effect"], found["p_holm"]) == (expected.effect, expected.p_holm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({}, ["--arm", "optimiser"], "--arm: got 'optimiser', which is no column; required: one "),
+        ({}, ["--arm", "optimiser"], "Did you mean 'optimizer'?"),
+        ({}, ["--baseline", "adam"], "--baseline: got 'adam'; required: one of adamw, muon"),
+        ({"val_loss": ""}, [], "--metric: got no val_loss of muon with seed 2; required: a value"),
+        ({"val_loss": "low"}, [], "--metric: got 'low' in val_loss; required: numbers"),
+        ({"seed": 3}, [], "--seed: got muon without seeds [2]; required: the seeds of every arm"),
+        ({"seed": 3}, [], "--seeds 0,1 compares those that all have"),
+        ({"seed": 1}, [], "table: got two runs of muon with seed 1; required: one run for each"),
+        ({"seed": "x"}, [], "--seed: got 'x' in seed, row 6; required: whole numbers"),
+        ({"optimizer": ""}, [], "--arm: got row 6 without a optimizer"),
+        ({}, ["--where", "State=running"], "--where: got 'State=running'; required: a value that"),
+        ({}, ["--seeds", "a"], "--seeds: got 'a'; required: whole numbers"),
+        ({}, ["--smallest-effect", "0"], "smallest_effect: got 0.0; required: a number above 0"),
+    ],
+)
+def test_what_is_wrong_with_a_table(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: list[str],
+    message: str,
+) -> None:
+    asked = [*ASKED, "--smallest-effect", "0.02"]
+    if words[:1] == ["--arm"]:
+        asked = asked[2:]
+    path = str(wandb_csv(tmp_path, **changes))
+    assert cli.main(["study", "verdict", path, *asked, *words]) == 2
+    assert re.sub(r"\s+", " ", message) in capsys.readouterr().err
+
+
+def test_runs_that_have_not_ended_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(wandb_csv(tmp_path, State="running", val_loss=""))
+    some = ["--where", "State=finished", "--seeds", "0,1"]
+    assert cli.main(["study", "verdict", path, *ASKED, "--smallest-effect", "0.02", *some]) == 0
+    diverged = str(wandb_csv(tmp_path, val_loss="nan"))
+    assert cli.main(["study", "verdict", diverged, *ASKED, "--smallest-effect", "0.02"]) == 0
+    assert "Diverged with 1 of 3 seeds (seed 2)" in capsys.readouterr().out

@@ -1,0 +1,289 @@
+"""Somebody's own training as a study: commands and functions, what they report, and resuming."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.lab.study.in_process import quickly, records, run, verdicts
+from tilelab.study.ask.config import Experiment, RunConfig, Study, change
+from tilelab.study.ask.run import RunSpec
+from tilelab.study.conduct import script
+from tilelab.study.recipes.own import own_study
+from tilelab.study.records.events import RunRecord
+from tilewise import cli
+from tilewise.errors import InvalidArgument, TilewiseError
+
+# Without torch, so that a run takes an instant. The seed moves all arms alike.
+TRAIN = """
+import json, math, random, sys
+from pathlib import Path
+
+given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
+folder = Path(given["folder"])
+folder.mkdir(exist_ok=True, parents=True)
+state = folder / "step"
+first = int(state.read_text()) if state.exists() else 0
+shift = random.Random(int(given["seed"])).gauss(0, 1)
+best = abs(math.log10(float(given["lr"]) / 0.01))
+for step in range(first + 1, 5):
+    lost = given["wild"] == "True" and step == 3
+    held_out = math.nan if lost else shift + best - 0.5 * (given["trick"] == "on") + 1 / step
+    print(f"step {step} of 4 is no line of JSON")
+    print(json.dumps({"step": step, "loss": held_out, "tokens": 10 * step}), flush=True)
+    if step % 2 == 0:
+        print(json.dumps({"step": step, "val": held_out}), flush=True)
+    state.write_text(str(step))
+    if given.get("die") == str(step) and not first:
+        sys.exit("the disk is on fire")
+"""
+STUDY = """
+from pathlib import Path
+from tilelab.study.recipes.own import own_study
+
+FILE = Path(__file__).with_name("train.py")
+COMMAND = f"python {FILE} {{choices}} --seed={{seed}} --folder={{folder}}"
+
+def study():
+    return own_study(
+        "own", COMMAND, metric="val", smallest_effect=0.05, seeds=3,
+        baseline={"lr": 0.001, "trick": "off", "wild": False},
+        arms={"trick": {"trick": "on"}, "wild": {"wild": True}},
+        tune={"lr": (1, 10)},
+    )
+
+def train(seed, choices, folder, log):
+    log({"val": 2.0, "loss": 1.5})
+    for step in (1, 2):
+        yield {"step": step, "val": seed + choices["shift"] / step, "note": "ignored"}
+
+def functions():
+    return own_study(
+        "functions", train, metric="val", smallest_effect=0.05, higher_is_better=True, seeds=3,
+        baseline={"shift": 0.0}, arms={"up": {"shift": 1.0}},
+    )
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "my.py").write_text(STUDY)
+    return tmp_path
+
+
+def test_a_command_is_tuned_paired_and_judged(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = place / "studies"
+    with quickly(place):
+        status, started = run(str(place / "my.py"), out)
+    assert status == 0
+    (verdict,) = verdicts(out)
+    arms = {each["arm"]: each for each in verdict["arms"]}
+    assert arms["trick"]["label"] == "better"
+    assert arms["trick"]["effect"] == pytest.approx(-0.5)
+    assert arms["wild"]["label"] == "diverged"
+    assert [each["chosen"] for each in verdict["sweeps"]] == [0.01, 0.01, None]
+    known = records(out)
+    assert len(started) == len(known) == 3 * 2 + 2 * 3, "an arm that diverged has trials alone"
+    record = known["own/trick/seed-1"]
+    assert [each.step for each in record.evaluations] == [2, 4]
+    assert record.evaluations[-1].tokens == sum(each.tokens or 0 for each in record.steps) == 40
+    spent = arms["trick"]["cost"]
+    assert (spent["runs"], spent["sweep_runs"]) == (5, 2)
+    assert 0 < spent["sweep_cpu_s"] < spent["cpu_s"]
+    assert spent["wall_s"] == pytest.approx(
+        sum(each.wall_s for name, one in known.items() if "/trick/" in name for each in one.steps)
+    )
+    (page,) = (path.read_text() for path in out.glob("*/report.md"))
+    assert "it is the script that draws weights and batches" in page
+    assert "(choice.trick = on, choice.lr = 0.01 by its sweep)" in page
+    assert "model.layers" not in page, "a script has no such setting"
+    with quickly(place):
+        assert run(str(place / "my.py"), out) == (0, []), "nothing is run again"
+    capsys.readouterr()
+    assert cli.main(["study", "show", "own/trick", "--out", str(out)]) == 0
+    assert cli.main(["study", "compare", "own/trick", "own/baseline", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"own/trick/seed-1 +done +4 +1\.0382", shown)
+    assert "last bit" not in shown, "nobody knows the weights of a script"
+    assert run(str(place / "my.py"), place / "several", options=("--processes", "2")) == (2, [])
+    assert "--processes: got 2 processes; required: 1: a script" in capsys.readouterr().err
+
+
+def test_a_function_yields_or_logs(place: Path) -> None:
+    out = place / "studies"
+    with quickly(place):
+        status, _ = run(f"{place / 'my.py'}:functions", out)
+    (verdict,) = verdicts(out)
+    (arm,) = verdict["arms"]
+    assert (status, arm["label"], arm["effect"]) == (0, "better", 0.5)
+    evaluations = records(out)["functions/up/seed-2"].evaluations
+    values = [(each.step, each.metrics["higher:val"]) for each in evaluations]
+    assert values == [(1, 3.0), (2, 2.5)], "a later line of the same step counts"
+
+
+def spec(place: Path, command: str, **fields: Any) -> RunSpec:
+    study = own_study(
+        "own",
+        command,
+        **{"metric": "val", "smallest_effect": 1, "baseline": {}, "arms": {"a": {}}, **fields},
+    )
+    (experiment,) = study.experiments
+    found = RunSpec("own", "baseline", 7, experiment.baseline)
+    return found.executed(found.execution, folder=place, cache=place)
+
+
+def test_a_run_that_died_goes_on_from_its_own_folder(place: Path) -> None:
+    command = f"python {place / 'train.py'} {{choices}} --seed={{seed}} --folder={{folder}}"
+    choices = {"lr": 0.01, "trick": "off", "wild": False, "die": 3}
+    found = spec(place, command, baseline=choices, arms={"a": {"lr": 1}})
+    with pytest.raises(script._Failed, match="ended with status 1"):
+        script.work(found)
+    before = RunRecord.read(found.record)
+    assert not before.done
+    assert [each.step for each in before.evaluations] == [2]
+    script.work(found)
+    after = RunRecord.read(found.record)
+    assert after.done
+    assert [each.from_step for each in after.starts] == [0, 3]
+    assert [each.step for each in after.evaluations] == [2, 4]
+    kept = sum(each.wall_s for each in before.steps)
+    assert after.evaluations[-1].train_wall_s > kept, "what it cost before is charged too"
+    # One that has nothing to go on from begins again.
+    (found.record.parent / script.FILES / "step").unlink()
+    found.record.write_text("".join(found.record.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(script._Failed):
+        script.work(found)
+    assert [each.from_step for each in RunRecord.read(found.record).starts] == [0, 0]
+
+
+def test_lines_may_be_in_a_file(place: Path) -> None:
+    code = (
+        "import sys, json\nprint('{\"val\": 9}')\n"
+        "with open(sys.argv[1] + '/log.jsonl', 'w') as file:\n"
+        "    print(json.dumps({'val': float(sys.argv[2])}), file=file)\n"
+    )
+    (place / "log.py").write_text(code)
+    found = spec(place, f"python {place / 'log.py'} {{folder}} {{seed}}", lines="log.jsonl")
+    script.work(found)
+    record = RunRecord.read(found.record)
+    assert [each.metrics for each in record.evaluations] == [{"lower:val": 7.0}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass", "no line of it has 'val'; they had nothing: there was no line"),
+        ("print('{\"loss\": 1}')", "no line of it has 'val'; they had loss"),
+        ('print(\'{"val": "low"}\')', "has val 'low': it has to be a number"),
+        ('print(\'{"step": 2}\\n{"step": 1}\')', "has step 1 after step 2"),
+    ],
+)
+def test_lines_that_say_nothing(place: Path, body: str, message: str) -> None:
+    (place / "bad.py").write_text(body)
+    with pytest.raises(TilewiseError, match=re.escape(message)):
+        script.work(spec(place, f"python {place / 'bad.py'} {{seed}}"))
+
+
+@pytest.mark.parametrize(
+    ("command", "fields", "message"),
+    [
+        ("x {lr}", {}, "task.command: got {lr}; required: one of folder, seed, steps"),
+        ("x --lr 1", {}, "task.command: got 'x --lr 1'; required: {seed} in it"),
+        ("x {seed} 'a", {}, "required: a command (No closing quotation)"),
+        (
+            "x {seed}",
+            {"baseline": {"lr": 1}},
+            "choice: got 'lr'; required: a choice that the command has",
+        ),
+        ("x {seed}", {"arms": {"a": {"lr": 1}}}, "arms: got 'lr'; required: choices of the base"),
+        ("x {seed}", {"baseline": {"seed": 1}}, "choice: got 'seed'; required: a name of"),
+        ("x {seed}", {"files": ["gone.txt"]}, "files: got gone.txt; required: a file"),
+        ("x {seed}", {"tune": {"a": (1,), "b": (1,)}}, "tune: got a, b; required: one choice"),
+    ],
+)
+def test_what_is_refused_before_a_run(command: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        spec(Path(), command, **fields)
+
+
+def test_a_script_has_its_own_settings_and_others_have_none() -> None:
+    config = spec(Path(), "x {seed}").config
+    with pytest.raises(InvalidArgument, match="optimizer: got a change; required: its default"):
+        change(config, {"optimizer.lr": 0.5})
+    with pytest.raises(InvalidArgument, match="choice: got lr; required: none: task language"):
+        change(RunConfig(), {"choice": {"lr": 1}})
+    with pytest.raises(InvalidArgument, match="task: got neither of the two"):
+        change(RunConfig(), {"task": "script"})
+    named = change(
+        spec(Path(), "x {seed} {optimizer}", baseline={"optimizer": "sgd"}).config,
+        {"choice.optimizer": "muon"},
+    )
+    assert named.choice == {"optimizer": "muon"}, "it may be called like a choice of ours"
+
+
+def test_another_script_is_another_study(place: Path) -> None:
+    def made() -> Study:
+        command = f"python {place / 'train.py'} {{seed}}"
+        return own_study("own", command, metric="val", smallest_effect=1, baseline={}, arms={})
+
+    def experiment() -> Experiment:
+        return made().experiments[0]
+
+    before = experiment()
+    assert experiment() == before
+    (place / "train.py").write_text("print(1)")
+    assert experiment().baseline.task != before.baseline.task
+
+
+@pytest.mark.thorough
+def test_the_example_runs_and_is_a_script_with_few_lines_more(tmp_path: Path) -> None:
+    folder = ROOT / "examples/own"
+    lines = (folder / "train.py").read_text().splitlines()
+    assert 0 < len([line for line in lines if line.endswith("# study")]) <= 20
+    options = ("--steps", "3", "--seeds", "2", "--set", "sweep=null", "--underpowered")
+    with quickly(tmp_path):
+        status, started = run(str(folder / "study.py"), tmp_path / "out", options=options)
+    assert (status, len(started)) == (0, 2 * 4)
+    (verdict,) = verdicts(tmp_path / "out")
+    assert [each["n"] for each in verdict["arms"]] == [2, 2, 2]
+    assert [each["together"] for each in verdict["interactions"]] == ["linear+no-decay"]
+
+
+@pytest.mark.thorough
+def test_a_command_ends_with_its_run(place: Path) -> None:
+    """The process of a run is told to end as all of them are, by closing its standard input."""
+    (place / "long.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path({str(place)!r}, 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    found = spec(place, f"python {place / 'long.py'} {{seed}}")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tilelab.study.conduct.script"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        cwd=ROOT,
+    )
+    assert child.stdin is not None
+    child.stdin.write((json.dumps(found.as_json()) + "\n").encode())
+    child.stdin.flush()
+    pid, deadline = place / "pid", time.monotonic() + 60
+    while not pid.exists() or not pid.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.stdin.close()
+    assert child.wait(10) == -signal.SIGKILL
+    while Path(f"/proc/{pid.read_text()}").exists():
+        assert time.monotonic() < deadline, "the command outlived its run"
+        time.sleep(0.05)

@@ -101,6 +101,7 @@ def test_wikitext_scores_the_whole_held_out_text() -> None:
         for preset in ("cpu", "h200")
     )
     assert {small.data.source, real.data.source} == {"wikitext-103"}
+    assert small == recipes.find("ladder").study(source="wikitext-103").experiments[1].baseline
     assert small.evaluation.final_stride > 0
     assert real.evaluation.final_stride == 32
     assert (real.model.layers, real.model.width, real.model.context) == (12, 768, 1024)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, records_of, study_of
 from tilelab.study.ask.metrics import Floor
+from tilelab.study.report.page import NONE
+from tilelab.study.report.tables import floors_table
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.result import ExperimentVerdict
 
@@ -33,6 +35,26 @@ def judged(
     study = study_of(experiment_of("lion", metric=metric))
     records = records_of(study, {"lion": ends(lion), "baseline": ends(base)})
     return judge(study, records, {"optimizers": floors}).experiments[0]
+
+
+def test_word_perplexities_stand_beside_that_of_gpt2() -> None:
+    study = study_of(experiment_of("lion"))
+    ends = {"lion": 0.8, "baseline": 1.4}  # bits per byte: 9 and 49 a word of 4
+    records = records_of(
+        study,
+        {
+            arm: Behaviour(finals=dict.fromkeys((0, 1, 2), at), word_perplexity=True)
+            for arm, at in ends.items()
+        },
+    )
+    floors = tuple(each._replace(word_perplexity=90.0) for each in TABLES)
+    table = floors_table(
+        judge(study, records, {"optimizers": floors}).experiments[0], study.experiments[0]
+    )
+    assert table is not None
+    assert [cell.text for cell in table.rows[-1]] == [
+        "GPT-2, 124 million parameters", "40 GB of web text", NONE.text, "37.5", "lion"
+    ]  # fmt: skip
 
 
 def test_without_floors_nothing_is_said() -> None:

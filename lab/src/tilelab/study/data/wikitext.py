@@ -23,6 +23,7 @@ _SOURCES = {
     "wikitext-103-raw": ("raw", "wikitext103"),
 }
 NAMES = tuple(_SOURCES)
+WORDS = 103_227_021  # of the training text of WikiText-103 (Merity et al. 2016)
 
 # Applied in this order to each line. Every rule only takes away spaces, or the marks of a joint.
 _LITERAL = (

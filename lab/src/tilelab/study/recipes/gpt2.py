@@ -32,67 +32,60 @@ from tilelab.study.recipes.arms import (
     one_at_a_time,
     small_gpt2,
 )
+from tilelab.study.recipes.ladder import by_length
 from tilelab.study.recipes.laptop import MUON, WSD
 from tilelab.study.recipes.registry import recipe
 from tilewise.errors import InvalidArgument
 
-# Rates follow the width: the small model of ``cpu`` takes larger ones than GPT-2.
-FACTORS: dict[str, dict[str, dict[str, Any]]] = {
-    "cpu": {
-        "wsd": {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}},
-        "muon": {"optimizer": {"name": "muon", "lr": 0.003}},
-        "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
-    },
-    "h200": {
-        "wsd": {"schedule": {"name": "wsd", "warmup": 0.01, "decay": 0.2}},
-        "muon": {"optimizer": {"name": "muon", "lr": 0.0006}},
-        "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
-    },
+# For GPT-2 small.
+FACTORS: dict[str, dict[str, Any]] = {
+    "wsd": {"schedule": {"name": "wsd", "warmup": 0.01, "decay": 0.2}},
+    "muon": {"optimizer": {"name": "muon", "lr": 0.0006}},
+    "dropout": {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
 }
+LONGEST_MB = 10
 
 
 @recipe
 def wikitext(*, preset: Literal["cpu", "h200"] = "cpu", seeds: int = 3) -> Study:
-    """GPT-2 on WikiText-103: schedule, optimizer and dropout by word perplexity.
+    """GPT-2 on WikiText-103: schedules, optimizers and dropout, with word perplexity.
 
-    The held-out text is scored whole, and perplexity counts original words. ``cpu`` is a model of
-    width 128 on whatever part of WikiText-103 is at hand, with windows that move on by their whole
-    context. ``h200`` is GPT-2 small: 12 layers of width 768 at context 1,024. It trains for five
-    epochs (590 million tokens), with windows that move on by 32. Its 12 runs take some 25 minutes
-    each on one H200, five hours in all at an estimated 400,000 tokens a second.
+    The held-out text is scored whole, and perplexity counts original words. ``cpu`` is the ladder
+    over the text read (recipe ``ladder``) from 0.3 to 10 MB, on whatever part of WikiText-103 is at
+    hand: two hours on two cores. ``h200`` is GPT-2 small: 12 layers of width 768 at context 1,024.
+    It trains for five epochs (590 million tokens), with windows that move on by 32. Its 12 runs
+    take some 25 minutes each on one H200, five hours in all at an estimated 400,000 tokens a
+    second.
 
     Args:
         preset: ``"cpu"`` or ``"h200"``.
         seeds: how many, paired.
     """
-    presets = {"cpu": _cpu, "h200": _h200}
-    if preset not in presets:
-        raise InvalidArgument("preset", repr(preset), " or ".join(map(repr, presets)))
-    question = "On WikiText-103, what do a schedule, an optimizer and dropout bring?"
-    experiment = Experiment(
+    numbers = tuple(range(seeds))
+    if preset == "cpu":
+        experiment, chip = by_length("wikitext-103", LONGEST_MB, numbers), ""
+    elif preset == "h200":
+        experiment, chip = _gpt2_small(numbers), "h200"
+    else:
+        raise InvalidArgument("preset", repr(preset), "'cpu' or 'h200'")
+    return Study(
+        name=f"wikitext-{preset}",
+        question=experiment.question,
+        experiments=(experiment,),
+        chip=chip,
+    )
+
+
+def _gpt2_small(seeds: tuple[int, ...]) -> Experiment:
+    return Experiment(
         name="wikitext-103",
-        question=question,
-        baseline=presets[preset](),
+        question="On WikiText-103, what do a schedule, an optimizer and dropout bring?",
+        baseline=_h200(),
         baseline_name="adamw+linear",
-        arms=one_at_a_time(FACTORS[preset]),
-        seeds=tuple(range(seeds)),
+        arms=one_at_a_time(FACTORS),
+        seeds=seeds,
         smallest_effect=0.01,
         metric="bits_per_byte",
-    )
-    chip = "h200" if preset == "h200" else ""
-    return Study(name=f"wikitext-{preset}", question=question, experiments=(experiment,), chip=chip)
-
-
-def _cpu() -> RunConfig:
-    return small_gpt2(
-        steps=100,
-        evaluations=2,
-        windows=8,
-        data={"source": "wikitext-103", "tokenizer": "gpt2"},
-        attention__implementation="tilewise",
-        # At this width nearly all of a step is the 50,257 logits of each token: few tokens, then.
-        training__batch=4,
-        evaluation__final_stride=256,
     )
 
 

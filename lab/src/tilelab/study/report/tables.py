@@ -54,6 +54,7 @@ def evidence_tables(experiment: ExperimentVerdict, speeds: Speeds) -> tuple[Tabl
 
 _FLOOR_DIGITS = 3
 _NAMED = 6  # arms in a cell, by name
+GPT2_SMALL = 37.5  # word perplexity on WikiText-103
 
 
 def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> Table | None:
@@ -82,6 +83,8 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
             perplexity = each.word_perplexity
             cells.append(NONE if perplexity is None else Cell(words.plain(perplexity, 1)))
         rows.append((*cells, Cell(_beaten_by(each.beaten_by, experiment))))
+    if words_of:
+        rows.append(_reported(experiment))
     notes = [
         "What something much simpler than a model scores on the same held-out data. An arm whose "
         "mean final score is not better than the floor that decides has not learnt."
@@ -91,9 +94,30 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
         notes.append("Floors score all of the held-out text, the arms windows of it.")
     if of_text and not any(each.text == "all" for each in experiment.floors):
         notes.append("All of the training text is too long to count and compress.")
+    if words_of:
+        notes.append(
+            "The last row is no floor: a published result, of the test text of WikiText-103, by a "
+            "model that has not trained on WikiText (Radford et al., Language Models are "
+            "Unsupervised Multitask Learners, 2019, table 3)."
+        )
     score = units.pop() if len(units) == 1 else "score"
     head = ("floor", "learnt from", score, *(["word perplexity"] if words_of else []))
     return Table("Floors", (*head, "arms that are better"), tuple(rows), tuple(notes), "floors")
+
+
+def _reported(experiment: ExperimentVerdict) -> tuple[Cell, ...]:
+    """Return the row of GPT-2 small, so that a reader sees how far a model is from it."""
+    scores = {
+        each.name: each.measures.summaries.get("word_perplexity") for each in experiment.all_arms
+    }
+    better = [arm for arm, score in scores.items() if score and score.mean < GPT2_SMALL]
+    return (
+        Cell("GPT-2, 124 million parameters", "as published"),
+        Cell("40 GB of web text"),
+        NONE,
+        Cell(words.plain(GPT2_SMALL, 1)),
+        Cell(_beaten_by(better, experiment)),
+    )
 
 
 def _beaten_by(arms: Sequence[str], experiment: ExperimentVerdict) -> str:

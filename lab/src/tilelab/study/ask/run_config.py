@@ -183,7 +183,11 @@ class LengthWarmup(Frozen):
 
 
 class Training(Frozen):
-    """One optimizer step: ``batch * accumulation`` sequences."""
+    """One optimizer step: ``batch * accumulation`` sequences.
+
+    With ``loss_tokens`` a language model makes the logits of so many tokens at a time, and takes
+    their loss and gradients before the next ones: ``tasks/chunked.py``. Sums are in another order.
+    """
 
     batch: int = Field(8, ge=1)
     accumulation: int = Field(1, ge=1)
@@ -194,6 +198,7 @@ class Training(Frozen):
     checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(False, description="torch.compile")
     length_warmup: LengthWarmup = added(LengthWarmup())
+    loss_tokens: int = added(0, ge=0)
 
 
 class Budget(Frozen):

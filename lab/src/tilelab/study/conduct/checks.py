@@ -24,8 +24,8 @@ from tilelab.study.ask.metrics import METRICS, reached, value_in
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.need import Need, host_need
 from tilelab.study.tasks.language import PROMPT_TOKENS
-from tilelab.study.tasks.task import AbstractTask, Prepared, data_key
-from tilelab.study.train.costs import dtype_of, synchronise
+from tilelab.study.tasks.task import AbstractTask, Prepared, data_key, dtype_of
+from tilelab.study.train.costs import synchronise
 from tilelab.study.verdict.text import UNITS
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 
@@ -235,7 +235,7 @@ def _key(config: RunConfig) -> str:
     model = config.model.model_copy(update={"layers": 1})
     parts = (model, config.attention, config.task, config.data)
     dumped = " ".join(each.model_dump_json() for each in parts)
-    return f"{dumped} {config.training.precision}"
+    return f"{dumped} {config.training.precision} {config.training.loss_tokens}"
 
 
 def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.device) -> float:
@@ -244,6 +244,7 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     small = {"training.batch": rows, "training.accumulation": 1, "model.checkpoint": ""}
     cut = change(config, {"model.layers": layers, **small})
     model = task.model(cut, data, 0, device)
+    forward = task.learner(model, cut.training)
     last = task.batches(cut, data, 0).at(cut.steps - 1)  # rows may grow
     (batch,) = (each.to(device) for each in last)
     dtype = dtype_of(config.training.precision)
@@ -252,7 +253,7 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     while best == math.inf or time.perf_counter() - began < _BUDGET_S:
         start = time.perf_counter()
         with torch.autocast(device.type, narrow) if narrow else nullcontext():
-            output = model(*batch.inputs)
+            output = forward(*batch.inputs)
         loss, _ = task.losses(output, batch.targets, cut.training)
         loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()

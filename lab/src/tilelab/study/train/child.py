@@ -31,8 +31,8 @@ from torch import cuda
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.tasks.task import Prepared
-from tilelab.study.train.costs import PeakMeter, dtype_of, peak_flops_s
+from tilelab.study.tasks.task import Prepared, dtype_of
+from tilelab.study.train.costs import PeakMeter, peak_flops_s
 from tilelab.study.train.session import Session
 from tilelab.study.train.team import check, device_of, joined
 from tilelab.study.train.trainer import Trainer

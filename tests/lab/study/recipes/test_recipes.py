@@ -12,6 +12,7 @@ from tilelab.study.ask.config import Experiment, Sequential, Study, change, conf
 from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
 from tilelab.study.recipes.kernels import plain_attention_bytes
+from tilelab.study.verdict.detect import check_designs
 from tilelab.study.verdict.stages import combined
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
@@ -295,6 +296,10 @@ def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
         twice = {"training.batch": 2 * experiment.baseline.training.batch}
         assert gpu_need(change(experiment.baseline, twice)).total > 0.75 * memory, "it had room"
         assert experiment.baseline.tokens_per_step == 32_768
+        assert "wrong-scale" in experiment.arm_names
+    exact = study.experiments[2]
+    assert exact.baseline.training.precision == "float32", "which a wrong scale shows in"
+    assert exact.arm_names == ("plain", "sdpa", "tilewise", "rounding", "wrong-scale")
     learnt = [run for run in runs if run.experiment in ("noise", "choices")]
     own = {(run.config_hash, run.seed): run for run in learnt}
     assert len(own) == 7
@@ -305,3 +310,9 @@ def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
     graphs = {run.config.model.model_dump_json() for run in own.values()}
     assert len(graphs) == 2
     assert learnt[-1].config.model.dropout.residual > 0, "the other graph comes last"
+    check_designs(study)
+    tested = recipes.find("gpu30").study(seeds=3, tokens=15_000_000)
+    check_designs(tested)
+    shorter = [run for run in planned(tested) if run.experiment == "choices"]
+    assert len(shorter) == 18
+    assert sum(run.config.steps for run in shorter) < 7 * learnt[0].config.steps

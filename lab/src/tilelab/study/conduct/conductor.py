@@ -26,10 +26,10 @@ from tilelab.study.conduct.checks import (
     check_checkpoints,
     check_target,
     data_key,
-    forecast_s,
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
+from tilelab.study.conduct.forecast import forecast_s
 from tilelab.study.conduct.pool import Pool
 from tilelab.study.conduct.process import Cores, Local, lock_folder
 from tilelab.study.need import gpu_need, host_need
@@ -171,7 +171,7 @@ class Conductor:
                 jobs = place.jobs(self.jobs, todo)
             else:
                 jobs = self._jobs(todo, console)
-            forecast = _forecast(execution, todo, console)
+            forecast = _forecast(execution, agenda, todo, console)
             board = Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
             say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
@@ -239,8 +239,10 @@ def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Cons
         say(console, f"{run.name}: {lost}. The run is trained again from the first step.")
 
 
-def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -> dict[str, float]:
-    """Return seconds of each run; nothing where this machine lacks their device.
+def _forecast(
+    execution: Execution, agenda: Agenda, todo: Sequence[RunSpec], console: Console
+) -> dict[str, float]:
+    """Return seconds of each run of the agenda; nothing where this machine lacks their device.
 
     On the way this prepares the data and looks at checkpoints, before any run starts. So what is
     missing is said once, and the runs find the data ready.
@@ -249,14 +251,14 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
         say(console, str(corpora[key]))
-    todo = [run for run in todo if not run.config.learning.external]  # nobody knows of these
-    check_checkpoints(todo, corpora)
+    check_checkpoints([run for run in todo if not run.config.learning.external], corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}
     before = torch.get_num_threads()
     torch.set_num_threads(execution.threads)
     try:
-        return forecast_s(todo, corpora, torch.device(execution.device))
+        runs = [run for run in agenda.runs if not run.config.learning.external]
+        return forecast_s(runs, corpora, execution, agenda.records)
     finally:
         torch.set_num_threads(before)
 

@@ -288,6 +288,18 @@ class RunRecord:
         return bool(self.starts) and self.start.config.get("task", {}).get("name") == "script"
 
     @property
+    def one_thread(self) -> bool:
+        """Whether its processor time is what its wall time would be without other work.
+
+        That is so on one thread of a CPU. What a script runs on is not known.
+        """
+        if self.of_script or not self.starts:
+            return False
+        where = self.start.environment
+        device, processes = where.get("device", "cpu"), where.get("processes") or 1
+        return device == "cpu" and where.get("threads") == 1 and processes == 1
+
+    @property
     def whole_steps(self) -> int:
         """Steps from the first one on, up to the first that is missing.
 

@@ -78,6 +78,8 @@ class Conductor:
         study, folder = self.study, store.folder_of(self.study, self.out)
         if self.on == "here":
             _check_device(self.execution)
+        if not self.underpowered and not store.begun(folder):
+            check_designs(study)
         with store.locked(folder):
             store.begin(folder, store.StoredStudy(study, self.command, where, began))
             agenda = Agenda(study, store.read_records(folder))
@@ -130,7 +132,8 @@ class Conductor:
             if agenda.finished:
                 say(console, f"All {agenda.total} runs are done already.")
             else:
-                self._check_designs(agenda, console)
+                for line in plan_lines(study):
+                    say(console, line)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
@@ -146,13 +149,6 @@ class Conductor:
         if code == 0:
             floors.complete(study, folder, partial(say, console))
         return 1 if tracking.failed else code
-
-    def _check_designs(self, agenda: Agenda, console: Console) -> None:
-        """Say what the designs can detect; refuse one that cannot, before the first run."""
-        for line in plan_lines(self.study):
-            say(console, line)
-        if not self.underpowered and not agenda.records:
-            check_designs(self.study)
 
     def _train(
         self, execution: Execution, agenda: Agenda, tracking: Tracking, console: Console
@@ -293,7 +289,7 @@ def _report(folder: Path, console: Console) -> bool:
         return False
     store.write_index(folder, evidence.records)
     page, text = report.write(evidence)
-    console.print(progress.verdicts(evidence.verdict))
+    console.print(progress.verdicts(evidence.verdict, report.all_speeds(evidence)))
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)

@@ -108,8 +108,8 @@ def _seen_step_s(record: RunRecord, execution: Execution) -> float | None:
     there = {"device": "cpu", "processes": 1, **record.start.environment}
     if any(there.get(name) != value for name, value in own.items()):
         return None
-    clock = "cpu_s" if record.one_thread else "wall_s"
-    return statistics.median(getattr(each, clock) / each.of for each in timed)
+    own_time = record.one_thread
+    return statistics.median((each.cpu_s if own_time else each.wall_s) / each.of for each in timed)
 
 
 def _kind(config: RunConfig) -> str:

@@ -164,6 +164,8 @@ class Evaluation(Event):
     wall_s: float  # of the evaluation itself
     softmaxes: list[LayerSoftmax] | None = None  # None: no statistics, or not asked for
     metrics: dict[str, float | None] = field(default_factory=dict)  # ``ask.metrics.METRICS``
+    # Of the last one where it scores all of the text: the metrics on the windows of the others.
+    on_windows: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

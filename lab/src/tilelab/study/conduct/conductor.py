@@ -39,6 +39,7 @@ from tilelab.study.records.events import RunRecord
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
+from tilelab.study.verdict import searches
 from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
@@ -80,6 +81,7 @@ class Conductor:
             _check_device(self.execution)
         if not self.underpowered and not store.begun(folder):
             check_designs(study)
+        searches.check(study)
         with store.locked(folder):
             store.begin(folder, store.StoredStudy(study, self.command, where, began))
             agenda = Agenda(study, store.read_records(folder))

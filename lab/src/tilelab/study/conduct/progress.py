@@ -207,9 +207,8 @@ def _experiment(experiment: Experiment) -> str:
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
     tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
-    sweep = (
-        f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
-    )
+    swept = " and ".join(experiment.sweep.paths) if experiment.sweep else ""
+    sweep = f", after {count(tried, 'trial')} of {swept}" if swept else ""
     stages = "; then the factorial of those that survive" if experiment.combine else ""
     stages += "; then the winner on fresh seeds" if experiment.confirm else ""
     return (

@@ -185,6 +185,7 @@ class Candidate:
     value: float
     status: Status  # ``"diverged"`` where any seed did
     metric: float | None  # mean final metric over the sweep's seeds; None unless done
+    point: dict[str, float] = field(default_factory=dict)  # of a search: what the trial tried
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_a_study_without_optuna_is_refused_before_its_first_run(
             raise ImportError("No module named 'optuna'")
         return real(name, package)
 
-    monkeypatch.setattr(searches.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     ours: Conductor = conductor_of(searched(), tmp_path / "out")
     with pytest.raises(InvalidArgument, match=r"sweep.search.*pip install 'tilewise\[search\]'"):
         searches.check(ours.study)

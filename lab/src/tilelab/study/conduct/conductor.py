@@ -25,10 +25,10 @@ from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
     check_target,
-    forecast_s,
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
+from tilelab.study.conduct.forecast import forecast_s
 from tilelab.study.conduct.pool import Pool, TimeUp
 from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import gpu_need, host_need
@@ -39,6 +39,7 @@ from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
+from tilelab.study.verdict import searches
 from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
@@ -83,6 +84,9 @@ class Conductor:
         study, folder = self.study, store.folder_of(self.study, self.out)
         if self.on == "here":
             _check_device(self.execution)
+        if not self.underpowered and not store.begun(folder):
+            check_designs(study)
+        searches.check(study)
         with store.locked(folder):
             store.begin(folder, store.StoredStudy(study, self.command, where, began))
             agenda = Agenda(study, store.read_records(folder))
@@ -159,7 +163,8 @@ class Conductor:
             if agenda.finished:
                 say(console, f"All {agenda.total} runs are done already.")
             else:
-                self._check_designs(agenda, console)
+                for line in plan_lines(study):
+                    say(console, line)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
@@ -179,13 +184,6 @@ class Conductor:
             say(console, "Floors take minutes: the same command without --minutes computes them.")
         return 1 if tracking.failed else code
 
-    def _check_designs(self, agenda: Agenda, console: Console) -> None:
-        """Say what the designs can detect; refuse one that cannot, before the first run."""
-        for line in plan_lines(self.study):
-            say(console, line)
-        if not self.underpowered and not agenda.records:
-            check_designs(self.study)
-
     def _train(
         self, execution: Execution, agenda: Agenda, tracking: Tracking, console: Console
     ) -> int:
@@ -203,7 +201,7 @@ class Conductor:
                 jobs = place.jobs(self.jobs, todo)
             else:
                 jobs = self._jobs(todo, console)
-            forecast = _forecast(execution, todo, console)
+            forecast = _forecast(execution, agenda, todo, console)
             board = Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
             say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
@@ -278,8 +276,10 @@ def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Cons
         say(console, f"{run.name}: {lost}. The run is trained again from the first step.")
 
 
-def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -> dict[str, float]:
-    """Return seconds of each run; nothing where this machine lacks their device.
+def _forecast(
+    execution: Execution, agenda: Agenda, todo: Sequence[RunSpec], console: Console
+) -> dict[str, float]:
+    """Return seconds of each run of the agenda; nothing where this machine lacks their device.
 
     On the way this prepares the data and looks at checkpoints, before any run starts. So what is
     missing is said once, and the runs find the data ready.
@@ -288,14 +288,14 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
         say(console, str(corpora[key]))
-    todo = [run for run in todo if not run.config.learning.external]  # nobody knows of these
-    check_checkpoints(todo, corpora)
+    check_checkpoints([run for run in todo if not run.config.learning.external], corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}
     before = torch.get_num_threads()
     torch.set_num_threads(execution.threads)
     try:
-        return forecast_s(todo, corpora, torch.device(execution.device))
+        runs = [run for run in agenda.runs if not run.config.learning.external]
+        return forecast_s(runs, corpora, execution, agenda.records)
     finally:
         if execution.device == "cuda":
             torch.cuda.empty_cache()  # for the runs
@@ -346,7 +346,7 @@ def _report(folder: Path, console: Console) -> bool:
         return False
     store.write_index(folder, evidence.records)
     page, text = report.write(evidence)
-    console.print(progress.verdicts(evidence.verdict))
+    console.print(progress.verdicts(evidence.verdict, report.all_speeds(evidence)))
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)

@@ -18,7 +18,7 @@ leaves out
 
 For a text the prediction is a lower bound. It leaves out launches, the passes of a chain of small
 operations, and the distance from the ceilings. For examples it assumes that sequences fill the
-context, which they may not. A study on a GPU begins with a measured forecast (``checks.py``). The
+context, which they may not. A study on a GPU begins with a measured forecast (``forecast.py``). The
 memory is what the runner asks for before it starts a run.
 """
 
@@ -36,7 +36,7 @@ from rich.table import Table
 from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import RunConfig, Study, Variant
 from tilelab.study.choices import variants
-from tilelab.study.conduct.checks import FORWARD_SHARE, RECOMPUTED, START_S
+from tilelab.study.conduct.forecast import FORWARD_SHARE, RECOMPUTED, START_S
 from tilelab.study.need import logits_bytes, need, parameters, vocabulary, writes_matrix
 from tilelab.study.plan import planned
 from tilelab.study.tasks.task import AbstractTask, dtype_of

@@ -219,7 +219,10 @@ class Session:
         """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""
         self.meter.pause()
         begin = time.perf_counter()
-        found = self.held_out(whole=self.trainer.over)
+        found, on_windows = self.held_out(whole=self.trainer.over), dict[str, float | None]()
+        if self.trainer.over and self.trainer.config.evaluation.final_stride:
+            same = self.held_out(whole=False)
+            on_windows = {"loss": same.loss, "bits_per_byte": same.bits_per_byte}
         self._write(
             Evaluation(
                 step=self.trainer.done,
@@ -227,6 +230,7 @@ class Session:
                 train_wall_s=self.totals.train_wall_s,
                 train_cpu_s=self.totals.train_cpu_s,
                 **found._asdict(),
+                on_windows=on_windows,
                 wall_s=time.perf_counter() - begin,
             )
         )

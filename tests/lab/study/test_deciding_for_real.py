@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def grown() -> Study:
     )
     return Study(name="grown", question="?", experiments=(experiment,))
 
+def searched() -> Study:
+    """Two values that Optuna searches, and seeds that count."""
+    space = {"optimizer.lr": ("times", 0.1, 10), "model.dropout.residual": ("linear", 0, 0.5)}
+    experiment = Experiment(
+        name="two",
+        question="?",
+        baseline=RUN,
+        arms=(Arm(name="adamw", changes=ADAMW),),
+        seeds=(0, 1),
+        smallest_effect=0.02,
+        sweep=Sweep(search=Search(space=space, trials=5)),
+    )
+    return Study(name="searched", question="?", experiments=(experiment,))
+
 def screened() -> Study:
     """The shipped recipe with a model of a few weights."""
     study = recipes.find("screening").study(steps=8, seeds=3, fresh_seeds=2)
@@ -113,9 +128,23 @@ GROWN = (
 )
 
 
+SEARCHED = ("two/adamw/sweep-2-.*", "two/baseline/sweep-5-.*", "two/adamw/seed-1")
+with_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="Optuna is not installed")
+
+
 @pytest.mark.parametrize(
     ("name", "kills", "words"),
     [
+        pytest.param(
+            "searched",
+            SEARCHED,
+            (
+                "trials of optimizer.lr and model.dropout.residual",
+                "by its search",
+                "did best, with",
+            ),
+            marks=with_optuna,
+        ),
         ("designed", DESIGNED, ("two.confirm", "optimizer.lr", "adamw+dropout")),
         ("grown", GROWN, ("one.combine", "one.confirm", "diverged", "Look 1 of 2")),
         ("screened", (), ("choices.combine", "choices.confirm", "qk-norm")),
@@ -139,7 +168,7 @@ def test_stages_in_their_order_and_killed_in_each_with_the_same_bits(
         assert "one/wild/seed-2" not in started  # it was decided at the first look
         # Two seeds cannot tell so little from nothing: there was a second look.
         assert arms["dropout"]["look"]["number"] == 2
-    before, (winner,) = found[-2]["arms"], found[-1]["arms"]
+    before, (winner,) = found[-2:][0]["arms"], found[-1]["arms"]
     assert winner["effect"] < -0.1 or name == "screened"
     assert winner["arm"] in [each["arm"] for each in before]
     page = page_of(place / f"whole-{name}")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from tests.lab.study.records_of import config_of
 from tilelab.study import need as needs
@@ -27,6 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"attention.implementation": "tilewise", "training.precision": "bf16"},
     {"attention.implementation": "tilewise", "model.dropout.attention": 0.1},
     {"model.dropout.residual": 0.1, "model.dropout.embedding": 0.1},
+    {"training.loss_tokens": 64},
+    {"training.loss_tokens": 64, "training.precision": "bf16"},
 ]
 FACTORS: list[dict[str, Any]] = [
     {"model.positions": "rotary"},
@@ -54,8 +55,9 @@ def kept_bytes(config: RunConfig) -> int:
     def run() -> torch.Tensor:
         narrow = config.training.precision == "bf16"
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-            logits = model(tokens)
-        return cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+            output = config.learning.learner(model, config.training)(tokens)
+        loss: torch.Tensor = config.learning.losses(output, tokens, config.training)[0]
+        return loss
 
     return saved_bytes(run, list(model.parameters()))[1]
 

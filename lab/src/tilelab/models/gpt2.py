@@ -337,6 +337,10 @@ class GPT2(nn.Module):
         Raises:
             InvalidArgument: another shape, or more positions than the model has.
         """
+        return self.logits(self.features(tokens, documents))
+
+    def features(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return what ``logits`` takes, [B, S, width]; arguments are those of ``forward``."""
         if tokens.dim() != 2 or tokens.shape[1] > self.shape.context:
             required = f"[B, S] with S at most the context {self.shape.context}"
             raise InvalidArgument("tokens", f"shape {list(tokens.shape)}", required)
@@ -351,11 +355,17 @@ class GPT2(nn.Module):
         for layer in self.layers:
             asked = (x, None if seen is None else _asked(layer, seen, places))
             x = checkpoint(layer, *asked, use_reentrant=False) if recompute else layer(*asked)
-        return self.logits(self.norm(x))
+        features: Tensor = self.norm(x)
+        return features
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the head's output of what the last norm gave, [..., width] -> [..., V]."""
-        return functional.linear(x, (self.tokens if self.head is None else self.head).weight)
+        return functional.linear(x, self.unembedding)
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The head's matrix, [V, width]."""
+        return (self.tokens if self.head is None else self.head).weight
 
     def embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Return the input of the first layer, before dropout; [..., width].

@@ -6,6 +6,7 @@ Exit status:
 * 1: something is wrong (a run failed, a file is damaged, no memory, a full disk, a systems arm that
   changed what is learnt);
 * 2: wrong usage;
+* 75: time is up (``--minutes``): the same command goes on;
 * 130: stopped with Ctrl-C (the command reports what was done by then).
 """
 
@@ -92,6 +93,8 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         jobs=options.jobs,
         on=options.on,
         track=tuple(options.track),
+        one_process=options.one_process,
+        minutes=options.minutes,
         confirm=None if options.yes or not sys.stdin.isatty() else _confirm,
         execution=Execution(**how),
         underpowered=options.underpowered,
@@ -317,6 +320,17 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="that train each run together, each on a device of its own (1): docs/scaling.md",
+    )
+    add(
+        "--one-process",
+        action="store_true",
+        help="run after run in one process, which compiles once: docs/scaling.md",
+    )
+    add(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="stop at a checkpoint after so many, with status 75; the same command goes on",
     )
     add(
         "--strategy",

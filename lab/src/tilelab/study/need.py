@@ -6,7 +6,8 @@ A BERT's sequences are taken to fill the context, which is the most that they ca
 * weights, gradients and two numbers a weight of optimizer state, 4 bytes each;
 * of each layer and token, what the backward pass reads again: 16 times the width in float32;
 * B Hq N^2 probabilities of each layer, where the attention writes its matrix;
-* the logits and their logarithms; what a single layer or the loss needs for a moment;
+* the logits and their logarithms; what a single layer or the loss needs for a moment. With
+  ``training.loss_tokens`` that is for a chunk of tokens, beside the gradients of all and the head;
 * a quarter more of what is kept, for freed blocks that the C library does not give back at once.
   Measured: none for matrices of 32 MiB (its threshold) or more, up to half of smaller blocks;
 * the process itself.
@@ -17,6 +18,7 @@ only ``host_need`` looks at them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tilelab.study.ask.config import Data, RunConfig
@@ -120,8 +122,14 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
         activations, matrix = inputs + layer, kept
     else:
         activations, matrix = layer * model.layers, kept * model.layers
-    logits = int(_FLOAT_BYTES * tokens * vocabulary(config.data) * _predicted(config))
+    logits = logits_bytes(config)
     activations += _LOGITS_KEPT * logits + _norm_bytes(config)
+    moment = _LOGITS_AT_ONCE * logits
+    if training.loss_tokens:
+        head = _FLOAT_BYTES * model.width * vocabulary(config.data)
+        chunk = math.ceil(logits * min(1.0, training.loss_tokens / tokens))
+        activations += _FLOAT_BYTES * model.width * tokens + head - _LOGITS_KEPT * logits
+        moment = (_LOGITS_KEPT + _LOGITS_AT_ONCE) * chunk + head
     matrix += _MATRICES_AT_ONCE * square if kept else 0
     slow = activations + (matrix if square < _GIVEN_BACK_BYTES else 0)
     return Need(
@@ -129,8 +137,14 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
         activations=activations,
         matrix=matrix,
         freed=slow // _KEPT_BY_ALLOCATOR,
-        moment=_LOGITS_AT_ONCE * logits,
+        moment=moment,
     )
+
+
+def logits_bytes(config: RunConfig) -> int:
+    """Return the bytes of all logits of a micro-batch in float32, made at once or not."""
+    tokens = config.training.batch * config.model.context
+    return int(_FLOAT_BYTES * tokens * vocabulary(config.data) * _predicted(config))
 
 
 def gpu_need(config: RunConfig) -> Need:

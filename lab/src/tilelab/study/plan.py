@@ -31,7 +31,12 @@ from tilelab.study.verdict.family import Families, families_of
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.stages import follows, stand_ins
-from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
+from tilelab.study.verdict.sweeps import (
+    expected_trials,
+    known_trials,
+    point_of,
+    sweep_results,
+)
 from tilewise.errors import TilewiseError
 
 
@@ -120,10 +125,12 @@ def _stage_runs(
     later = expected_trials(experiment, records)
     if not later and all(_is_done(run, records) for run in known):
         chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
-        counted = _finals(experiment, chosen, records, families)
+        points = {arm: point_of(experiment, arm, at, records) for arm, at in chosen.items()}
+        counted = _finals(experiment, chosen, records, families, points)
         return counted._replace(known=[*known, *counted.known])
     firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
-    return _Runs(known, [*later, *finals(experiment, firsts)])
+    own = None if experiment.sweep.search is None else dict[str, dict[str, float]]()
+    return _Runs(known, [*later, *finals(experiment, firsts, points=own)])
 
 
 def _finals(
@@ -131,13 +138,17 @@ def _finals(
     chosen: Mapping[str, float | None],
     records: Mapping[str, RunRecord],
     families: Families,
+    points: Mapping[str, Mapping[str, float]] | None = None,
 ) -> _Runs:
     """Return the runs that count; for a sequential experiment, those of the looks so far."""
-    every = finals(experiment, chosen)
+    sweep = experiment.sweep
+    if sweep is None or sweep.search is None:
+        points = None
+    every = finals(experiment, chosen, points=points)
     if experiment.sequential is None:
         return _Runs(every, [])
     wanted = wanted_seeds(experiment, records, families[experiment.name])
-    known = finals(experiment, chosen, wanted)
+    known = finals(experiment, chosen, wanted, points=points)
     if all(_is_done(run, records) for run in known):
         return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
     names = {run.name for run in known}
@@ -240,6 +251,9 @@ class Watcher:
 
     def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away; the run will be taken up again."""
+
+    def paused(self, run: RunSpec) -> None:
+        """A run stopped at a checkpoint, because time was over."""
 
     def tick(self) -> None:
         """Some time went by."""

@@ -27,7 +27,6 @@ from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
     check_target,
-    data_key,
     room_for,
 )
 from tilelab.study.need import gpu_need, host_need, need
@@ -36,7 +35,7 @@ from tilelab.study.records import store
 from tilelab.study.tasks.classification import Classification
 from tilelab.study.tasks.examples import Examples, Ragged, Split
 from tilelab.study.tasks.language import LanguageModelling
-from tilelab.study.tasks.task import DataBytes, Prepared
+from tilelab.study.tasks.task import DataBytes, Prepared, data_key
 from tilewise.errors import InvalidArgument, Unsupported
 
 VOCABULARY = 20

@@ -70,9 +70,10 @@ def test_a_design_that_cannot_detect_what_it_asks_is_refused_before_its_first_ru
     conducted = Conducted(place, spread=1.0)
     with pytest.raises(InvalidArgument, match=r"optimizers\.seeds.*detects .*--underpowered"):
         conducted.go()
-    assert "optimizers: 2 seeds: a test needs |t| > 12.7 and detects" in conducted.said
-    assert not conducted.folder.exists()
+    assert conducted.said == ""
+    assert not conducted.out.exists()
     assert conducted.go(underpowered=True) == 0
+    assert "optimizers: 2 seeds: a test needs |t| > 12.7 and detects" in conducted.said
     page = conducted.page
     assert "Holm&#39;s adjustment is over a single comparison of the study" in page
     assert "for an expected spread of 1." in page

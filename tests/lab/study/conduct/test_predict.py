@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from rich.console import Console
 
 from tests.lab.study.conduct.conducting import conductor_of
-from tests.lab.study.records_of import config_of, experiment_of, study_of
+from tests.lab.study.records_of import (
+    STEP_S,
+    Behaviour,
+    config_of,
+    experiment_of,
+    records_of,
+    study_of,
+)
 from tests.lab.study.train.toys import tokens_of
 from tilelab.study import command, recipes
 from tilelab.study.ask.config import (
@@ -20,6 +28,7 @@ from tilelab.study.ask.config import (
     Budget,
     Data,
     Evaluation,
+    Ladder,
     Model,
     RunConfig,
     Training,
@@ -27,14 +36,16 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.ask.overrides import apply
-from tilelab.study.conduct import checks
-from tilelab.study.conduct.checks import Price, data_key, price, run_s
+from tilelab.study.ask.run import Execution
+from tilelab.study.conduct import forecast as forecasts
 from tilelab.study.conduct.conductor import Conductor
+from tilelab.study.conduct.forecast import Price, forecast_s, price, run_s
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
+from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import folder_of
-from tilelab.study.tasks.task import Prepared
+from tilelab.study.tasks.task import Prepared, data_key
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, Unsupported
 
@@ -205,7 +216,7 @@ CPU = torch.device("cpu")
 
 def seconds(**changes: Any) -> float:
     data = tokens_of(bytes(64_000))
-    return run_s(config_of(**changes), PRICE, data) - checks.START_S
+    return run_s(config_of(**changes), PRICE, data) - forecasts.START_S
 
 
 def test_a_run_is_its_steps_and_evaluations() -> None:
@@ -237,7 +248,7 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
         assert (data, device) == (tokens, CPU)
         return PRICE
 
-    monkeypatch.setattr(checks, "price", remember)
+    monkeypatch.setattr(forecasts, "price", remember)
     arms = (
         Arm(name="lion", changes={"optimizer.name": "lion"}),
         Arm(name="deep", changes={"model.layers": 8}),
@@ -245,7 +256,64 @@ def test_one_calibration_for_all_runs_that_cost_the_same(monkeypatch: pytest.Mon
     )
     tasks = planned(study_of(experiment_of(*arms)))
     corpora = dict.fromkeys((data_key(run.config) for run in tasks), tokens)
-    found = checks.forecast_s(tasks, corpora, CPU)
+    found = forecast_s(tasks, corpora, Execution(), {})
     assert [config.attention.implementation for config in asked] == ["tilewise", "plain"]
     assert found.keys() == {run.name for run in tasks}
     assert found["optimizers/deep/seed-0"] > found["optimizers/lion/seed-0"]
+
+
+def test_records_correct_the_forecast_of_their_kind_and_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecasts, "price", lambda *_: PRICE)
+    arms = (
+        Arm(name="rate", changes={"optimizer.lr": 0.1}),
+        Arm(name="muon", changes={"optimizer.name": "muon"}),
+        Arm(name="deep", changes={"model.layers": 8}),
+    )
+    study = study_of(experiment_of(*arms))
+    runs, here = planned(study), Execution(environment={"chip": "test chip"})
+    corpora = dict.fromkeys((data_key(run.config) for run in runs), tokens_of())
+    every = records_of(study, {"muon": Behaviour(pace=0.5)})
+    known = {name: each for name, each in every.items() if name.split("/")[1] != "deep"}
+    left = {name: each for name, each in known.items() if not name.endswith("seed-2")}
+
+    def factors(records: Mapping[str, RunRecord], execution: Execution = here) -> dict[str, float]:
+        alone = forecast_s(runs, corpora, execution, {})
+        found = forecast_s(runs, corpora, execution, records)
+        assert found.keys() == alone.keys() - records.keys()
+        start = forecasts.START_S
+        return {
+            name.split("/")[1]: (each - start) / (alone[name] - start)
+            for name, each in found.items()
+        }
+
+    # Of a step of 4 sequences; the processor time, which is 0.9 of the wall time.
+    plain = STEP_S * 0.9 / (4 * (0.2 + 2 * 0.1))
+    said = {"baseline": plain, "rate": plain, "muon": 2 * plain, "deep": 1.5 * plain}
+    assert factors(left) == pytest.approx(said)
+    for other in (
+        Execution(environment={"chip": "another"}),
+        here.model_copy(update={"threads": 2}),
+    ):
+        assert factors(left, other) == pytest.approx(dict.fromkeys(said, 1.0))
+
+
+def test_steps_that_a_shorter_run_shares_are_not_forecast_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecasts, "price", lambda *_: PRICE)
+    schedule = {"name": "wsd", "warmup": 0.0, "warmup_steps": 4, "decay": 0.2}
+    rungs = {str(steps): {"budget.steps": steps} for steps in (40, 80)}
+    experiment = experiment_of(
+        Arm(name="wsd", changes={"schedule": schedule}),
+        seeds=(0, 1),
+        ladder=Ladder(rungs=rungs, shared=("wsd",)),
+    )
+    runs = planned(study_of(experiment))
+    corpora = dict.fromkeys((data_key(run.config) for run in runs), tokens_of())
+    found = forecast_s(runs, corpora, Execution(), {})
+    saved = found["optimizers.80/baseline/seed-0"] - found["optimizers.80/wsd/seed-0"]
+    # The first step of the decay still has the whole rate.
+    assert saved == pytest.approx((0.8 * 40 + 1) * 4 * 0.4)
+    assert found["optimizers.40/baseline/seed-0"] == found["optimizers.40/wsd/seed-0"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tilelab.study.conduct.board import Board, makespan
 from tilelab.study.conduct.progress import LineProgress, LiveProgress, showing
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
+from tilelab.study.report.clock import speeds_of
 from tilelab.study.verdict.judge import judge
 
 STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}
@@ -229,15 +232,22 @@ def test_the_start_says_how_long_it_takes_and_what_runs_alone() -> None:
     assert "one at a time, 1 thread" in progress.start(both, 15, 1, 1, 1.0)
 
 
+def verdicts_of(study: Study, records: Mapping[str, RunRecord]) -> str:
+    """What the terminal says of them."""
+    verdict = judge(study, records)
+    to = Console(width=100, file=io.StringIO(), record=True)
+    speeds = {each.experiment: speeds_of(each, records.values()) for each in verdict.experiments}
+    to.print(progress.verdicts(verdict, speeds))
+    return to.export_text()
+
+
 def test_every_arm_has_its_verdict() -> None:
     study = study_of(experiment_of("lion", "wsd", "lion+wsd", sweep=SWEEP))
     behaviours = {
         "lion": Behaviour(effect=-0.3, kernels=("sdpa math",), pace=2.0, activations=0.5),
         "wsd": Behaviour(diverged={1: 5}),
     }
-    to = Console(width=100, file=io.StringIO(), record=True)
-    to.print(progress.verdicts(judge(study, records_of(study, behaviours))))
-    text = to.export_text()
+    text = verdicts_of(study, records_of(study, behaviours))
     lines = text.splitlines()
     assert any(line.startswith("  lion  ") and "better" in line for line in lines)
     assert any(line.startswith("  wsd  ") and "diverged" in line for line in lines)
@@ -247,3 +257,18 @@ def test_every_arm_has_its_verdict() -> None:
     assert "saved activations x0.50" in " ".join(text.split())
     assert text.count("0.001") >= 4  # what each sweep chose
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_the_speed_of_an_arm_is_by_the_clock_that_load_did_not_move() -> None:
+    study = study_of(experiment_of("lion"))
+    records = records_of(study)
+    for seed, load in enumerate((2.0, 3.0, 2.5)):
+        record = records[f"optimizers/lion/seed-{seed}"]
+        record.steps = [replace(each, wall_s=load * each.wall_s) for each in record.steps]
+    said = " ".join(verdicts_of(study, records).split())
+    assert "Speed x1.00 [x1.00, x1.00] (by processor time: other work slowed" in said
+    for record in records.values():
+        where = {**record.start.environment, "threads": 2}
+        record.starts = [replace(record.start, environment=where)]
+    said = " ".join(verdicts_of(study, records).split())
+    assert "Speed withheld (its interval is wider than" in said

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -208,7 +210,10 @@ def test_wrong_texts_are_clear_errors(tmp_path: Path, monkeypatch: pytest.Monkey
     _write(latin, {"wiki.valid.raw": "x"})
     (latin / "wiki.train.raw").write_bytes(b"caf\xe9")
     for source, message in (
-        (str(tmp_path / "nowhere"), r"nowhere.*stdlib, wikitext-2, .* or a path that exists"),
+        (
+            str(tmp_path / "nowhere"),
+            r"nowhere.*stdlib, packages, wikitext-2, .* or a path that exists",
+        ),
         (str(tmp_path / "empty.txt"), r"0 bytes in 1 files.*both training and evaluation"),
         (str(tmp_path / "none"), r"0 bytes in 0 files"),
         (str(tmp_path / "torn.gz"), r"torn\.gz \(Not a gzipped file"),
@@ -349,3 +354,29 @@ def test_nothing_is_lost_of_the_real_files(shared_data: Path, name: str) -> None
         assert f" {joint} " not in out
     assert " , " not in out
     assert not any(line != line.strip(" ") for line in out.split("\n"))
+
+
+def test_packages_are_the_text_beside_torch_that_is_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    for name, data in {
+        "torch/__init__.py": b"",
+        "torch/a.py": b"x = 1\n" * 40,
+        "torch/latin.py": b"# caf\xe9\n",
+        "torch/null.py": b"a\0b",
+        "other.py": b"y = 2\n" * 5,
+        "other.txt": b"no code",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    origin = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: origin)
+    found = corpus.installed_packages(1000)
+    assert [each.path for each in found] == ["other.py", "torch/__init__.py", "torch/a.py"]
+    assert [each.path for each in corpus.installed_packages(100)] == [
+        "other.py",
+        "torch/__init__.py",
+    ]
+    loaded = corpus.load("packages", 0.2, 1000)
+    assert loaded.name == "the installed Python packages"
+    assert len(loaded.train) + len(loaded.held_out) == 270

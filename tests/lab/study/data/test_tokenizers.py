@@ -81,6 +81,19 @@ def test_pieces_of_any_text_give_the_tokens_of_the_whole(gpt2: Tokenizer, text: 
         assert np.array_equal(gpt2.encode(text.encode()), whole)
 
 
+def test_an_encoding_of_a_long_text_is_learnt_from_pieces_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(module, "_CHUNK_LENGTH", 100)
+    text = b"".join(b"alpha beta gamma " * 8 + b"delta zeta theta " * 8 for _ in range(20))
+    whole = train_vocabulary(text, 270)
+    assert train_vocabulary(text, 270, len(text)) == whole
+    few = [each.encode() for each in list(module._chunks(text.decode()))[::4]]
+    assert len(b"".join(few)) == pytest.approx(len(text) / 4, rel=0.1)
+    assert train_vocabulary(text, 270, len(text) // 4) == train_vocabulary(b"".join(few), 270)
+
+
 def test_a_trained_encoding_loses_no_byte() -> None:
     pytest.importorskip("tokenizers")
     text = Path(module.__file__).read_bytes()

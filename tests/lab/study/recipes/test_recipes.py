@@ -9,10 +9,12 @@ import pytest
 from tests.lab.study.records_of import known
 from tilelab.study import recipes
 from tilelab.study.ask.config import Experiment, Sequential, Study, change, config_hash, parse
-from tilelab.study.need import need
+from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
 from tilelab.study.recipes.kernels import plain_attention_bytes
+from tilelab.study.verdict.detect import check_designs
 from tilelab.study.verdict.stages import combined
+from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 
 STUDIES = {name: recipes.find(name).study() for name in recipes.names()}
@@ -28,7 +30,8 @@ def test_every_study_can_be_made_and_saved(study: Study) -> None:
     assert config_hash(parse(Study, json.loads(study.model_dump_json()))) == config_hash(study)
     for experiment in study.experiments:
         assert experiment.question.endswith("?")
-        assert len(experiment.seeds) >= 3
+        # Half an hour of a GPU has no time for more than one of some arms, and says so.
+        assert len(experiment.seeds) >= 3 or study.name == "gpu30"
         hashes = [config_hash(experiment.baseline)]
         hashes += [config_hash(experiment.config_of(arm.name)) for arm in experiment.arms]
         assert len(set(hashes)) == len(hashes), "an arm that changes nothing"
@@ -281,3 +284,35 @@ def test_the_ladder_climbs_from_300_kilobytes_to_30_megabytes() -> None:
     assert list(shorter.rungs) == ["0.3MB", "1MB", "3MB"]
     with pytest.raises(InvalidArgument, match="one of 3, 10, 30"):
         recipes.find("ladder").study(longest=5.0)
+
+
+def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
+    study = STUDIES["gpu30"]
+    memory = known(CHIPS["h100"].memory_bytes)
+    runs = planned(study)
+    assert max(gpu_need(run.config).total for run in runs) < 0.8 * memory
+    for experiment in study.experiments[:2]:
+        assert {"plain", "sdpa", "tilewise"} <= set(experiment.arm_names)
+        twice = {"training.batch": 2 * experiment.baseline.training.batch}
+        assert gpu_need(change(experiment.baseline, twice)).total > 0.75 * memory, "it had room"
+        assert experiment.baseline.tokens_per_step == 32_768
+        assert "wrong-scale" in experiment.arm_names
+    exact = study.experiments[2]
+    assert exact.baseline.training.precision == "float32", "which a wrong scale shows in"
+    assert exact.arm_names == ("plain", "sdpa", "tilewise", "rounding", "wrong-scale")
+    learnt = [run for run in runs if run.experiment in ("noise", "choices")]
+    own = {(run.config_hash, run.seed): run for run in learnt}
+    assert len(own) == 7
+    for run in own.values():
+        assert run.config.steps * run.config.tokens_per_step == pytest.approx(4e7, rel=0.01)
+        assert run.config.training.compile
+        assert run.config.data.vocabulary % 64 == 0
+    graphs = {run.config.model.model_dump_json() for run in own.values()}
+    assert len(graphs) == 2
+    assert learnt[-1].config.model.dropout.residual > 0, "the other graph comes last"
+    check_designs(study)
+    tested = recipes.find("gpu30").study(seeds=3, tokens=15_000_000)
+    check_designs(tested)
+    shorter = [run for run in planned(tested) if run.experiment == "choices"]
+    assert len(shorter) == 18
+    assert sum(run.config.steps for run in shorter) < 7 * learnt[0].config.steps

@@ -121,7 +121,7 @@ def test_every_figure_is_drawn(
     browser: str, page: Path, width: int, options: tuple[str, ...]
 ) -> None:
     seen = _seen(browser, page, width, *options)
-    assert len(seen["figures"]) == 22
+    assert len(seen["figures"]) == 21
     for figure in seen["figures"]:
         assert figure["width"] > 300, figure["title"]
         assert figure["height"] > 60, figure["title"]

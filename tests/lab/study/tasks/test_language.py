@@ -22,10 +22,12 @@ from tests.lab.study.data.texts import tokens_of
 from tests.lab.study.records_of import config_of
 from tests.lab.study.train.toys import record_of, session_of
 from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.study.ask.config import Training
 from tilelab.study.data.order import Windows, evaluation_windows, strided
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.tasks import language as module
 from tilelab.study.tasks import scores
+from tilelab.study.tasks.chunked import Features, chunked_losses
 from tilelab.study.tasks.language import (
     LanguageModelling,
     Score,
@@ -323,3 +325,23 @@ def test_tokens_without_a_target_do_not_count(options: dict[str, float]) -> None
     )
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.item() == pytest.approx(theirs.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 14, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_in_chunks_has_the_gradients_of_the_whole(tokens: int, smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in ((2, 7, 5), (11, 5))
+    )
+    targets = torch.randint(11, (2, 7), generator=generator)
+    targets[0, :4] = -100  # a chunk of none
+    objective = {"label_smoothing": smoothing, "z_loss": smoothing}
+    whole, plain = losses(functional.linear(hidden, head), targets, **objective)
+    expected = torch.autograd.grad(3 * whole, (hidden, head))
+    training = Training(loss_tokens=tokens, **objective)
+    found, seen = chunked_losses(Features(hidden, head), targets, training)
+    torch.testing.assert_close((found, seen), (whole, plain))
+    assert not seen.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, head)), expected)

@@ -12,9 +12,9 @@ import torch
 
 from tilelab.common.memory import resident_bytes
 from tilelab.study.ask.config import Model, RunConfig
+from tilelab.study.tasks.task import dtype_of
 from tilelab.study.train.costs import (
     PeakMeter,
-    dtype_of,
     gemm_peak_flops_s,
     peak_flops_s,
     per_token,

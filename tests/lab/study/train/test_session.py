@@ -190,6 +190,9 @@ def test_a_final_stride_scores_the_whole_held_out_text(tmp_path: Path) -> None:
     losses = [[each.loss for each in record.evaluations] for record in (sampled, whole)]
     assert losses[0][:-1] == losses[1][:-1]
     assert losses[0][-1] != losses[1][-1]
+    last, other = sampled.evaluations[-1], whole.evaluations[-1]
+    assert other.on_windows == {"loss": last.loss, "bits_per_byte": last.bits_per_byte}
+    assert not any(each.on_windows for each in (last, *whole.evaluations[:-1]))
 
 
 def test_a_full_disk_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

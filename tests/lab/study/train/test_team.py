@@ -131,6 +131,7 @@ def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
         # Three micro-batches' gradients are added up in another order: (0 + 2) + (1 + 3).
         ("ddp", {"training.accumulation": 4}),
         ("ddp", {"optimizer.name": "muon", "training.precision": "bf16"}),
+        ("ddp", {"training.loss_tokens": 7, "model.tied": False}),
         ("fsdp", {**DROPOUT}),
         ("fsdp", {"optimizer.name": "sgd", "training.precision": "bf16"}),
         ("fsdp", {"optimizer.name": "lion", "training.accumulation": 4}),
@@ -200,6 +201,7 @@ def test_when_one_process_fails_the_run_ends_with_its_reason(
         ("ddp", {"training.compile": True}, r"training.compile"),
         ("fsdp", {"optimizer.name": "muon"}, r"fsdp with muon; .*--strategy ddp"),
         ("fsdp", {"training.precision": "fp16"}, r"fp16; .*--strategy ddp"),
+        ("fsdp", {"training.loss_tokens": 8}, r"loss_tokens; .*--strategy ddp"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(

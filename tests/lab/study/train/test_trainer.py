@@ -24,6 +24,7 @@ from tilelab.study import need as needs
 from tilelab.study.tasks.families import nudge
 from tilelab.study.train.state import weights_sha256
 from tilelab.study.train.trainer import Diverged, Trainer
+from tilewise.errors import InvalidArgument
 
 
 def _bits(trainer: Trainer) -> str:
@@ -78,6 +79,7 @@ ARMS: list[dict[str, Any]] = [
     {"training.label_smoothing": 0.1},
     {"training.precision": "bf16"},
     {"training.checkpointing": True},
+    {"training.loss_tokens": 5},
 ]
 
 
@@ -172,6 +174,22 @@ def test_where_memory_goes_and_that_asking_changes_nothing() -> None:
     assert split.weights_bytes == split.gradients_bytes == weights
     assert 2 * weights <= split.optimizer_bytes < 2 * weights + 1024
     assert split.activations_bytes > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_loss_in_chunks_learns_the_same_with_fewer_logits(precision: str, tied: bool) -> None:
+    changes = {"training.precision": precision, "model.tied": tied, "training.batch": 8}
+    whole, chunked = trainer_of(changes), trainer_of({**changes, "training.loss_tokens": 16})
+    for _ in range(STEPS):
+        assert chunked.step().loss == pytest.approx(whole.step().loss, rel=2e-4)
+    logits = 4 * 8 * 16 * 256  # of a micro-batch
+    assert whole.split().activations_bytes - chunked.split().activations_bytes > logits / 2
+
+
+def test_a_loss_in_chunks_has_no_scaled_gradients() -> None:
+    with pytest.raises(InvalidArgument, match=r"training\.loss_tokens: got 8 with .*fp16"):
+        trainer_of({"training.loss_tokens": 8, "training.precision": "fp16"})
 
 
 def test_parameters_count_the_tied_head_once_and_name_the_positions() -> None:

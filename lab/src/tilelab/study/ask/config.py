@@ -26,6 +26,7 @@ from tilelab.study.ask.designs import (
     Design,
     Halving,
     Ladder,
+    Search,
     Sequential,
     Sweep,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "Optimizer",
     "RunConfig",
     "Schedule",
+    "Search",
     "Sequential",
     "Study",
     "Sweep",
@@ -207,13 +209,28 @@ class Experiment(Frozen):
         sweep = self.sweep
         if sweep is None:
             return ()
+        if sweep.search is not None:
+            return tuple(float(number) for number in range(1, sweep.search.trials + 1))
         if sweep.values:
             return sweep.values[arm]
-        own = value_at(self.config_of(arm), sweep.path)
+        own = self._number(arm, sweep.path, "sweep.path")
+        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
+
+    def ranges(self, arm: str) -> dict[str, tuple[float, float, bool]]:
+        """Return path -> lowest and highest value that a search tries for an arm, and if by log."""
+        search = None if self.sweep is None else self.sweep.search
+        found = {}
+        for path, (scale, low, high) in ({} if search is None else search.space).items():
+            own = self._number(arm, path, "search.space") if scale == "times" else 1.0
+            found[path] = (own * low, own * high, scale != "linear")
+        return found
+
+    def _number(self, arm: str, path: str, argument: str) -> float:
+        own = value_at(self.config_of(arm), path)
         if isinstance(own, bool) or not isinstance(own, int | float):
             required = f"a number in every arm; {arm} has {own!r}"
-            raise InvalidArgument("sweep.path", sweep.path, required)
-        return tuple(float(f"{multiple * own:.6g}") for multiple in sweep.multiples)
+            raise InvalidArgument(argument, path, required)
+        return float(own)
 
     def _check_metric(self, arm: str, known: tuple[str, ...]) -> None:
         if self.metric not in known:
@@ -368,6 +385,9 @@ def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
     if experiment.sweep is not None and experiment.sweep.halving is not None:
         required = "no halving: an optimum is read off candidates that trained as long"
         raise InvalidArgument("sweep.halving", "a ladder with halving", required)
+    if experiment.sweep is not None and experiment.sweep.search is not None:
+        required = "candidates of one path: a rung's value lies between its neighbours"
+        raise InvalidArgument("sweep.search", "a ladder with a search", required)
     if len(set(ladder.tuned)) < len(ladder.tuned):
         raise InvalidArgument("ladder.tuned", str(ladder.tuned), "each rung once")
     changed = {path for changes in ladder.rungs.values() for path in changes}
@@ -403,7 +423,11 @@ def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:
         if len({f"{value:g}" for value in values}) < len(values):
             required = "candidates that differ in their first six digits"
             raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
-        for value in values:
+        for at in (0, 1):
+            if sweep.search is not None:
+                ends = {path: each[at] for path, each in experiment.ranges(arm).items()}
+                experiment.config_of(arm, ends)
+        for value in values if sweep.search is None else ():
             experiment.config_of(arm, {sweep.path: value})
         _check_halving(experiment, sweep, arm)
     if not sweep.seeds or set(sweep.seeds) & set(experiment.seeds):
@@ -454,6 +478,10 @@ def _check_stages(experiment: Experiment) -> None:
             # The best combination may be one that is no arm.
             arms = {arm.name: arm.changes for arm in experiment.arms}
             designs.changes_of(experiment.design, arms)
+    staged = experiment.combine is not None or experiment.confirm is not None
+    if staged and experiment.sweep is not None and experiment.sweep.search is not None:
+        required = "values or multiples, which later stages can take over"
+        raise InvalidArgument("sweep.search", "a search with stages", required)
     used = list(experiment.seeds)
     used += [] if experiment.sweep is None else experiment.sweep.seeds
     for name, stage in (("combine", experiment.combine), ("confirm", experiment.confirm)):

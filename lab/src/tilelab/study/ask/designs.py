@@ -50,8 +50,45 @@ class Halving(Frozen):
         return max(1, round(self.longest * steps / math.pow(self.eta, self.rungs - 1 - rung)))
 
 
+class Search(Frozen):
+    """Trials whose values Optuna asks for, of one or several paths, one after the other.
+
+    The first third of the trials, three at least, is drawn at random and is the same for all arms.
+    Each later one is asked for by a Gaussian process, given the final metrics of all trials of the
+    arm before it. What was asked for is in the records: a search goes on from them.
+
+    Args:
+        space: path -> (scale, low, high). ``"log"`` and ``"linear"`` are ranges of the value on
+            that scale; ``"times"`` is a range of multiples of the arm's own value, on a log scale.
+        trials: of every arm.
+        seed: of what is drawn.
+
+    Source: Akiba et al., "Optuna: A Next-generation Hyperparameter Optimization Framework", KDD
+    2019.
+    """
+
+    space: dict[str, tuple[Literal["log", "linear", "times"], float, float]] = Field(min_length=1)
+    trials: int = Field(ge=2)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        for path, (scale, low, high) in self.space.items():
+            if not low < high or (scale != "linear" and low <= 0):
+                required = "the lower end first, and both above 0 unless linear"
+                raise InvalidArgument(f"search.space.{path}", f"{low:g} to {high:g}", required)
+        return self
+
+    @property
+    def first(self) -> int:
+        """The number of trials that are drawn at random."""
+        return min(self.trials, max(3, self.trials // 3))
+
+
 class Sweep(Frozen):
     """Candidates of one value, tried for every arm with an equal budget before the final seeds.
+
+    With a ``search`` the candidates are numbers of its trials, from 1.
 
     Args:
         path: what is swept.
@@ -59,6 +96,7 @@ class Sweep(Frozen):
         multiples: in place of ``values``: every arm's own value times each of these.
         seeds: of the trial runs; none of them is a seed of the experiment.
         halving: None to train every candidate like a run that counts.
+        search: in place of all candidates: trials over ranges of several paths.
     """
 
     path: str = "optimizer.lr"
@@ -66,15 +104,31 @@ class Sweep(Frozen):
     multiples: tuple[float, ...] = added(())
     seeds: tuple[int, ...] = (1000,)
     halving: Halving | None = added(None)
+    search: Search | None = added(None)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
+        if self.search is not None:
+            if self.values or self.multiples or self.halving:
+                required = "a search alone: it has its own candidates, of whole runs"
+                raise InvalidArgument("sweep.search", "a search with other candidates", required)
+            return self
         if bool(self.values) == bool(self.multiples):
             came = "both values and multiples" if self.values else "neither values nor multiples"
             raise InvalidArgument("sweep", came, "candidates by arm, or multiples for all arms")
         if any(each <= 0 for each in self.multiples):
             raise InvalidArgument("sweep.multiples", str(self.multiples), "numbers above 0")
         return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is chosen for every arm."""
+        return (self.path,) if self.search is None else tuple(self.search.space)
+
+    @property
+    def label(self) -> str:
+        """What a candidate is a value of, in words."""
+        return self.path if self.search is None else f"trials of {' and '.join(self.search.space)}"
 
     @property
     def rungs(self) -> int:

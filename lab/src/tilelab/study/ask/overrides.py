@@ -73,7 +73,7 @@ def _kept(experiment: Experiment, path: str) -> Iterator[str]:
             yield f"{experiment.name}/{arm.name} has no {path}"
         elif own != meant:
             yield f"{experiment.name}/{arm.name} keeps its own {path}: {json.dumps(own)}"
-    if experiment.sweep is not None and experiment.sweep.path == path:
+    if experiment.sweep is not None and path in experiment.sweep.paths:
         yield f"{experiment.name}: the sweep chooses {path} for every arm"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ class Execution(Frozen):
     module: str | None = None  # of the child; None: the package's own
     variables: dict[str, str] = Field(default_factory=dict)  # set in the environment
     working: Path | None = None  # of relative paths in configs, where a machine has it
+    until: float | None = None  # the time, in seconds of Unix, after which no step begins
 
 
 STANDARD = Execution()
@@ -84,6 +86,12 @@ class RunSpec:
         return study / "runs" / self.name
 
     @property
+    def time_is_up(self) -> bool:
+        """Whether the run has to stop, at a checkpoint, however far it is."""
+        until = self.execution.until
+        return until is not None and time.time() >= until
+
+    @property
     def record(self) -> Path:
         """The file of the run's events."""
         return self.folder(self.execution.folder) / RECORD
@@ -107,14 +115,22 @@ class RunSpec:
 _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Execution}
 
 
-def trial(experiment: Experiment, arm: str, value: float, rung: int, seed: int) -> RunSpec:
+def trial(
+    experiment: Experiment,
+    arm: str,
+    value: float,
+    rung: int,
+    seed: int,
+    point: Mapping[str, float] | None = None,
+) -> RunSpec:
     """Return one trial of an experiment's sweep; without halving, ``rung`` is 0.
 
-    It is scored on the text for tuning, where the data has one.
+    ``point`` has the values of a search's trial; without any it has the arm's own. The trial is
+    scored on the text for tuning, where the data has one.
     """
     sweep = experiment.sweep
     assert sweep is not None
-    changes: dict[str, Any] = {sweep.path: value}
+    changes: dict[str, Any] = {sweep.path: value} if sweep.search is None else {**(point or {})}
     if experiment.config_of(arm).data.tuning:
         changes["evaluation.text"] = "tuning"
     if sweep.halving is not None:
@@ -130,11 +146,13 @@ def finals(
     wanted: Mapping[str, Sequence[int]] | None = None,
     path: str | None = None,
     branching: Sequence[str] = (),
+    points: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[RunSpec]:
     """Return the runs that count, for all seeds or those that are ``wanted`` (arm -> seeds).
 
     With a sweep, or where ``chosen`` is of another ``path``, an arm that has chosen nothing, or is
     not known to, has no runs. Runs of the ``branching`` arms share steps with those of other rungs.
+    ``points`` (arm -> values) are what the trials of a search stand for.
     """
     names = experiment.arm_names
     if path is None and experiment.sweep is not None:
@@ -150,7 +168,7 @@ def finals(
                 value = chosen.get(name)
                 if value is None:
                     continue
-                changes = {path: value}
+                changes = {path: value} if points is None else {**points.get(name, {})}
             config, branches = experiment.config_of(name, changes), name in branching
             found.append(
                 RunSpec(

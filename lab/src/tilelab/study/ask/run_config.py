@@ -118,13 +118,16 @@ class Data(Frozen):
     ``source`` is one of:
 
     * ``"stdlib"``: the ``*.py`` of Python's standard library;
+    * ``"packages"``: the ``*.py`` of all packages in the folder that torch is installed in, but for
+      files that are not UTF-8;
     * ``"wikitext-2"`` or ``"wikitext-103"``, with ``-raw`` for the form without ``<unk>``, in the
       folder that ``TILEWISE_DATA`` names;
     * the path of a text file, of a folder of them, or of a folder with a pattern of its files.
 
     Tasks with data sets of their own say what it means there. The tokenizer ``"wordpiece"`` is that
     of BERT (uncased), and ``"listops"`` that of the task of this name. ``"bpe"`` is a byte-pair
-    encoding of ``vocabulary`` tokens, trained on the training text alone.
+    encoding of ``vocabulary`` tokens, trained on the training text alone; with ``vocabulary_bytes``
+    on about as much of it, in pieces from everywhere.
 
     ``packing`` says how documents (files of a folder, articles of WikiText) become rows in
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
@@ -141,6 +144,7 @@ class Data(Frozen):
     packing: Literal["stream", "documents", "padded"] = added("stream")
     vocabulary: int = added(2048, ge=257, le=65536)
     tuning: float = added(0.0, ge=0, lt=1)
+    vocabulary_bytes: int = added(0, ge=0)
 
     @model_validator(mode="after")
     def _leaves_a_text(self) -> Self:
@@ -179,7 +183,11 @@ class LengthWarmup(Frozen):
 
 
 class Training(Frozen):
-    """One optimizer step: ``batch * accumulation`` sequences."""
+    """One optimizer step: ``batch * accumulation`` sequences.
+
+    With ``loss_tokens`` a language model makes the logits of so many tokens at a time, and takes
+    their loss and gradients before the next ones: ``tasks/chunked.py``. Sums are in another order.
+    """
 
     batch: int = Field(8, ge=1)
     accumulation: int = Field(1, ge=1)
@@ -190,6 +198,7 @@ class Training(Frozen):
     checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(False, description="torch.compile")
     length_warmup: LengthWarmup = added(LengthWarmup())
+    loss_tokens: int = added(0, ge=0)
 
 
 class Budget(Frozen):

@@ -22,7 +22,6 @@ from tilelab.common.terminal import Text
 from tilelab.stats import compare_all, interactions_of, summary
 from tilelab.stats.tables import paired_values, read, values_of, where
 from tilelab.stats.values import Interaction, Verdict
-from tilelab.study.report.page import markdown_text
 from tilelab.study.verdict import text as words
 from tilewise.commands.visible import visible
 from tilewise.errors import InvalidArgument
@@ -178,6 +177,9 @@ def shown(found: Judged) -> RenderableType:
 
 def report(found: Judged) -> str:
     """Return the verdicts as a page of Markdown."""
+    # Here, because training on a bare machine imports the command, and this needs jinja2.
+    from tilelab.study.report.page import markdown_text
+
     digits = max(words.digits_for(found.smallest_effect) - 1, 3)
     head = ("arm", "verdict", "effect", f"{found.confidence:.0%} interval", "p (Holm)", "seeds")
     lines = [f"# {markdown_text(_heading(found))}", "", markdown_text(_baseline(found)), ""]

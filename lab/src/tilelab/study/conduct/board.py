@@ -109,6 +109,11 @@ class Board(Watcher):
         self._begun.pop(run.name, None)
         self.lanes[run.name].status = "waiting"
 
+    def paused(self, run: RunSpec) -> None:
+        """A run stopped at a checkpoint: it waits again."""
+        self._begun.pop(run.name, None)
+        self.lanes[run.name].status = "waiting"
+
     def stopped(self) -> None:
         """Nothing runs any more."""
         for lane in self.lanes.values():

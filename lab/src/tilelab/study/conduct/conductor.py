@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,35 +17,35 @@ from rich.console import Console
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
-from tilelab.study import report
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
-from tilelab.study.conduct import floors, progress
+from tilelab.study.conduct import floors, measured, progress
 from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
     check_target,
-    data_key,
-    forecast_s,
     room_for,
 )
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.pool import Pool
-from tilelab.study.conduct.process import Cores, Local, lock_folder
+from tilelab.study.conduct.forecast import forecast_s
+from tilelab.study.conduct.pool import Pool, TimeUp
+from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
+from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
+from tilelab.study.verdict import searches
 from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
 
-INTERRUPTED = 130
+GO_ON, INTERRUPTED = 75, 130
 _LONG_S = 30 * 60.0
 
 
@@ -59,6 +60,8 @@ class Conductor:
     on: str = "here"  # ``"here"``, or ``"ray"`` for the machines of a Ray cluster
     track: tuple[str, ...] = ()  # names of trackers
     confirm: Callable[[str], bool] | None = None  # asked before a long study, with its duration
+    one_process: bool = False  # for all runs, one after the other: they share what was compiled
+    minutes: float | None = None  # after which no step begins; None for no limit
     execution: Execution = STANDARD  # without folders and environment
     underpowered: bool = False  # start a study that cannot detect what it asks
 
@@ -67,25 +70,33 @@ class Conductor:
 
         Returns:
             0: every run is over. 1: the user did not want it to start, or a systems arm changed
-            what is learnt. 130: stopped with Ctrl-C; what was done is reported.
+            what is learnt. 75: time is up, and the same command goes on. 130: stopped with Ctrl-C.
+            What was done is reported.
 
         Raises:
             TilewiseError: what is asked cannot be done, or a run failed; what was done is reported.
         """
+        until = None if self.minutes is None else time.time() + 60 * self.minutes
         self.check_chip()
+        self._check_one_process()
         where = environment.describe(self.execution.threads)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         study, folder = self.study, store.folder_of(self.study, self.out)
         if self.on == "here":
             _check_device(self.execution)
+        if not self.underpowered and not store.begun(folder):
+            check_designs(study)
+        searches.check(study)
         with store.locked(folder):
             store.begin(folder, store.StoredStudy(study, self.command, where, began))
             agenda = Agenda(study, store.read_records(folder))
             agenda.check()
             try:
-                code = self._work(folder, agenda, where, console)
+                code = self._work(folder, agenda, where, console, until)
             except KeyboardInterrupt:
                 code = INTERRUPTED
+            except TimeUp:
+                code = GO_ON
             except TilewiseError:
                 with interrupts_ignored():
                     if not store.forget_empty(folder):
@@ -97,6 +108,9 @@ class Conductor:
             with interrupts_ignored():
                 if code == INTERRUPTED:
                     say(console, "Stopped with Ctrl-C. The same command goes on from here.")
+                if code == GO_ON:
+                    done = f"{agenda.done} of {agenda.total} runs are done"
+                    say(console, f"Time is up, {done}. The same command goes on from here.")
                 if not store.forget_empty(folder):
                     parted = _report(folder, console)
                     code = 1 if parted and code == 0 else code
@@ -117,7 +131,26 @@ class Conductor:
             )
             raise InvalidArgument("--device", came, required + CHIPS[study.chip].name, fix)
 
-    def _work(self, folder: Path, agenda: Agenda, where: dict[str, Any], console: Console) -> int:
+    def _check_one_process(self) -> None:
+        if not self.one_process:
+            return
+        for name, given, allowed in (
+            ("--jobs", self.jobs, (None, 1)),
+            ("--processes", self.execution.processes, (1,)),
+            ("--on", self.on, ("here",)),
+        ):
+            if given not in allowed:
+                required = "one run at a time in one process here"
+                raise InvalidArgument(f"--one-process with {name}", str(given), required)
+
+    def _work(
+        self,
+        folder: Path,
+        agenda: Agenda,
+        where: dict[str, Any],
+        console: Console,
+        until: float | None,
+    ) -> int:
         study = self.study
         say(console, progress.opening(study, folder))
         for record in agenda.records.values():
@@ -130,29 +163,26 @@ class Conductor:
             if agenda.finished:
                 say(console, f"All {agenda.total} runs are done already.")
             else:
-                self._check_designs(agenda, console)
+                for line in plan_lines(study):
+                    say(console, line)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
                     "environment": where,
                     "variables": environment.variables(),
                     "working": Path.cwd(),
+                    "until": until,
                 }
                 execution = self.execution.model_copy(update=filled)
                 code = self._train(execution, agenda, tracking, console)
         finally:
             with interrupts_ignored():
                 tracking.close()
-        if code == 0:
+        if code == 0 and until is None:
             floors.complete(study, folder, partial(say, console))
+        elif code == 0:
+            say(console, "Floors take minutes: the same command without --minutes computes them.")
         return 1 if tracking.failed else code
-
-    def _check_designs(self, agenda: Agenda, console: Console) -> None:
-        """Say what the designs can detect; refuse one that cannot, before the first run."""
-        for line in plan_lines(self.study):
-            say(console, line)
-        if not self.underpowered and not agenda.records:
-            check_designs(self.study)
 
     def _train(
         self, execution: Execution, agenda: Agenda, tracking: Tracking, console: Console
@@ -171,7 +201,7 @@ class Conductor:
                 jobs = place.jobs(self.jobs, todo)
             else:
                 jobs = self._jobs(todo, console)
-            forecast = _forecast(execution, todo, console)
+            forecast = _forecast(execution, agenda, todo, console)
             board = Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
             say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
@@ -179,18 +209,25 @@ class Conductor:
             if long and self.confirm and not self.confirm(in_words(expected or 0.0)):
                 return 1
             with progress.showing(self.study, board, console) as shown:
-                Pool(place, jobs, execution.folder).work(
+                Pool(place, jobs, execution.folder, execution.until).work(
                     agenda, (_Target(self.study), board, shown, tracking)
                 )
         return 0
 
     @contextmanager
-    def _place(self, execution: Execution, console: Console) -> Iterator[Local | Cluster]:
+    def _place(
+        self, execution: Execution, console: Console
+    ) -> Iterator[Local | OneProcess | Cluster]:
         if self.on == "here":
             with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
                 if cores.trouble:
                     say(console, cores.trouble)
-                yield Local(execution, cores)
+                local = Local(execution, cores)
+                if self.one_process:
+                    with closing(OneProcess(local)) as one:
+                        yield one
+                else:
+                    yield local
             return
         with connected() as ray:
             yield Cluster(ray, execution)
@@ -200,7 +237,7 @@ class Conductor:
         device, processes = self.execution.device, self.execution.processes
         if self.jobs is not None:
             wished = self.jobs
-        elif device == "cuda":
+        elif device == "cuda" or self.one_process:
             wished = 1  # two runs on one GPU would measure each other
         else:
             cores = environment.pinnable_cores()
@@ -239,8 +276,10 @@ def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Cons
         say(console, f"{run.name}: {lost}. The run is trained again from the first step.")
 
 
-def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -> dict[str, float]:
-    """Return seconds of each run; nothing where this machine lacks their device.
+def _forecast(
+    execution: Execution, agenda: Agenda, todo: Sequence[RunSpec], console: Console
+) -> dict[str, float]:
+    """Return seconds of each run of the agenda; nothing where this machine lacks their device.
 
     On the way this prepares the data and looks at checkpoints, before any run starts. So what is
     missing is said once, and the runs find the data ready.
@@ -249,15 +288,17 @@ def _forecast(execution: Execution, todo: Sequence[RunSpec], console: Console) -
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
         say(console, str(corpora[key]))
-    todo = [run for run in todo if not run.config.learning.external]  # nobody knows of these
-    check_checkpoints(todo, corpora)
+    check_checkpoints([run for run in todo if not run.config.learning.external], corpora)
     if execution.device == "cuda" and not torch.cuda.is_available():
         return {}
     before = torch.get_num_threads()
     torch.set_num_threads(execution.threads)
     try:
-        return forecast_s(todo, corpora, torch.device(execution.device))
+        runs = [run for run in agenda.runs if not run.config.learning.external]
+        return forecast_s(runs, corpora, execution, agenda.records)
     finally:
+        if execution.device == "cuda":
+            torch.cuda.empty_cache()  # for the runs
         torch.set_num_threads(before)
 
 
@@ -281,8 +322,22 @@ class _Target(Watcher):
 def _report(folder: Path, console: Console) -> bool:
     """Write the index and the report, and say the verdicts.
 
-    Return whether a systems arm changed what is learnt.
+    Return whether a systems arm changed what is learnt. Where packages of the report are not
+    installed, say so; the records are all that it needs, on any machine.
     """
+    study, records = store.read_study(folder).study, store.readable_records(folder).whole
+    if rows := measured.checked(study, records):
+        measured.write(rows, folder)
+        console.print(measured.table(study, rows))
+    try:
+        from tilelab.study import report  # slow to import: matplotlib, and much that it needs
+    except ModuleNotFoundError as error:
+        say(
+            console,
+            f"No report: the package {error.name} is not installed here. `tilewise study report "
+            f"{folder}` writes it where it is; the records are whole.",
+        )
+        return False
     evidence = report.gather(folder)
     for name in evidence.damaged:
         say(console, f"{name}: its record is damaged. The report leaves it out.")
@@ -291,7 +346,7 @@ def _report(folder: Path, console: Console) -> bool:
         return False
     store.write_index(folder, evidence.records)
     page, text = report.write(evidence)
-    console.print(progress.verdicts(evidence.verdict))
+    console.print(progress.verdicts(evidence.verdict, report.all_speeds(evidence)))
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)

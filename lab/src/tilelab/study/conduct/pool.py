@@ -33,6 +33,10 @@ class RunError(TilewiseError, RuntimeError):
     """The process of a run failed."""
 
 
+class TimeUp(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
+    """A run, or a study, stopped at a checkpoint because its time was over."""
+
+
 class Lost(Exception):  # noqa: N818  reads as what happened; it never leaves the lab
     """A worker went away with its machine; its run did nothing wrong and can be taken up again."""
 
@@ -52,7 +56,10 @@ class Worker(Protocol):
         """Return the lines of its record since the last look."""
 
     def result(self) -> RunRecord:
-        """Return the record of one that is over; RunError: it failed, Lost: it went away."""
+        """Return the record of one that is over.
+
+        RunError: it failed, Lost: it went away, TimeUp: it stopped before its end.
+        """
 
     def stop(self) -> None:
         """Ask it to end, which costs at most the steps since the last checkpoint."""
@@ -75,6 +82,7 @@ class Pool:
     place: Place
     jobs: int  # runs at once
     folder: Path | None = None  # of the study, where runs take over the records of others
+    until: float | None = None  # the time after which no run starts, as ``Execution.until``
 
     def work(self, agenda: Agenda, watchers: Sequence[Watcher]) -> None:
         """Run everything that is not done yet, and tell each watcher in turn.
@@ -84,13 +92,17 @@ class Pool:
         Raises:
             RunError: a run failed; the others were stopped, and all can be taken up again.
             DiskFullError: there is no room for what a run writes.
+            TimeUp: time was over before everything was done; every run is at a checkpoint.
             KeyboardInterrupt: Ctrl-C.
         """
         # How often each run was lost: one that kills its workers does not go on so.
         losses = Counter[str]()
         with _stopping() as workers:
             while not agenda.finished:
-                self._start(agenda, workers, watchers)
+                if self.until is None or time.time() < self.until:
+                    self._start(agenda, workers, watchers)
+                elif not workers:
+                    raise TimeUp
                 time.sleep(_POLL_S)
                 for worker in list(workers):
                     # First whether it is over, then its lines: so that none is missed.
@@ -157,6 +169,9 @@ class Pool:
                 ) from None
             for watcher in watchers:
                 watcher.lost(run, str(lost))
+        except TimeUp:
+            for watcher in watchers:
+                watcher.paused(run)
         else:
             agenda.ended(run, record)
             for watcher in watchers:

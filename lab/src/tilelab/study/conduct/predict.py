@@ -18,7 +18,7 @@ leaves out
 
 For a text the prediction is a lower bound. It leaves out launches, the passes of a chain of small
 operations, and the distance from the ceilings. For examples it assumes that sequences fill the
-context, which they may not. A study on a GPU begins with a measured forecast (``checks.py``). The
+context, which they may not. A study on a GPU begins with a measured forecast (``forecast.py``). The
 memory is what the runner asks for before it starts a run.
 """
 
@@ -36,11 +36,10 @@ from rich.table import Table
 from tilelab.common.terminal import Text, in_words
 from tilelab.study.ask.config import RunConfig, Study, Variant
 from tilelab.study.choices import variants
-from tilelab.study.conduct.checks import FORWARD_SHARE, RECOMPUTED, START_S
-from tilelab.study.need import need, parameters, vocabulary, writes_matrix
+from tilelab.study.conduct.forecast import FORWARD_SHARE, RECOMPUTED, START_S
+from tilelab.study.need import logits_bytes, need, parameters, vocabulary, writes_matrix
 from tilelab.study.plan import planned
-from tilelab.study.tasks.task import AbstractTask
-from tilelab.study.train.costs import dtype_of
+from tilelab.study.tasks.task import AbstractTask, dtype_of
 from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
@@ -96,7 +95,9 @@ def predict(config: RunConfig, chip: Chip) -> Predicted:
     parts = training.accumulation
     attention = recomputed * parts * model.layers * _attention_s(config, chip)
     cast = _FLOAT_CAST_BYTES if training.precision == "float32" else _CAST_BYTES
-    moved = parts * (_KEPT_TIMES * wanted.activations + cast * total)
+    # Logits travel as often where they are made in chunks, which are not kept.
+    travels = wanted.activations + (2 * logits_bytes(config) if training.loss_tokens else 0)
+    moved = parts * (_KEPT_TIMES * travels + cast * total)
     rest = (moved + _UPDATE_BYTES * total) / bandwidth
     step = products + attention + rest
     task: AbstractTask = config.learning

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from tilelab.common.files import telling_full_disk
 from tilelab.common.worker import environment as same_tilewise
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.conduct.pool import Lost, RunError, Worker
+from tilelab.study.conduct.pool import Lost, RunError, TimeUp, Worker
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.child import EXPECTED_ERROR
 from tilewise.folders import NotPrivate, private_folder, runtime_folder
@@ -33,7 +34,9 @@ from tilewise.folders import NotPrivate, private_folder, runtime_folder
 _CHILD = "tilelab.study.train.child"
 _SCRIPT = "tilelab.study.conduct.script"
 _LAUNCH = "tilelab.study.train.launch"  # which starts several children
+_SERVE = "tilelab.study.train.serve"  # a child for several runs
 _LAST_LINES = 12
+_END_S = 5.0  # for a process that serves to end by itself
 
 
 class Outcome(NamedTuple):
@@ -45,17 +48,17 @@ class Outcome(NamedTuple):
 
 
 class Process:
-    """One process with a run to do.
+    """One process with a run to do; one that ``serves`` answers and can be given further ones.
 
     It ends when its standard input closes, so that it outlives nobody who started it: every way of
     stopping is the same.
     """
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, serves: bool = False) -> None:
         execution, self._record = run.execution, run.record
         threads, working = str(execution.threads), execution.working
         several = execution.processes > 1
-        own = _SCRIPT if run.config.learning.external else _CHILD
+        own = _SCRIPT if run.config.learning.external else _SERVE if serves else _CHILD
         modules = [*([_LAUNCH] if several else []), execution.module or own]
         environment = {
             **same_tilewise(),
@@ -75,7 +78,7 @@ class Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *modules],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if serves else subprocess.DEVNULL,
                 stderr=self._errors,
                 text=True,
                 encoding="utf-8",
@@ -84,10 +87,22 @@ class Process:
                 start_new_session=True,
             )
             self._stack = stack.pop_all()
+        self.give(run)
+
+    def give(self, run: RunSpec) -> None:
+        """Let it do a run."""
+        self._record = run.record
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended already: its status tells why
             self._process.stdin.write(json.dumps(run.as_json()) + "\n")
             self._process.stdin.flush()
+
+    @property
+    def answered(self) -> bool:
+        """Whether one that serves has done the run that it was given last."""
+        out = self._process.stdout
+        assert out is not None
+        return bool(select.select([out], [], [], 0)[0] and out.readline())
 
     @property
     def over(self) -> bool:
@@ -116,13 +131,16 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._stack.close()
 
 
 def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
     """Return the record of a run whose process is over: a RunError where it failed.
 
-    A signal that ended it may be the machine's doing: then it is Lost.
+    A signal that ended it may be the machine's doing: then it is Lost. One whose time is over, and
+    that is not done, is TimeUp.
     """
     code, lines = outcome.code, outcome.lines
     if code == EXPECTED_ERROR and lines:
@@ -134,8 +152,20 @@ def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
         raise RunError(words)
     record = RunRecord.read(run.record)
     if not record.done:
+        if run.time_is_up:
+            raise TimeUp
         raise RunError(f"the process of {run.name} ended before its run did")
     return record
+
+
+def _record_here(run: RunSpec, outcome: Outcome) -> RunRecord:
+    """As ``record_after``; a process that was killed is no loss but a failure: the machine is."""
+    if outcome.code < 0:
+        ended = f"the process of {run.name} was ended by signal {-outcome.code}"
+        if outcome.code == -signal.SIGKILL:
+            ended += ": out of memory? The same command goes on; fewer --jobs need less"
+        raise RunError("\n".join([ended, *outcome.lines]))
+    return record_after(run, outcome)
 
 
 class Follower:
@@ -180,10 +210,14 @@ class Local:
 
     def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
         """Start the process of a run; see ``pool.Place``."""
+        return _LocalWorker(self.placed(run, running))
+
+    def placed(self, run: RunSpec, running: Sequence[Worker]) -> RunSpec:
+        """Return the run as it is executed here, on a core if it is pinned to one."""
         core = None
         if self.cores is not None and self.execution.threads == self.execution.processes == 1:
             core = self.cores.choose([worker.run.execution.core for worker in running])
-        return _LocalWorker(run.executed(self.execution, core=core))
+        return run.executed(self.execution, core=core)
 
 
 class _LocalWorker(Process):
@@ -195,14 +229,64 @@ class _LocalWorker(Process):
         super().__init__(run)
 
     def result(self) -> RunRecord:
-        """The record; a process that was killed here is no loss but a failure: the machine is."""
-        outcome = self.outcome()
-        if outcome.code < 0:
-            ended = f"the process of {self.run.name} was ended by signal {-outcome.code}"
-            if outcome.code == -signal.SIGKILL:
-                ended += ": out of memory? The same command goes on; fewer --jobs need less"
-            raise RunError("\n".join([ended, *outcome.lines]))
-        return record_after(self.run, outcome)
+        """See ``pool.Worker``."""
+        return _record_here(self.run, self.outcome())
+
+
+class OneProcess:
+    """This machine, with one process for all runs, which compiles once: ``train/serve.py``.
+
+    The pool gives it one run at a time, and ``close`` ends it. A run that fails ends it too.
+    """
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._process: Process | None = None
+
+    def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
+        """Give the process a run; start one where there is none."""
+        assert not running, "one run at a time"
+        placed, process = self._local.placed(run, running), self._process
+        if process is None or process.over:
+            self.close()
+            process = self._process = Process(placed, serves=True)
+        else:
+            process.give(placed)
+        return _Turn(placed, process)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close(time.monotonic() + _END_S)
+
+
+class _Turn:
+    """A run in a process that serves; see ``pool.Worker``."""
+
+    def __init__(self, run: RunSpec, process: Process) -> None:
+        self.run, self._process, self._answered = run, process, False
+        self.new_events = Follower(run.record).new
+
+    @property
+    def over(self) -> bool:
+        """Whether the process has done it, or has ended."""
+        self._answered = self._answered or self._process.answered
+        return self._answered or self._process.over
+
+    def result(self) -> RunRecord:
+        """See ``pool.Worker``."""
+        outcome = Outcome(0, [], 0) if self._answered else self._process.outcome()
+        return _record_here(self.run, outcome)
+
+    def stop(self) -> None:
+        """End the process: nothing else of the study is in it."""
+        if not self._answered:
+            self._process.stop()
+
+    def close(self, deadline: float = 0.0) -> None:
+        """Wait for the end of a process that is to stop; one that answered goes on to serve."""
+        if not self._answered:
+            self._process.close(deadline)
 
 
 def lock_folder() -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -27,6 +28,9 @@ from tilelab.study.verdict.result import (
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
 from tilewise.commands.visible import visible
+
+if TYPE_CHECKING:  # importing it needs matplotlib and jinja2, which runs do without
+    from tilelab.study.report.clock import Speed, Speeds
 
 # Drawing takes time from the runs that share the processor with it.
 _REDRAW_S = 1.0
@@ -51,6 +55,11 @@ class LineProgress(Watcher):
     def lost(self, run: RunSpec, why: str) -> None:
         """The worker of a run went away."""
         self._say(_lost_words(run, why))
+
+    def paused(self, run: RunSpec) -> None:
+        """A run stopped at a checkpoint."""
+        lane = self._board.lanes[run.name]
+        self._say(f"{run.name} stopped at step {lane.step} of {run.config.steps}: time is up")
 
     def tick(self) -> None:
         """Say how far the runs are, if that was long ago."""
@@ -206,9 +215,8 @@ def _experiment(experiment: Experiment) -> str:
     seeds = count(len(experiment.seeds), "seed")
     steps = count(experiment.baseline.steps, "step")
     tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
-    sweep = (
-        f", after {count(tried, 'trial')} of {experiment.sweep.path}" if experiment.sweep else ""
-    )
+    swept = " and ".join(experiment.sweep.paths) if experiment.sweep else ""
+    sweep = f", after {count(tried, 'trial')} of {swept}" if swept else ""
     stages = "; then the factorial of those that survive" if experiment.combine else ""
     stages += "; then the winner on fresh seeds" if experiment.confirm else ""
     return (
@@ -230,24 +238,26 @@ def start(
     return f"{what} to do, {how}. {duration}Ctrl-C stops; the same command goes on."
 
 
-def verdicts(verdict: StudyVerdict) -> RenderableType:
-    """Return every arm's verdict, a table an experiment."""
+def verdicts(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> RenderableType:
+    """Return every arm's verdict, a table an experiment; ``speeds`` as the report shows them."""
     parts: list[RenderableType] = []
     for experiment in verdict.experiments:
         title = f"\n{experiment.experiment}: {experiment.question}"
         parts.append(Text(title, style="bold"))
-        parts.append(_arm_rows(experiment))
+        parts.append(_arm_rows(experiment, speeds[experiment.experiment]))
         lines = [sweep.words for sweep in experiment.sweeps]
         lines += [experiment.follows] if experiment.follows else []
         parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
     return Group(*parts, "")
 
 
-def _arm_rows(experiment: ExperimentVerdict) -> Table:
+def _arm_rows(experiment: ExperimentVerdict, speeds: Speeds) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for arm in experiment.arms:
         said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
-        reason = " ".join((arm.reason, *_ratios(arm.measures), *filter(None, said)))
+        reason = " ".join(
+            (arm.reason, *_ratios(arm.measures, speeds[arm.arm]), *filter(None, said))
+        )
         said_label = f"{arm.label}, not learnt" if arm.neither_learnt else arm.label
         if arm.flagged is not None:
             said_label = "flagged" if arm.flagged else "not seen"
@@ -262,18 +272,19 @@ def _arm_rows(experiment: ExperimentVerdict) -> Table:
     return table
 
 
-def _ratios(measures: ArmMeasures) -> list[str]:
+def _ratios(measures: ArmMeasures, speed: Speed) -> list[str]:
     """Return how much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
     found = {
-        "speed": measures.speed_ratio,
+        "speed": speed.ratio,
         "peak memory": measures.memory_ratio,
         "saved activations": measures.activations_ratio,
     }
-    parts = []
+    parts = [f"speed withheld ({speed.why})"] if speed.ratio is None and speed.why else []
     for name, ratio in found.items():
         if ratio is not None:
             ends = ratio.interval
             within = f" [x{ends.low:.2f}, x{ends.high:.2f}]" if ends is not None else ""
-            parts.append(f"{name} x{ratio.value:.2f}{within}")
+            why = f" ({speed.why})" if name == "speed" and speed.why else ""
+            parts.append(f"{name} x{ratio.value:.2f}{within}{why}")
     text = ", ".join(parts)
     return [f"{text[:1].upper()}{text[1:]}."] if parts else []

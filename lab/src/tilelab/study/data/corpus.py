@@ -10,6 +10,7 @@ A part for tuning is taken from the training text: the held-out text is the same
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import sysconfig
 import zlib
@@ -23,7 +24,7 @@ from tilelab.common.files import unpacked
 from tilelab.study.data import wikitext
 from tilewise.errors import InvalidArgument
 
-STDLIB = "stdlib"
+STDLIB, PACKAGES = "stdlib", "packages"
 # Third-party packages and test suites differ between distributions of the same Python.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _PATTERN = frozenset("*?[")
@@ -124,6 +125,9 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
         pieces = standard_library(size_cap_bytes)
         name = f"the standard library of Python {sysconfig.get_python_version()}"
         return _split_files(name, pieces, held_out, tuning)
+    if source == PACKAGES:
+        pieces = installed_packages(size_cap_bytes)
+        return _split_files("the installed Python packages", pieces, held_out, tuning)
     if source in wikitext.NAMES:
         return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes, tuning)
     path = Path(source).expanduser()
@@ -138,7 +142,7 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
     if _PATTERN.intersection(source):
         pieces = _matching(path, size_cap_bytes)
         return _split_files(source, pieces, held_out, tuning)
-    known = ", ".join([STDLIB, *wikitext.NAMES])
+    known = ", ".join([STDLIB, PACKAGES, *wikitext.NAMES])
     raise InvalidArgument("data.source", repr(source), f"{known}, or a path that exists")
 
 
@@ -160,6 +164,30 @@ def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Pi
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     ]
     return _whole_files(root, found, size_cap_bytes, _read_if_possible)
+
+
+def installed_packages(size_cap_bytes: int) -> list[Piece]:
+    """Return the ``*.py`` of the packages beside torch, sorted by path, whole files up to a size.
+
+    Files that are not UTF-8 are left out.
+    """
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    root = Path(torch.origin).parent.parent
+    return _whole_files(root, list(root.rglob("*.py")), size_cap_bytes, _read_if_utf8)
+
+
+def _read_if_utf8(path: Path) -> bytes | None:
+    """Return the bytes; None for a file that cannot be read, or is not text in UTF-8."""
+    data = _read_if_possible(path)
+    if data is None or b"\0" in data:
+        return None
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return None
+    return data
 
 
 def _read_if_possible(path: Path) -> bytes | None:

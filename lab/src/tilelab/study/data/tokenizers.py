@@ -130,7 +130,7 @@ class Vocabulary(NamedTuple):
         return hashlib.sha256(b"bpe\n" + json.dumps(self).encode()).hexdigest()
 
 
-def train_vocabulary(text: bytes, size: int) -> Vocabulary:
+def train_vocabulary(text: bytes, size: int, most_bytes: int = 0) -> Vocabulary:
     """Learn a byte-pair encoding from a text: the same text gives the same one.
 
     All 256 bytes are tokens, so it encodes any text. Text is first cut into words as GPT-2 cuts it;
@@ -139,6 +139,8 @@ def train_vocabulary(text: bytes, size: int) -> Vocabulary:
     Args:
         text: UTF-8.
         size: the number of tokens, more than 256.
+        most_bytes: of a longer text about so many are learnt from, in pieces at equal distances;
+            0 for all.
 
     Raises:
         InvalidArgument: text that is not UTF-8, or that has not so many pairs.
@@ -153,7 +155,9 @@ def train_vocabulary(text: bytes, size: int) -> Vocabulary:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=alphabet, show_progress=False
     )
-    encoder.train_from_iterator(_chunks(_decoded(text, "bpe")), trainer)
+    chunks = list(_chunks(_decoded(text, "bpe")))
+    every = max(1, len(text) // most_bytes) if most_bytes else 1
+    encoder.train_from_iterator(chunks[::every], trainer)
     made = json.loads(encoder.to_str())["model"]
     if len(made["vocab"]) != size:
         required = f"at most {len(made['vocab']):,}: the training text has no more pairs"

@@ -273,11 +273,13 @@ def _tokenizer(data: Data, text: corpus.Corpus, text_sha256: str, cache: Path) -
     """Return the tokenizer of a config; a trained one from its file, or trained now."""
     if data.tokenizer != "bpe":
         return tokenizer(data.tokenizer)
-    key = _sha256(str(FORMAT), text_sha256, str(text.is_wikitext), str(data.vocabulary))[:16]
+    most = data.vocabulary_bytes
+    wanted = [str(FORMAT), text_sha256, str(text.is_wikitext), str(data.vocabulary)]
+    key = _sha256(*wanted, *([str(most)] if most else []))[:16]
     path = cache / f"vocabulary-{key}.json"
 
     def make() -> None:
-        made = train_vocabulary(text.prepared().train, data.vocabulary)
+        made = train_vocabulary(text.prepared().train, data.vocabulary, most)
         said = {**made._asdict(), "sha256": made.sha256}
         write_atomically(path, json.dumps(said, indent=1) + "\n")
 

@@ -28,7 +28,7 @@ from tilewise.errors import InvalidArgument
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = ("kernels", "ladder", "laptop", "gpt2", "bert", "h200")
+_MODULES = ("kernels", "ladder", "laptop", "gpt2", "bert", "h200", "gpu30")
 
 
 class Recipe(NamedTuple):

@@ -164,6 +164,8 @@ class Evaluation(Event):
     wall_s: float  # of the evaluation itself
     softmaxes: list[LayerSoftmax] | None = None  # None: no statistics, or not asked for
     metrics: dict[str, float | None] = field(default_factory=dict)  # ``ask.metrics.METRICS``
+    # Of the last one where it scores all of the text: the metrics on the windows of the others.
+    on_windows: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,18 @@ class RunRecord:
     def of_script(self) -> bool:
         """Whether the run is of a script: its steps are the lines that it reported."""
         return bool(self.starts) and self.start.config.get("task", {}).get("name") == "script"
+
+    @property
+    def one_thread(self) -> bool:
+        """Whether its processor time is what its wall time would be without other work.
+
+        That is so on one thread of a CPU. What a script runs on is not known.
+        """
+        if self.of_script or not self.starts:
+            return False
+        where = self.start.environment
+        device, processes = where.get("device", "cpu"), where.get("processes") or 1
+        return device == "cpu" and where.get("threads") == 1 and processes == 1
 
     @property
     def whole_steps(self) -> int:

@@ -77,9 +77,14 @@ def begin(folder: Path, stored: StoredStudy) -> StoredStudy:
     return stored
 
 
+def begun(folder: Path) -> bool:
+    """Return whether any run of a study has begun."""
+    return any((folder / "runs").rglob(RECORD))
+
+
 def forget_empty(folder: Path) -> bool:
     """Remove the folder of a study of which no run has begun; return whether it was one."""
-    if any((folder / "runs").rglob(RECORD)):
+    if begun(folder):
         return False
     for path in (folder / STUDY, *folder.rglob(LOCK)):  # runs have locks too
         path.unlink(missing_ok=True)

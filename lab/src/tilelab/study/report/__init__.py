@@ -23,11 +23,11 @@ import json
 from pathlib import Path
 
 from tilelab.common.files import write_atomically
-from tilelab.study.report.content import Evidence, gather, page_of
+from tilelab.study.report.content import Evidence, all_speeds, gather, page_of
 from tilelab.study.report.page import html, markdown
 from tilewise.commands.visible import visible
 
-__all__ = ["Evidence", "gather", "write"]
+__all__ = ["Evidence", "all_speeds", "gather", "write"]
 
 
 def write(evidence: Evidence) -> tuple[Path, Path]:

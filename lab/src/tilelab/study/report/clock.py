@@ -36,16 +36,8 @@ Speeds = Mapping[str, Speed]  # arm -> its speed
 
 def speeds_of(experiment: ExperimentVerdict, records: Iterable[RunRecord]) -> Speeds:
     """Return the speed of every arm; ``records`` are those of the experiment."""
-    one_thread = all(map(_one_thread, records))
+    one_thread = all(record.one_thread for record in records)
     return {arm.arm: _speed(arm, experiment, one_thread) for arm in experiment.arms}
-
-
-def _one_thread(record: RunRecord) -> bool:
-    if record.of_script:  # nobody knows what it runs on
-        return False
-    where = record.start.environment
-    device, processes = where.get("device", "cpu"), where.get("processes") or 1
-    return device == "cpu" and where.get("threads") == 1 and processes == 1
 
 
 def _speed(arm: ArmVerdict, experiment: ExperimentVerdict, one_thread: bool) -> Speed:

@@ -131,7 +131,7 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
     agenda = Agenda(stored.study, dict(evidence.records))
     left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
     missing = () if evidence.verdict.complete else _missing(agenda, evidence)
-    speeds = _speeds(evidence)
+    speeds = all_speeds(evidence)
     with house_style():
         experiments = tuple(
             _experiment(planned, verdict, evidence, f"e{number}", speeds[planned.name])
@@ -247,7 +247,7 @@ def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
     ]
 
 
-def _speeds(evidence: Evidence) -> dict[str, Speeds]:
+def all_speeds(evidence: Evidence) -> dict[str, Speeds]:
     """Return the speeds of the arms of each experiment, by its name."""
     return {
         planned.name: speeds_of(

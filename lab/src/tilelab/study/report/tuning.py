@@ -186,7 +186,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
                     (
                         Cell(sweep.arm),
                         *steps,
-                        Cell(f"{each.value:g}", tone="best" if chosen else ""),
+                        Cell(f"{each.value:g}", _point(each), tone="best" if chosen else ""),
                         Cell(metric or each.status, tone="" if metric else "bad"),
                         Cell("chosen" if chosen else "", tone="best"),
                     )
@@ -195,6 +195,11 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
     head = ("arm", *(["steps"] if halved else []), sweeps[0].path, unit, "")
     notes = (*(words.typeset(sweep.words) for sweep in sweeps), *_budgets(experiment))
     return Table("Sweep", head, tuple(rows), notes, "sweep")
+
+
+def _point(candidate: Candidate) -> str:
+    """Return what a trial of a search tried."""
+    return ", ".join(f"{path} {value:g}" for path, value in candidate.point.items())
 
 
 def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:

@@ -183,11 +183,15 @@ def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment)
     sweep = next((each for each in experiment.sweeps if each.arm == arm), None)
     chosen = []
     if sweep is not None and sweep.chosen is not None:
-        part, _, option = sweep.path.rpartition(".")
-        changes.pop(sweep.path, None)
-        if isinstance(changes.get(part), Mapping):
-            changes[part] = {key: each for key, each in changes[part].items() if key != option}
-        chosen = [f"{sweep.path} = {sweep.chosen:g} by its sweep"]
+        best = next(each for each in sweep.candidates if each.value == sweep.chosen)
+        values = best.point or {sweep.path: sweep.chosen}
+        for path in values:
+            part, _, option = path.rpartition(".")
+            changes.pop(path, None)
+            if isinstance(changes.get(part), Mapping):
+                changes[part] = {key: each for key, each in changes[part].items() if key != option}
+        how = "search" if best.point else "sweep"
+        chosen = [f"{path} = {value:g} by its {how}" for path, value in values.items()]
     return ", ".join([*(f"{path} = {spelled(each)}" for path, each in changes.items()), *chosen])
 
 

@@ -10,19 +10,20 @@ import unicodedata
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.models.gpt2 import GPT2
-from tilelab.study.ask.config import RunConfig
+from tilelab.study.ask.config import RunConfig, Training
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.data import order
 from tilelab.study.data.floors import floors
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
+from tilelab.study.tasks.chunked import Features, Headless, chunked_losses
 from tilelab.study.tasks.families import gpt2_of
 from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
@@ -104,6 +105,10 @@ class LanguageModelling(AbstractTask):
         if config.attention.variant.name == "full":
             required = "a causal variant: a token must not see the one that it predicts"
             raise InvalidArgument("attention.variant", "full", required)
+        if config.training.loss_tokens and config.training.precision == "fp16":
+            came = f"{config.training.loss_tokens} with training.precision=fp16"
+            fix = "Its gradients are taken before fp16's are scaled: take bf16."
+            raise InvalidArgument("training.loss_tokens", came, "0 with fp16", fix)
 
     def prepare(self, config: RunConfig, cache: Path) -> Tokens:
         """Return the tokens of the text."""
@@ -116,6 +121,19 @@ class LanguageModelling(AbstractTask):
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
         """Return a GPT-2; the head is part of it."""
         return gpt2_of(config, data.vocabulary, seed, device)
+
+    def learner(self, model: nn.Module, training: Training) -> nn.Module:
+        """Return the model, without its head where the loss is taken in chunks."""
+        if not training.loss_tokens:
+            return model
+        assert isinstance(model, GPT2)
+        return Headless(model)
+
+    def losses(self, output: Any, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+        """See ``AbstractTask``."""
+        if isinstance(output, Features):
+            return chunked_losses(output, targets, training)
+        return super().losses(output, targets, training)
 
     def examination(self, config: RunConfig, data: Tokens) -> _Examination:
         """Windows of the held-out text."""

@@ -111,6 +111,12 @@ class Examination(ABC):
         raise NotImplementedError("check() refuses evaluation.sample_tokens for this task")
 
 
+def data_key(config: RunConfig) -> str:
+    """Return a key of everything that a task's data depends on: runs with the same key share it."""
+    data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
+    return f"{config.task.model_dump_json()} {data}"
+
+
 class AbstractTask(ABC):
     """The objective, the data and the metrics of a run.
 
@@ -183,12 +189,14 @@ class AbstractTask(ABC):
             "data.packing": (config.data.packing, "stream"),
             "evaluation.documents": (config.evaluation.documents, False),
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
+            "training.loss_tokens": (config.training.loss_tokens, 0),
         }
         texts = {} if self.learns_text else {"data.tuning": (config.data.tuning, 0.0)}
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
         if config.data.tokenizer != "bpe":
             foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
+            foreign["data.vocabulary_bytes"] = (config.data.vocabulary_bytes, 0)
         if model.family != "gpt2":
             foreign = {
                 "model.kv_heads": (model.kv_heads, None),
@@ -232,15 +240,19 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> nn.Module:
-        """Return the model with its head; ``model(*batch.inputs)`` gives what ``losses`` takes.
+        """Return the model with its head; ``model(*batch.inputs)`` gives its logits or values.
 
         Its attention layers are modules with an attribute ``implementation``: the guard sees those.
         """
 
-    def losses(self, output: Tensor, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+    def learner(self, model: nn.Module, training: Training) -> nn.Module:
+        """Return the module that a training step calls: its result is for ``losses``."""
+        return model
+
+    def losses(self, output: Any, targets: Tensor, training: Training) -> tuple[Tensor, Tensor]:
         """Return the objective with its graph and the plain loss without, means over targets.
 
-        Here the cross-entropy of classes.
+        ``output`` is what ``learner`` gave. Here the cross-entropy of classes, of their logits.
         """
         smoothing, z_loss = training.label_smoothing, training.z_loss
         return losses(output, targets, label_smoothing=smoothing, z_loss=z_loss)
@@ -274,7 +286,13 @@ class AbstractTask(ABC):
         """Sequences of an evaluation, for forecasts; ``whole`` as in ``Examination.held_out``."""
 
 
-_NONE = -100  # a target that is none
+NO_TARGET = -100
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of matrix products in a precision of ``config.Training``."""
+    return _DTYPES[precision]
 
 
 def losses(
@@ -303,9 +321,9 @@ def losses(
     rows, targets = logits.flatten(0, -2), targets.flatten()
     rows = rows if rows.element_size() >= 4 else rows.float()
     if not label_smoothing and not z_loss:
-        plain = functional.cross_entropy(rows, targets, ignore_index=_NONE)
+        plain = functional.cross_entropy(rows, targets, ignore_index=NO_TARGET)
         return plain, plain.detach()
-    counted = targets != _NONE
+    counted = targets != NO_TARGET
     if not bool(counted.all()):
         rows, targets = rows[counted], targets[counted]
     log_probabilities = rows.log_softmax(dim=-1)

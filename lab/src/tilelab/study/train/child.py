@@ -6,7 +6,7 @@ killed or not, leaves no process behind.
 
 Exit status:
 
-* 0: the run is over (done or diverged; its record tells);
+* 0: the run is over (done or diverged; its record tells), or time is up (``Execution.until``);
 * 3: an error that its user can put right, said in the last line of standard error;
 * anything else: a crash.
 """
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,8 +31,8 @@ from torch import cuda
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.tasks.task import Prepared
-from tilelab.study.train.costs import PeakMeter, dtype_of, peak_flops_s
+from tilelab.study.tasks.task import Prepared, dtype_of
+from tilelab.study.train.costs import PeakMeter, peak_flops_s
 from tilelab.study.train.session import Session
 from tilelab.study.train.team import check, device_of, joined
 from tilelab.study.train.trainer import Trainer
@@ -49,9 +49,14 @@ def main() -> int:
     """Do the job on standard input, or in the environment; the exit status."""
     line = os.environ.get(JOB) or sys.stdin.readline()
     threading.Thread(target=end_with_parent, daemon=True).start()
+    return attempt(line, work)
+
+
+def attempt(line: str, do: Callable[[RunSpec], None]) -> int:
+    """Do the job in a line; return the exit status, or raise what is a crash."""
     try:
         with telling_full_disk():
-            work(RunSpec.from_json(json.loads(line)))
+            do(RunSpec.from_json(json.loads(line)))
     except TilewiseError as error:
         return _refuse(str(error))
     except RuntimeError as error:
@@ -68,8 +73,12 @@ def main() -> int:
     return 0
 
 
-def work(run: RunSpec) -> None:
+def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = None) -> None:
     """Do a run in this process.
+
+    Args:
+        run: what to do, where, and how.
+        prepared: gives the data of a config, from that folder of caches; None: its task does.
 
     Raises:
         TilewiseError: something that the user can put right: data, a checkpoint of another config,
@@ -88,7 +97,8 @@ def work(run: RunSpec) -> None:
         joined(execution.processes, execution.strategy, device) as team,
         locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
     ):
-        data = team.first(lambda: config.learning.prepare(config, execution.cache))
+        prepare = config.learning.prepare if prepared is None else prepared
+        data = team.first(lambda: prepare(config, execution.cache))
         _warm(config, data, device)
         dtype = dtype_of(config.training.precision)
         # Before the meter: it takes memory. The lead measures while the others are idle.

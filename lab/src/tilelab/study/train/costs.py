@@ -37,12 +37,6 @@ _FULL, _CAUSAL = 12, 6
 _SAMPLE_S = 0.02  # a matrix product of at least this long is timed
 _LARGEST = 4096
 _SAMPLES = 5
-_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of matrix products in a precision of ``config.Training``."""
-    return _DTYPES[precision]
 
 
 def per_token(

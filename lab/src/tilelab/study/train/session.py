@@ -88,7 +88,9 @@ class Session:
         self._next_checkpoint = 0.0
 
     def work(self) -> None:
-        """Train to the end of the budget, or until a number is not finite.
+        """Train to the end of the budget, until a number is not finite, or until time is up.
+
+        When time is up there is a checkpoint, and the record has no end.
 
         Raises:
             CheckpointError: the checkpoint is not of this run, or damaged.
@@ -112,7 +114,8 @@ class Session:
                 self._write(self._start())
             self._put_off_checkpoint(0.0)
             try:
-                self._train()
+                if not self._train():
+                    return
             except Diverged as diverged:
                 self._write(self.trainer.guard.kernels())
                 self._write_last("diverged", str(diverged))
@@ -178,12 +181,13 @@ class Session:
         self.totals = Totals(**{"tokens": whole, **state.totals})  # old ones do not count them
         self.trainer.guard.restore(self.totals.kernels)
 
-    def _train(self) -> None:
+    def _train(self) -> bool:
+        """Take steps; return whether all are done, or False when time is up before that."""
         trainer, every = self.trainer, self.trainer.config.evaluation.every
         branch = trunk.branch_step(trainer.config) if self._branches else 0
         if trainer.done == 0:
             self._evaluate()
-        while not trainer.over:
+        while not trainer.over and not self._time_is_up():
             self._step()
             if self._taken == WARMUP_STEPS:
                 self._measure()
@@ -197,6 +201,11 @@ class Session:
         if self._taken:
             self._measure()
             self._save()
+        return trainer.over
+
+    def _time_is_up(self) -> bool:
+        run = self.trainer.run
+        return run.execution.until is not None and self._team.agreed(run.time_is_up)
 
     def _step(self) -> None:
         taken = self.trainer.step()
@@ -210,7 +219,10 @@ class Session:
         """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""
         self.meter.pause()
         begin = time.perf_counter()
-        found = self.held_out(whole=self.trainer.over)
+        found, on_windows = self.held_out(whole=self.trainer.over), dict[str, float | None]()
+        if self.trainer.over and self.trainer.config.evaluation.final_stride:
+            same = self.held_out(whole=False)
+            on_windows = {"loss": same.loss, "bits_per_byte": same.bits_per_byte}
         self._write(
             Evaluation(
                 step=self.trainer.done,
@@ -218,6 +230,7 @@ class Session:
                 train_wall_s=self.totals.train_wall_s,
                 train_cpu_s=self.totals.train_cpu_s,
                 **found._asdict(),
+                on_windows=on_windows,
                 wall_s=time.perf_counter() - begin,
             )
         )

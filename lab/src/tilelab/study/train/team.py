@@ -184,6 +184,9 @@ def _check_sharded(config: RunConfig) -> None:
     if name not in optimizers.SHARDED:
         required = f"an optimizer that works on parts of weights: {', '.join(optimizers.SHARDED)}"
         raise InvalidArgument("--strategy", f"fsdp with {name}", required, fix)
+    if config.training.loss_tokens:
+        required = "0: the head's matrix is in parts where the loss would multiply with it"
+        raise InvalidArgument("--strategy", "fsdp with training.loss_tokens", required, fix)
     if config.training.precision == "fp16":
         required = "float32 or bf16: the scale of fp16's gradients is not agreed on between parts"
         raise InvalidArgument("--strategy", "fsdp with training.precision=fp16", required, fix)

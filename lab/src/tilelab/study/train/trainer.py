@@ -19,10 +19,9 @@ from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
 from tilelab.study.records.events import Memory
-from tilelab.study.tasks.task import AbstractTask, Batch, Prepared
+from tilelab.study.tasks.task import AbstractTask, Batch, Prepared, dtype_of
 from tilelab.study.train.costs import (
     Guard,
-    dtype_of,
     saved_bytes,
     storage_bytes,
     synchronise,
@@ -80,9 +79,10 @@ class Trainer:
         self.model = self.task.model(config, data, run.seed, device)
         team.spread(self.model)
         self.model.train()
-        self._forward: nn.Module | Any = self.model
+        self._learner = self.task.learner(self.model, training)
+        self._forward: nn.Module | Any = self._learner
         if training.compile:
-            self._forward = torch.compile(self.model)
+            self._forward = torch.compile(self._learner)
         self._shared: nn.Module | Any = team.wrapped(self._forward)
         self.guard = Guard(self.model, hooks=not training.compile)
         self.optimizer, self.groups = optimizers.build(config.optimizer, self.model)
@@ -132,7 +132,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if training.compile and not self.guard.probed:
             with self.autocast():
-                self.guard.probe(self.model, *batches[0].to(self.device).inputs)
+                self.guard.probe(self._learner, *batches[0].to(self.device).inputs)
         targets = sum(each.counted for each in batches)
         own = self.team.share(list(enumerate(batches)))
         found = []

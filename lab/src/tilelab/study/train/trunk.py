@@ -89,7 +89,7 @@ def found(run: RunSpec, identity: dict[str, str]) -> Trunk | None:
 
 def _steps(run: RunSpec) -> Iterator[int]:
     """Yield the steps of all trunks of runs like this one."""
-    for path in (run.execution.folder / _FOLDER).glob(f"{_runs(run)}-*.safetensors"):
+    for path in (run.execution.folder / _FOLDER).glob(f"{family(run)}-*.safetensors"):
         yield int(path.stem.split("-")[1])
 
 
@@ -97,14 +97,15 @@ def _path(run: RunSpec, step: int) -> Path:
     config = run.config
     rates = [schedules.factor(config.schedule, at, config.steps) for at in range(step)]
     digest = hashlib.sha256(json.dumps(rates).encode()).hexdigest()[:12]
-    return run.execution.folder / _FOLDER / f"{_runs(run)}-{step}-{digest}.safetensors"
+    return run.execution.folder / _FOLDER / f"{family(run)}-{step}-{digest}.safetensors"
 
 
-def _runs(run: RunSpec) -> str:
+def family(run: RunSpec) -> str:
+    """Return the hash of the seed and of all of the config that runs of one trunk share."""
     config = run.config.model_dump(mode="json", exclude=_FREE)
     return hash_of({"seed": run.seed, "config": config})
 
 
 def _identity(run: RunSpec, own: dict[str, str]) -> dict[str, str]:
     """Return a run's identity with the runs of the trunk in place of its own config."""
-    return {**own, "config": _runs(run)}
+    return {**own, "config": family(run)}

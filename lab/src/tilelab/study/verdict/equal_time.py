@@ -1,10 +1,17 @@
-"""The effects of a ladder's arms at equal time, beside those at equal tokens.
+"""The effects of arms at equal time, beside those at equal tokens.
 
-A run of a rung ends at its own time with its rate decayed: such ends compare, and points on the way
-do not. So for each seed the arm's ends at its rungs are a curve of the metric over the logarithm of
-time, straight between neighbours. Its value at the time at which the baseline ended a rung, less
-the baseline's, is the seed's difference. There is none at a time that lies before the arm's first
-end or after its last: nothing is extrapolated.
+In an experiment without a ladder, an arm and the baseline that end at other times are compared when
+the earlier of the two has ended, seed by seed. The other one's metric is read off its evaluations,
+on a straight line between two of them. Its schedule has not ended by then, and a rate that has not
+decayed yet costs much: this is against the slower of the two, and the note says so. Where the last
+evaluation scores all of the text, it counts by the windows of the others. Times that differ by less
+than 5 %, or whose ratio has 1 in its interval, say nothing.
+
+In a ladder, a run of a rung ends at its own time with its rate decayed: such ends compare, and
+points on the way do not. So for each seed the arm's ends at its rungs are a curve of the metric
+over the logarithm of time, straight between neighbours. Its value at the time at which the baseline
+ended a rung, less the baseline's, is the seed's difference. There is none at a time that lies
+before the arm's first end or after its last: nothing is extrapolated.
 
 Loss falls ever more slowly with the logarithm of time, so the straight line lies above the curve.
 That is against the arm, the more so the further its ends are apart.
@@ -18,13 +25,86 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tilelab.stats.paired import paired
+from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
-from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.measures import final_metric
+from tilelab.study.records.events import Evaluation, RunRecord
+from tilelab.study.verdict.measures import final_metric, metric_of
 from tilelab.study.verdict.result import Clock, EqualTime
+from tilelab.study.verdict.text import UNITS, duration, effect_text, interval_text
 
 _CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
+_APART = 1.05  # of two times that differ
+_TIMES: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
+
+
+def at_first_end(
+    experiment: Experiment,
+    arm: str,
+    finals: Mapping[int, RunRecord],
+    baseline: Mapping[int, RunRecord],
+) -> tuple[EqualTime, str] | None:
+    """Return an arm's effect when the faster of it and the baseline ends, and a note on it.
+
+    ``finals`` and ``baseline`` are the records of their seeds. None where the two take as long, or
+    where a seed is not known. Processor time is that of runs on one thread; wall time of others.
+    """
+    pairs = [(run, baseline.get(seed, RunRecord())) for seed, run in finals.items()]
+    own = all(each.one_thread for pair in pairs for each in pair)
+    clock: Clock = "cpu" if own else "wall"
+    curves = [[_curve(each, experiment.metric, clock) for each in pair] for pair in pairs]
+    if not curves or not all(all(each) for each in curves):
+        return None
+    apart = ratio([(mine[-1].time_s, base[-1].time_s) for mine, base in curves], 0.95)
+    if apart is None or apart.interval is None or max(apart.value, 1 / apart.value) < _APART:
+        return None
+    if apart.interval.low <= 1 <= apart.interval.high:
+        return None
+    ends = [min(mine[-1].time_s, base[-1].time_s) for mine, base in curves]
+    differences = [
+        _read(mine, end) - _read(base, end) for (mine, base), end in zip(curves, ends, strict=True)
+    ]
+    seen = paired(differences, experiment.confidence)
+    assert seen.mean is not None
+    at_s = math.exp(sum(map(math.log, ends)) / len(ends))
+    found = EqualTime("", clock, at_s, seen.mean, seen.interval, tuple(differences))
+    names = (arm, experiment.baseline_name)
+    first, other = names if apart.value < 1 else reversed(names)
+    smallest = experiment.smallest_effect
+    ends_of = "" if seen.interval is None else f" {interval_text(seen.interval, smallest)}"
+    return found, (
+        f"At equal {_TIMES[clock]}, the {duration(at_s)} of {first}: "
+        f"{effect_text(seen.mean, smallest)} {UNITS[experiment.metric]}{ends_of}. "
+        f"The schedule of {other} had not ended by then, which is against it."
+    )
+
+
+def _curve(record: RunRecord, metric: str, clock: Clock) -> list[_End]:
+    """Return the metric by time; empty where the run is not over, or has no such curve."""
+    last = final_metric(record, metric)
+    if last is None or len(record.evaluations) < 2:
+        return []
+    if record.start.config.get("evaluation", {}).get("final_stride"):
+        last = record.evaluations[-1].on_windows.get(metric)
+    values = [*(metric_of(each, metric) for each in record.evaluations[:-1]), last]
+    times = [_time_s(each, clock) for each in record.evaluations]
+    found = [
+        _End(time_s, value)
+        for time_s, value in zip(times, values, strict=True)
+        if value is not None
+    ]
+    grows = all(one < other for one, other in pairwise(times))
+    return found if grows and len(found) == len(values) else []
+
+
+def _time_s(evaluation: Evaluation, clock: Clock) -> float:
+    return evaluation.train_cpu_s if clock == "cpu" else evaluation.train_wall_s
+
+
+def _read(curve: Sequence[_End], time_s: float) -> float:
+    """Return the metric at a time between the first and the last evaluation."""
+    at = min(max(bisect_right([each.time_s for each in curve], time_s), 1), len(curve) - 1)
+    (low, before), (high, after) = curve[at - 1], curve[at]
+    return before + (time_s - low) / (high - low) * (after - before)
 
 
 class _End(NamedTuple):
@@ -81,7 +161,7 @@ def _end(
     if record is None or metric is None:
         return None
     last = record.evaluations[-1]
-    time_s = last.train_cpu_s if clock == "cpu" else last.train_wall_s
+    time_s = _time_s(last, clock)
     return _End(time_s, metric) if time_s > 0 else None
 
 

@@ -34,6 +34,7 @@ from tilelab.study.verdict.caveats import (
     rounding,
 )
 from tilelab.study.verdict.detect import sensitivity
+from tilelab.study.verdict.equal_time import at_first_end
 from tilelab.study.verdict.family import Families, Family, alone, apart, families_of
 from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
@@ -150,8 +151,10 @@ def stages_of(
 
     def stage(planned: Experiment, lost: Collection[str] = ()) -> Stage:
         known = floors.get(planned.name, ())
-        family = families[planned.name]
-        return Stage(planned, _experiment(planned, records, known, family, lost))
+        found = _experiment(planned, records, known, families[planned.name], lost)
+        if experiment.ladder is None:  # which has ends of its own at several times
+            found = replace(found, arms=tuple(_timed(planned, arm, records) for arm in found.arms))
+        return Stage(planned, found)
 
     if experiment.ladder is not None:
         return [stage(*each) for each in _parts(experiment, records)]
@@ -421,6 +424,21 @@ def _arm(
         notes=notes,
         agrees=agrees,
     )
+
+
+def _timed(experiment: Experiment, arm: ArmVerdict, records: Mapping[str, RunRecord]) -> ArmVerdict:
+    """Return the verdict on a training arm with its effect at equal time, where that is another."""
+    mine, base = (
+        {
+            each.seed: records.get(f"{experiment.name}/{name}/seed-{each.seed}", RunRecord())
+            for each in arm.per_seed
+        }
+        for name in (arm.arm, experiment.baseline_name)
+    )
+    found = at_first_end(experiment, arm.arm, mine, base) if arm.kind == "training" else None
+    if found is None:
+        return arm
+    return replace(arm, equal_time=found[0], notes=(*arm.notes, found[1]))
 
 
 def _withheld(arm: Arm, decision: Decision) -> str:

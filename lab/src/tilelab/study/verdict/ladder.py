@@ -28,7 +28,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
 
 from tilelab.study.ask.config import Experiment, size_of
 from tilelab.study.ask.metrics import rank
@@ -201,6 +200,8 @@ def _exponent(points: Sequence[tuple[float, float]]) -> float | None:
     """Return c of the law through (x, loss), by least squares; None for fewer than three points."""
     if len(points) < _FEWEST:
         return None
+    from scipy import optimize  # slow to import, and few studies have a ladder
+
     x, losses = np.array(points).T
 
     def misfit(c: float) -> float:
@@ -272,4 +273,6 @@ def _fitted(points: Sequence[LadderPoint], exponent: float | None) -> tuple[_Lin
 
 def _half(line: _Line, unit: float, variance: float, confidence: float) -> float:
     """Half of an interval of so many times a point's variance."""
+    from scipy import stats
+
     return float(stats.t.ppf((1 + confidence) / 2, line.freedom)) * unit * math.sqrt(variance)

@@ -111,6 +111,21 @@ class KernelFlag:
     words: str  # as a sentence
 
 
+Clock = Literal["cpu", "wall"]
+
+
+@dataclass(frozen=True)
+class EqualTime:
+    """The effect of an arm at equal time: ``equal_time.py``."""
+
+    rung: str  # at whose end by the baseline; empty without a ladder: the earlier of both ends
+    clock: Clock
+    at_s: float  # geometric mean over the seeds
+    effect: float
+    interval: Interval | None
+    differences: tuple[float, ...]  # of each seed
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(Verdict):
     """The verdict on an arm's runs against the baseline's."""
@@ -125,6 +140,7 @@ class ArmVerdict(Verdict):
     agrees: bool | None = None  # a systems arm in float32: its losses differ by rounding only
     learnt: bool | None = None  # better than the floor that decides; None: not known
     neither_learnt: bool = False  # nor has the baseline
+    equal_time: EqualTime | None = None  # where the times of arm and baseline differ
 
     @property
     def name(self) -> str:
@@ -169,6 +185,7 @@ class Candidate:
     value: float
     status: Status  # ``"diverged"`` where any seed did
     metric: float | None  # mean final metric over the sweep's seeds; None unless done
+    point: dict[str, float] = field(default_factory=dict)  # of a search: what the trial tried
 
 
 @dataclass(frozen=True)
@@ -251,21 +268,6 @@ class LadderPoint:
     rung: str
     at: float  # on the axis
     effect: float  # as the rung's verdict has it
-    interval: Interval | None
-    differences: tuple[float, ...]  # of each seed
-
-
-Clock = Literal["cpu", "wall"]
-
-
-@dataclass(frozen=True)
-class EqualTime:
-    """The effect of an arm at the time at which the baseline ended a rung: ``equal_time.py``."""
-
-    rung: str  # of the baseline
-    clock: Clock
-    at_s: float  # the baseline's time, geometric mean over the seeds
-    effect: float
     interval: Interval | None
     differences: tuple[float, ...]  # of each seed
 

@@ -3,18 +3,21 @@
 A sweep without halving has one rung. A rung of an arm is known when all trials of the arm's rung
 before it have ended. Its candidates are the best of those by the mean of the final metric over the
 sweep's seeds; on a tie the smaller value wins. One that diverged with any seed never goes on.
+
+A search has one rung too. Its candidates are the trials that are known: ``searches.py``.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import rank
 from tilelab.study.ask.run import RunSpec, trial
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict import searches
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
 
@@ -62,6 +65,8 @@ def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
     sweep = experiment.sweep
     if sweep is None:
         return []
+    if sweep.search is not None:
+        return [_searched(experiment, arm, records)]
     values = experiment.candidates(arm)
     count, found = len(values), []
     for number in range(sweep.rungs):
@@ -74,6 +79,42 @@ def rungs_of(experiment: Experiment, arm: str, records: Records) -> list[Rung]:
         if not values:
             break
     return found
+
+
+def _searched(experiment: Experiment, arm: str, records: Records) -> Rung:
+    """Return the trials of a search that are known: each is asked for when it may be."""
+    sweep = experiment.sweep
+    assert sweep is not None
+    assert sweep.search is not None
+    runs: dict[float, tuple[RunSpec, ...]] = {}
+    points: dict[float, Mapping[str, float]] = {}
+    at_random = sweep.search.first
+    for value in experiment.candidates(arm):
+        name = trial(experiment, arm, value, 0, sweep.seeds[0]).name
+        point = searches.recorded(experiment, arm, records.get(name))
+        if point is None:
+            before = Rung(0, runs)
+            if value > at_random and not before.over(records):
+                break  # it follows from the trials before it
+            told = before.candidates(experiment.metric, records) if value > at_random else ()
+            # Without Optuna a study is only looked at: the arm's own values stand in.
+            point = {}
+            if searches.there():
+                point = searches.asked(experiment, arm, int(value), points, told)
+        points[value] = point
+        runs[value] = tuple(trial(experiment, arm, value, 0, seed, point) for seed in sweep.seeds)
+    return Rung(0, runs)
+
+
+def point_of(
+    experiment: Experiment, arm: str, number: float | None, records: Records
+) -> dict[str, float]:
+    """Return the values of a trial of a search; empty for any other sweep."""
+    sweep = experiment.sweep
+    if number is None or sweep is None or sweep.search is None:
+        return {}
+    name = trial(experiment, arm, number, 0, sweep.seeds[0]).name
+    return dict(searches.recorded(experiment, arm, records.get(name)) or {})
 
 
 def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int) -> Rung:
@@ -100,6 +141,10 @@ def expected_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
     for name in experiment.arm_names:
         values = experiment.candidates(name)
         known = rungs_of(experiment, name, records)
+        if sweep.search is not None:
+            left = values[len(known[-1].runs) :]
+            found += [_rung(experiment, name, left, 0)] if left else []
+            continue
         if known[-1].over(records):
             continue  # nothing follows: it was the last, or all have diverged
         for number in range(len(known), sweep.rungs):
@@ -155,20 +200,27 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     rungs = tuple(RungResult(each.steps, each.candidates(metric, records)) for each in known)
     # Of a value that several rungs tried, the longest trial counts.
     last = {each.value: each for rung in rungs for each in rung.candidates}
-    candidates = tuple(last[value] for value in sorted(last))
-    over = known[-1].over(records)
+    candidates = tuple(
+        replace(last[value], point=point_of(experiment, arm, value, records))
+        for value in sorted(last)
+    )
+    search = sweep.search is not None
+    over = known[-1].over(records) and (
+        not search or len(candidates) == len(experiment.candidates(arm))
+    )
     chosen = _chosen(rungs, metric) if over else None
     alive = [each.value for each in candidates if each.status == "done"]
     ends = (candidates[0].value, candidates[-1].value)
-    at_edge = chosen in ends and len(candidates) > 1
+    at_edge = chosen in ends and len(candidates) > 1 and not search
+    found = _search_words if search else _words
     return SweepResult(
         arm=arm,
-        path=sweep.path,
+        path=sweep.label,
         candidates=candidates,
         chosen=chosen,
-        survived=Interval(min(alive), max(alive)) if alive else None,
+        survived=Interval(min(alive), max(alive)) if alive and not search else None,
         at_edge=at_edge,
-        words=_words(f"{arm}, {sweep.path}", candidates, chosen, over, at_edge),
+        words=found(f"{arm}, {sweep.label}", candidates, chosen, over, at_edge),
         rungs=rungs if sweep.halving is not None else (),
         budget_tokens=tuning_tokens(experiment, arm),
     )
@@ -190,6 +242,19 @@ def _candidate(value: float, runs: Sequence[RunRecord], metric: str) -> Candidat
         return Candidate(value, "diverged" if "diverged" in states else "incomplete", None)
     values = [final_metric(each, metric) for each in runs]
     return Candidate(value, "done", statistics.fmean(each for each in values if each is not None))
+
+
+def _search_words(
+    what: str, candidates: Sequence[Candidate], chosen: float | None, over: bool, at_edge: bool
+) -> str:
+    done = sum(each.status != "incomplete" for each in candidates)
+    lost = sum(each.status == "diverged" for each in candidates)
+    text = f"{what}: {done} are done" + ("" if over else " so far")
+    best = next((each for each in candidates if each.value == chosen), None)
+    if best is not None:
+        values = ", ".join(f"{path} {value:g}" for path, value in best.point.items())
+        text += f"; number {best.value:g} did best, with {values}"
+    return f"{text}; {lost} diverged." if lost else f"{text}; none diverged."
 
 
 def _words(

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tilelab.models.vit import Pooling
+from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.order import shuffled
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.classification import Classification, Output
+from tilelab.study.tasks.classification import Classification, Output, tuning_examples
 from tilelab.study.tasks.examples import HUB, Rows, lines, table
 from tilewise.errors import InvalidArgument
 
@@ -57,15 +58,24 @@ class GlueTask(Classification):
         """See ``Classification``."""
         parts = {name: self.part(source, *where) for name, where in self.dataset.parts.items()}
         broken = sum(rows.left_out for rows in parts.values())
-        name, count = f"GLUE {self.dataset.folder}", len(parts["train"].labels)
+        without = f", without {broken:,} broken lines of its files" if broken else ""
+        return f"GLUE {self.dataset.folder}{without}", parts
+
+    def sampled(self, rows: Rows) -> Rows:
+        """See ``Classification``."""
+        count = len(rows.labels)
         if self.train_examples > count:
             came, required = str(self.train_examples), f"at most {count}, or 0 for all"
             raise InvalidArgument("task.train_examples", came, required)
-        if self.train_examples:
-            order = shuffled(count, _SAMPLE_SEED, 0)[: self.train_examples]
-            parts["train"] = parts["train"].take(sorted(order.tolist()))
-            name += f" (a sample of {self.train_examples:,})"
-        return name + (f", without {broken:,} broken lines of its files" if broken else ""), parts
+        if not self.train_examples:
+            return rows
+        order = shuffled(count, _SAMPLE_SEED, 0)[: self.train_examples]
+        return rows.take(sorted(order.tolist()))
+
+    def epoch(self, config: RunConfig) -> int:
+        """Return the sample's size, or that of GLUE's own training part without ``data.tuning``."""
+        whole = self.dataset.examples
+        return self.train_examples or whole - tuning_examples(whole, config.data.tuning)
 
     def part(self, source: str, file: str, split: str) -> Rows:
         """Return a part of the data set from its file, or from its split on the Hub."""
@@ -104,6 +114,7 @@ class Dataset:
 
     name: str  # also of the Hub's configuration
     folder: str
+    examples: int  # of its training part
     first: str  # columns of the sentences
     second: str = ""  # empty for single ones
     label: str = "label"  # a column too
@@ -129,14 +140,16 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "cola",
             "CoLA",
+            8_551,
             "sentence",
             metrics=("matthews", "accuracy"),
             header=("source", "label", "star", "sentence"),
         ),
-        Dataset("sst2", "SST-2", "sentence"),
+        Dataset("sst2", "SST-2", 67_349, "sentence"),
         Dataset(
             "mrpc",
             "MRPC",
+            3_668,
             "#1 String",
             "#2 String",
             label="Quality",
@@ -147,6 +160,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "qqp",
             "QQP",
+            363_846,
             "question1",
             "question2",
             label="is_duplicate",
@@ -156,6 +170,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "stsb",
             "STS-B",
+            5_749,
             "sentence1",
             "sentence2",
             label="score",
@@ -165,6 +180,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "mnli",
             "MNLI",
+            392_702,
             "sentence1",
             "sentence2",
             label="gold_label",
@@ -177,9 +193,9 @@ DATASETS: Mapping[str, Dataset] = {
                 "mismatched": ("dev_mismatched", "validation_mismatched"),
             },
         ),
-        Dataset("qnli", "QNLI", "question", "sentence", labels=_ENTAILMENT),
-        Dataset("rte", "RTE", "sentence1", "sentence2", labels=_ENTAILMENT),
-        Dataset("wnli", "WNLI", "sentence1", "sentence2"),
+        Dataset("qnli", "QNLI", 104_743, "question", "sentence", labels=_ENTAILMENT),
+        Dataset("rte", "RTE", 2_490, "sentence1", "sentence2", labels=_ENTAILMENT),
+        Dataset("wnli", "WNLI", 635, "sentence1", "sentence2"),
     )
 }
 

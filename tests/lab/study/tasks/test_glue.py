@@ -229,6 +229,23 @@ def test_trials_are_scored_on_examples_that_nothing_learns_from(tmp_path: Path) 
         examples_of(change(config, {"data.tuning": 0.001}), tmp_path)
 
 
+def test_both_sentences_of_a_pair_may_be_sequences_of_their_own(tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path / "glue", "rte"), "rte", **{"task.pooling": "pairs"})
+    data = examples_of(config, tmp_path)
+    batch = config.learning.batch(config, data, data.train, [3, 0])
+    (packed,) = batch.inputs
+    rows = packed.tokens.split(packed.borders.diff().tolist())
+    second = known(data.train.second)
+    texts = [data.train.first[3], second[3], data.train.first[0], second[0]]
+    assert [row.tolist() for row in rows] == [[data.start, *each, data.border] for each in texts]
+    assert not packed.kinds.any()
+    assert batch.targets.tolist() == data.train.labels[[3, 0]].tolist()
+    mean = sum(len(row) ** 2 for row in rows) / sum(map(len, rows))
+    assert config.learning.attended(config, data) == pytest.approx(mean, rel=0.2)
+    session_for(config, tmp_path).work()
+    assert known(record_of(tmp_path).end).status == "done"
+
+
 def test_a_budget_of_epochs_counts_the_examples_that_are_learnt_from(tmp_path: Path) -> None:
     config = change(config_of(write_glue(tmp_path, "rte"), "rte"), {"budget.epochs": 3.0})
     assert config.steps == math.ceil(3 * 2_490 / 8)
@@ -283,6 +300,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
         ({"training.compile": True}, r"training.compile: got true"),
         ({"model.norm": "rms"}, r"model.norm: got 'rms'.*'layer' for family bert"),
+        ({"task.pooling": "pairs"}, r"task.pooling: got 'pairs'.*cola has single sentences"),
         ({"task.dataset": "squad"}, r"task.dataset: got 'squad'"),
         ({"task.dataset": "stsb", "training.label_smoothing": 0.1}, r"learns a number"),
         ({"task.data_set": "rte"}, r"data_set.*Did you mean 'dataset'"),

@@ -38,9 +38,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.common.files import first_of
-from tilelab.models.bert import Head
+from tilelab.models.bert import Head, HeadPooling
 from tilelab.models.packed import pack
-from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.data.order import Samples, shuffled
@@ -134,7 +133,8 @@ class Classification(AbstractTask):
     """A class, or a number, for each sequence; see ``AbstractTask`` and the top of this file.
 
     With ``pooling="first"`` the head sees the first token through a layer of its own (BERT's way),
-    with ``"mean"`` the mean of all tokens.
+    with ``"mean"`` the mean of all tokens. With ``"pairs"`` the two parts of an example are
+    sequences of their own, and the head compares their means (``models.bert.Head``).
     """
 
     families = ("bert",)
@@ -152,8 +152,8 @@ class Classification(AbstractTask):
     most_tokens: ClassVar[int] = 8192
     watches_at_once: ClassVar[bool] = True  # the sequences whose attention is recorded
 
-    def __init__(self, pooling: Pooling = "first") -> None:
-        self.pooling: Pooling = pooling
+    def __init__(self, pooling: HeadPooling = "first") -> None:
+        self.pooling: HeadPooling = pooling
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -270,7 +270,11 @@ class Classification(AbstractTask):
     def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
         """Return some examples of a part of the data."""
         context = config.model.context
-        rows, kinds = zip(*(data.sequence(split, each, context) for each in indices), strict=True)
+        if self.pooling == "pairs":
+            found = [part for each in indices for part in data.pair(split, each, context)]
+        else:
+            found = [data.sequence(split, each, context) for each in indices]
+        rows, kinds = zip(*found, strict=True)
         packed, labels = pack(rows, kinds), torch.from_numpy(split.labels[indices])
         labels = labels.float() if labels.is_floating_point() else labels
         return Batch((packed,), labels, len(indices), len(packed.tokens))
@@ -335,7 +339,8 @@ class Classification(AbstractTask):
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the mean over the training tokens of the length of their sequence."""
-        lengths = data.lengths(data.train, config.model.context).astype(np.float64)
+        context, apart = config.model.context, self.pooling == "pairs"
+        lengths = data.lengths(data.train, context, apart=apart).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:

@@ -245,8 +245,24 @@ class Examples:
         second = None if split.second is None else split.second[index]
         return joined(split.first[index], second, context, self.start, self.border)
 
-    def lengths(self, split: Split, context: int | None = None) -> NDArray[np.int64]:
-        """Return tokens of each example's sequence, cut at a context or whole."""
+    def pair(self, split: Split, index: int, context: int) -> list[tuple[list[int], list[int]]]:
+        """Return both parts of an example as sequences of their own, with token type 0."""
+        assert split.second is not None
+        parts = split.first[index], split.second[index]
+        return [joined(each, None, context, self.start, self.border) for each in parts]
+
+    def lengths(
+        self, split: Split, context: int | None = None, *, apart: bool = False
+    ) -> NDArray[np.int64]:
+        """Return tokens of each example's sequence, cut at a context or whole.
+
+        With ``apart`` both parts of a pair are sequences of their own, the first ones in front.
+        """
+        if apart:
+            assert split.second is not None
+            special = (self.start is not None) + (self.border is not None)
+            found = np.concatenate([split.first.lengths, split.second.lengths]) + special
+            return found if context is None else np.minimum(found, context)
         parts = 1 if split.second is None else 2
         special = (self.start is not None) + parts * (self.border is not None)
         whole = split.first.lengths + special

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilelab.models.vit import Pooling
+from tilelab.models.bert import HeadPooling
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.order import shuffled
 from tilelab.study.tasks import scores
@@ -33,7 +33,7 @@ class GlueTask(Classification):
     sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
     place = ("glue", "glue")
 
-    def __init__(self, dataset: str, train_examples: int, pooling: Pooling) -> None:
+    def __init__(self, dataset: str, train_examples: int, pooling: HeadPooling) -> None:
         super().__init__(pooling)
         self.dataset: Dataset = DATASETS[dataset]
         self.train_examples = train_examples
@@ -44,6 +44,13 @@ class GlueTask(Classification):
             f"{self.dataset.folder}.zip (MRPC: from Microsoft), or set "
             "data.source=hub:nyu-mll/glue."
         )
+
+    def check(self, config: RunConfig) -> None:
+        """See ``AbstractTask``."""
+        super().check(config)
+        if self.pooling == "pairs" and not self.dataset.second:
+            required = f"first or mean: {self.dataset.name} has single sentences"
+            raise InvalidArgument("task.pooling", "'pairs'", required)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def test_a_sample_is_the_same_in_every_run(tmp_path: Path) -> None:
 
 
 def test_trials_are_scored_on_examples_that_nothing_learns_from(tmp_path: Path) -> None:
-    config = config_of(write_glue(tmp_path, "cola"), **{"data.tuning": 0.25})
+    config = change(config_of(write_glue(tmp_path, "cola")), {"data.tuning": 0.25})
     data, whole = (
         examples_of(change(config, {"data.tuning": share}), tmp_path) for share in (0.25, 0.0)
     )
@@ -217,10 +217,11 @@ def test_trials_are_scored_on_examples_that_nothing_learns_from(tmp_path: Path) 
         there = change(config, {"evaluation.text": text})
         scored[text] = there.learning.examination(there, data).held_out(model, True, None).loss
         assert there.learning.evaluated(there, data, True) == {"held-out": 24, "tuning": 6}[text]
+    tuning = known(data.tuning)
     by_hand = [
         functional.cross_entropy(
-            model(*config.learning.batch(config, data, data.tuning, [each]).inputs),
-            torch.tensor([data.tuning.labels[each]]),
+            model(*config.learning.batch(config, data, tuning, [each]).inputs),
+            torch.tensor([tuning.labels[each]]),
         ).item()
         for each in range(6)
     ]

@@ -306,7 +306,7 @@ class RunConfig(Frozen):
             return self.budget.steps
         if self.budget.epochs is not None:
             # Rounded first: 0.1 * 30 is not above 3.
-            examples = round(self.budget.epochs * self.learning.epoch(self), 6)
+            examples: float = round(self.budget.epochs * self.learning.epoch(self), 6)
             return math.ceil(examples / (self.training.batch * self.training.accumulation))
         assert self.budget.tokens is not None
         return -(-self.budget.tokens // self.tokens_per_step)

@@ -104,7 +104,8 @@ def _layers(model: nn.Module) -> dict[str, int]:
 
 
 def _by_layer(group: Group, layers: Mapping[str, int]) -> list[Group]:
-    last, parts = max(layers.values()), {}
+    last = max(layers.values())
+    parts: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in group.parameters.items():
         parts.setdefault(layers[name], {})[name] = parameter
     return [

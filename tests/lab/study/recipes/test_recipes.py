@@ -193,8 +193,22 @@ def test_fine_tuning_tunes_every_arm_and_crosses_the_first_data_set() -> None:
     assert found["cola-together"].arm_names[-1] == "lion+wsd+layers"
     check_designs(STUDIES["fine-tuning"])
     # What both experiments on CoLA have is trained once.
-    hashes = [run.config_hash for run in planned(STUDIES["fine-tuning"]) if run.seed == 0]
+    runs = planned(STUDIES["fine-tuning"])
+    hashes = [run.config_hash for run in runs if run.seed == 0]
     assert len(hashes) - len(set(hashes)) == 4
+    # What the recipe says that it costs: in runs of the whole length.
+    whole = sum(
+        run.config.steps / each.baseline.steps
+        for run in runs
+        for each in tuned[:3]
+        if run.experiment == each.name
+    )
+    extra = sum(
+        run.config.steps / tuned[3].baseline.steps
+        for run in runs
+        if run.experiment == "cola-together" and "+" in run.arm
+    )
+    assert whole + extra == pytest.approx(169, abs=1)
     others = recipes.find("fine-tuning").study(datasets="mrpc, stsb").experiments
     assert [each.metric for each in others[1:3]] == ["f1_accuracy", "pearson_spearman"]
     with pytest.raises(InvalidArgument, match=r"datasets: got 'wnli'.*of cola"):

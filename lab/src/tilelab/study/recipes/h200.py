@@ -161,7 +161,7 @@ def _factorial(seeds: tuple[int, ...]) -> Experiment:
 
 def _fine_tuning(dataset: str, checkpoint: str, source: str, seeds: tuple[int, ...]) -> Experiment:
     """BERT-large on all of a data set, in the protocol of ``fine-tuning``."""
-    whole = bert.PARTS[dataset]._replace(train_examples=0, context=128, batch=32, lr=2e-5)
+    whole = bert.PARTS[dataset]._replace(train_examples=0, context=128, batch=32, lr=2e-5, epochs=3)
     small = bert.tuned_experiment(whole, source, seeds)
     changes = {
         **BERT_LARGE,

@@ -27,6 +27,7 @@ FOLDER = DATA / "models" / "random-bert"
 IMPLEMENTATIONS = ("plain", "sdpa", "tilewise")
 TINY = Shape(layers=2, heads=2, width=16, feed_forward=24, context=12, vocabulary=20)
 ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+PAIRS = Head("classes", 3, "pairs")
 HEADS = (Head(), Head("classes", 3), Head("classes", 1, "mean"), Head("masked"))
 
 needs_data = pytest.mark.skipif(not FOLDER.exists(), reason="no random-bert in TILEWISE_DATA")
@@ -126,7 +127,21 @@ def test_a_head_more_draws_no_other_encoder() -> None:
     assert torch.equal(headed.layers[1].expand.weight, one.layers[1].expand.weight)  # type: ignore[union-attr, arg-type]
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_a_head_of_pairs_compares_the_means_of_two_sequences() -> None:
+    model = BERT(TINY, head=PAIRS, seed=4)
+    assert not model.classifier.weight.any(), "it begins with no answer"
+    torch.nn.init.normal_(model.classifier.weight)
+    rows = [*ROWS, ROWS[0][::-1]]
+    means = BERT(TINY, seed=4)(pack(rows)).split([len(row) for row in rows])
+    vectors = [each.mean(0) / each.mean(0).square().mean().sqrt() for each in means]
+    expected = []
+    for u, v in (vectors[:2], vectors[2:]):
+        seen = torch.cat([(u - v).abs(), u * v])
+        expected.append(model.classifier.weight @ seen + model.classifier.bias)
+    assert torch.allclose(model(pack(rows)), torch.stack(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("head", [*HEADS, PAIRS], ids=str)
 def test_what_is_saved_is_loaded(head: Head, tmp_path: Path) -> None:
     model = BERT(replace(TINY, embedding_dropout=0.3), head=head, seed=7)
     model.save(tmp_path)
@@ -135,7 +150,8 @@ def test_what_is_saved_is_loaded(head: Head, tmp_path: Path) -> None:
     assert again.drawn == ()
     model.eval()
     again.eval()
-    assert torch.equal(call(model, pack(ROWS)), call(again, pack(ROWS)))
+    rows = pack([*ROWS, ROWS[1]])
+    assert torch.equal(call(model, rows), call(again, rows))
 
 
 def test_names_are_those_of_hugging_face(tmp_path: Path) -> None:
@@ -219,7 +235,7 @@ def test_a_classifier_of_other_classes_is_drawn_and_named(head: Head, tmp_path: 
         load(tmp_path, head=Head("classes", 2))
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("pooling", ["first", "mean", "pairs"])
 def test_a_classifier_over_another_pooling_is_drawn(pooling: Any, tmp_path: Path) -> None:
     BERT(TINY, head=Head("classes", 3, pooling), seed=7).save(tmp_path)
     assert load(tmp_path, head=Head("classes", 3, pooling)).drawn == ()

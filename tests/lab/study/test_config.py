@@ -68,6 +68,7 @@ def test_a_saved_config_says_every_number() -> None:
         "betas": [0.9, 0.95],
         "eps": 1e-8,
         "embedding_lr_share": 1.0,
+        "layer_lr_decay": 1.0,
     }
     assert values["schedule"] == {"name": "linear", "warmup": 0.05, "warmup_steps": 0}
     assert values["attention"]["variant"] == {"name": "causal"}
@@ -234,16 +235,19 @@ def test_a_change_leaves_the_config_and_the_changes_as_they_are() -> None:
             setattr(target, field, 3)
 
 
+_EVERYWHERE = {"embedding_lr_share": 1.0, "layer_lr_decay": 1.0}
+
+
 def test_a_new_name_keeps_the_options_that_it_has_too() -> None:
     config = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "lion"})
-    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), "embedding_lr_share": 1.0}
+    kept = {"lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95), **_EVERYWHERE}
     assert config.optimizer.options == kept
     same = change(RunConfig(), {"optimizer.lr": 0.5, "optimizer.name": "adamw"})
     assert same.optimizer.options["lr"] == 0.5
 
 
 def test_a_whole_choice_has_its_own_standard_values() -> None:
-    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), "embedding_lr_share": 1.0}
+    lion = {"lr": 0.001, "weight_decay": 0.3, "betas": (0.9, 0.99), **_EVERYWHERE}
     for value in ("lion", {"name": "lion"}):
         assert change(RunConfig(), {"optimizer": value}).optimizer.options == lion
     # Without a name it is the standard choice.
@@ -292,8 +296,8 @@ def test_choices_made_by_hand_are_complete() -> None:
         ("training.batch", "many", "a valid integer"),
         ("training.clip", float("inf"), "finite"),
         ("training.precision", "int8", "'float32', 'bf16' or 'fp16'"),
-        ("budget.steps", None, "budget: got neither; required: either steps or tokens"),
-        ("budget", {"steps": 1, "tokens": 1}, "budget: got both"),
+        ("budget.steps", None, "budget: got nothing; required: one of steps, tokens"),
+        ("budget", {"steps": 1, "tokens": 1}, "budget: got steps and tokens"),
         ("data.held_out", 0.0, "greater than 0"),
         ("data.vocabulary", 512, r"vocabulary: got 512; required: 2048 for tokenizer bytes"),
         ("data", {"tokenizer": "bpe", "vocabulary": 256}, "greater than or equal to 257"),
@@ -318,7 +322,7 @@ def test_steps_take_the_place_of_tokens() -> None:
     config = change(RunConfig(), {"budget.tokens": 5000})
     assert config.budget == Budget(tokens=5000)
     assert change(config, {"budget.steps": 7}).budget == Budget(steps=7)
-    with pytest.raises(InvalidArgument, match="budget: got both"):
+    with pytest.raises(InvalidArgument, match="budget: got steps and tokens"):
         change(config, {"budget.steps": 7, "budget.tokens": 7})
 
 

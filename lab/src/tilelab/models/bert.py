@@ -15,6 +15,7 @@ Understanding (2019); the small sizes: Turc et al., Well-Read Students Learn Bet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
 
 HeadKind = Literal["none", "masked", "classes"]
+HeadPooling = Literal["first", "mean", "pairs"]
 Pattern = Callable[[int], masks.Mask]
 EPS = 1e-12
 
@@ -181,13 +183,16 @@ class Head(NamedTuple):
         kind: ``"none"``: the hidden states [T, width]. ``"masked"``: logits of tokens [P, V] at the
             places that are asked for. ``"classes"``: logits of sequences [B, classes].
         classes: of ``"classes"``; 1 for a number.
-        pooling: of ``"classes"``: ``"first"`` (tanh of a linear map of the first token) or
-            ``"mean"`` of all tokens of the sequence.
+        pooling: of ``"classes"``: ``"first"`` (tanh of a linear map of the first token),
+            ``"mean"`` of all tokens of the sequence, or ``"pairs"``: sequences 2 i and 2 i + 1 are
+            a pair with means u and v, divided by their root mean squares, and the head sees
+            ``|u - v|`` and ``u * v``. It starts at 0: drawn weights would drown what the two have
+            in common. Source: Tai et al., Improved Semantic Representations (2015), equation 15.
     """
 
     kind: HeadKind = "none"
     classes: int = 2
-    pooling: Literal["first", "mean"] = "first"
+    pooling: HeadPooling = "first"
 
 
 class BERT(nn.Module):
@@ -237,8 +242,11 @@ class BERT(nn.Module):
                 if head.pooling == "first":
                     self.pooler = nn.Linear(width, width)
                 self.head_dropout = nn.Dropout(shape.residual_dropout)
-                self.classifier = nn.Linear(width, head.classes)
+                seen = 2 * width if head.pooling == "pairs" else width
+                self.classifier = nn.Linear(seen, head.classes)
         initialise(self, seed)
+        if head.kind == "classes" and head.pooling == "pairs":
+            nn.init.zeros_(self.classifier.weight)
 
     def forward(self, packed: Packed, wanted: Tensor | None = None) -> Tensor:
         """Return the output of the head.
@@ -277,25 +285,31 @@ class BERT(nn.Module):
         return hidden
 
     def _pooled(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, width] -> [B, width]."""
+        """[T, width] -> [B, width], of pairs [B / 2, 2 width]."""
         if self.head.pooling == "first":
             pooled: Tensor = self.pooler(x[packed.borders[:-1]]).tanh()
             return pooled
         mean: Tensor = torch.segment_reduce(x, "mean", lengths=packed.borders.diff(), axis=0)
+        if self.head.pooling == "pairs":
+            scaled = functional.normalize(mean, dim=1) * math.sqrt(self.shape.width)
+            u, v = scaled[0::2], scaled[1::2]
+            return torch.cat([(u - v).abs(), u * v], dim=1)
         return mean
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
 
         The layout is Hugging Face's, and so is every model but one. Hugging Face has no head of
-        classes over the ``"mean"`` and would draw a pooler for the classifier. So that model has
+        classes over the ``"mean"`` or ``"pairs"`` and would draw a pooler. So that model has
         another type, ``"tilewise-bert"``, which transformers refuses where it chooses the class by
         the type (``AutoModel``). ``BertModel.from_pretrained`` still reads the encoder.
         ``BertForSequenceClassification.from_pretrained``, called by its name, still draws a pooler.
         """
         kind, classes, pooling = self.head
-        ours_alone = kind == "classes" and pooling == "mean"
+        ours_alone = kind == "classes" and pooling != "first"
         values = LAYOUT.config(vars(self.shape), None if ours_alone else _ARCHITECTURES[kind])
+        if ours_alone:
+            values["pooling"] = pooling
         if kind == "classes":
             values |= folders.labels(classes)
             if classes == 1:
@@ -343,7 +357,7 @@ def _head_of(folder: Path, values: Mapping[str, Any]) -> Head:
     """Return the head that a config says."""
     classes = folders.classes_of(values)
     if values["model_type"] == LAYOUT.kinds[1]:
-        return Head("classes", classes, "mean")
+        return Head("classes", classes, values.get("pooling", "mean"))
     said = values.get("architectures") or [_ARCHITECTURES["none"]]
     for kind, name in _ARCHITECTURES.items():
         if said == [name]:

@@ -10,10 +10,12 @@ import torch
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from tilelab.models.bert import BERT, Head, Shape
 from tilelab.study.ask.config import Optimizer
 from tilelab.study.ask.values import names
 from tilelab.study.choices import optimizers
 from tilelab.study.choices.optimizers import parameter_groups
+from tilewise.errors import InvalidArgument
 
 NAMES = names("optimizer")
 TOKENS = torch.arange(12) % 7
@@ -241,6 +243,33 @@ def test_embeddings_have_a_rate_of_their_own(name: str) -> None:
     moved = before[0] - model.embedding.weight, before[1] - model.norm.weight
     assert moved[0].detach().mean().item() == pytest.approx(3 * LR, rel=1e-4)
     assert moved[1].detach().mean().item() == pytest.approx(rates[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_layers_train_slower_the_deeper_they_are(name: str) -> None:
+    """Layer l of L has lr * decay^(L - l): 0 are the embeddings, and a head trains in full."""
+    model = BERT(Shape(layers=3, heads=1, width=4, vocabulary=11), head=Head("classes"))
+    options = {"lr": LR, "layer_lr_decay": 0.5, "weight_decay": DECAY}
+    made = optimizers.build(Optimizer.model_validate({"name": name, **options}), model)
+    names = {id(each): key for key, each in model.named_parameters()}
+    groups = made.optimizer.param_groups
+    rates = {names[id(each)]: group["lr"] for group in groups for each in group["params"]}
+    assert rates.keys() == set(names.values())
+    share = {"layers.2": 1, "layers.1": 1 / 2, "layers.0": 1 / 4, "pooler": 1, "classifier": 1}
+    for key, rate in rates.items():
+        part = key if key.startswith("layers") else f"{key.partition('.')[0]}."
+        expected = next((each for start, each in share.items() if part.startswith(start)), 1 / 8)
+        assert rate == pytest.approx(LR * expected), key
+    decays = {
+        names[id(each)]: group["weight_decay"] for group in groups for each in group["params"]
+    }
+    assert {key for key, decay in decays.items() if decay} == set(
+        optimizers.parameter_groups(model)[0].parameters
+    )
+    assert made.groups["decay.2"][0] == "layers.1.attention.query.weight"
+    assert {"norm.weight", "tokens.weight"} < set(made.groups["no-decay.0"])
+    with pytest.raises(InvalidArgument, match=r"layer_lr_decay: got a Small without layers"):
+        optimizers.build(Optimizer.model_validate({"name": name, **options}), Small())
 
 
 class Tied(nn.Module):

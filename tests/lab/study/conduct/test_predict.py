@@ -167,7 +167,7 @@ def test_evaluations_that_are_not_counted_are_told() -> None:
     text = printed(recipes.find("wikitext").study(preset="h200"))
     assert "(evaluation.final_stride) is not." in text
     assert "of examples are not" not in text
-    assert "of examples are not counted." in printed(recipes.find("bert-glue").study())
+    assert "of examples are not counted." in printed(recipes.find("fine-tuning").study())
 
 
 def test_the_command_prints_and_runs_nothing(

@@ -8,7 +8,15 @@ import pytest
 
 from tests.lab.study.records_of import known
 from tilelab.study import recipes
-from tilelab.study.ask.config import Experiment, Sequential, Study, change, config_hash, parse
+from tilelab.study.ask.config import (
+    Dropout,
+    Experiment,
+    Sequential,
+    Study,
+    change,
+    config_hash,
+    parse,
+)
 from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
 from tilelab.study.recipes.kernels import plain_attention_bytes
@@ -167,16 +175,47 @@ def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
         recipes.find("longer-context").study(plain_up_to=1000)
 
 
-def test_bert_glue_fine_tunes_one_encoder_on_three_data_sets() -> None:
-    metrics = {name: each.metric for name, each in experiments("bert-glue").items()}
-    assert metrics == {"cola": "matthews", "rte": "accuracy", "sst2": "accuracy"}
-    for name, each in experiments("bert-glue").items():
+def test_fine_tuning_tunes_every_arm_and_crosses_the_first_data_set() -> None:
+    found = experiments("fine-tuning")
+    kernels, *tuned = found.values()
+    assert kernels.baseline.task.options["dataset"] == "rte", "the longest inputs"
+    assert kernels.arm_names[:4] == ("plain", "sdpa", "tilewise", "rounding")
+    assert kernels.baseline.model.dropout == Dropout()
+    metrics = {each.name: each.metric for each in tuned}
+    accuracies = {"rte": "accuracy", "sst2": "accuracy"}
+    assert metrics == {"cola": "matthews", **accuracies, "cola-together": "matthews"}
+    for each in tuned:
         assert len(each.seeds) >= 5
-        assert each.baseline.task.options["dataset"] == name
+        assert each.baseline.task.options["dataset"] == each.name.partition("-")[0]
         assert each.baseline.model.checkpoint.startswith("package:")
-        changed = {path.partition(".")[0] for arm in each.arms for path in arm.changes}
-        assert changed == {"optimizer", "schedule", "model"}
+        assert each.baseline.budget.epochs == (1 if each.name == "sst2" else 3)
+        for arm in each.arm_names:
+            assert len(each.candidates(arm)) == 3
+            assert each.config_of(arm).data.tuning > 0
         assert need(each.baseline).total < 2e9  # two at once on a small machine
+    assert found["cola-together"].arm_names[-1] == "lion+wsd+layers"
+    check_designs(STUDIES["fine-tuning"])
+    # What both experiments on CoLA have is trained once.
+    runs = planned(STUDIES["fine-tuning"])
+    hashes = [run.config_hash for run in runs if run.seed == 0]
+    assert len(hashes) - len(set(hashes)) == 4
+    # What the recipe says that it costs: in runs of the whole length.
+    whole = sum(
+        run.config.steps / each.baseline.steps
+        for run in runs
+        for each in tuned[:3]
+        if run.experiment == each.name
+    )
+    extra = sum(
+        run.config.steps / tuned[3].baseline.steps
+        for run in runs
+        if run.experiment == "cola-together" and "+" in run.arm
+    )
+    assert whole + extra == pytest.approx(169, abs=1)
+    others = recipes.find("fine-tuning").study(datasets="mrpc, stsb").experiments
+    assert [each.metric for each in others[1:3]] == ["f1_accuracy", "pearson_spearman"]
+    with pytest.raises(InvalidArgument, match=r"datasets: got 'wnli'.*of cola"):
+        recipes.find("fine-tuning").study(datasets="cola,wnli")
 
 
 def test_h200_is_the_shipped_protocols_at_full_size() -> None:
@@ -195,9 +234,9 @@ def test_h200_is_the_shipped_protocols_at_full_size() -> None:
     assert found["medium-2k"].arm_names[:4] == ("plain", "sdpa", "tilewise", "rounding")
     assert found["medium-4k"].arm_names[:3] == ("sdpa", "tilewise", "rounding")
     assert found["factorial"].design == experiments("gpt2-factorial")["factorial"].design
-    assert set(experiments("bert-glue")["cola"].arm_names) == set(found["bert-cola"].arm_names)
+    assert set(experiments("fine-tuning")["cola"].arm_names) == set(found["bert-cola"].arm_names)
     sst2 = found["bert-sst2"].baseline
-    assert (sst2.model.layers, sst2.model.width, sst2.steps) == (24, 1024, 6313)
+    assert (sst2.model.layers, sst2.model.width, sst2.steps) == (24, 1024, 6188)
     for each in found.values():
         assert {each.config_of(arm).training.precision for arm in each.arm_names} == {"bf16"}
 

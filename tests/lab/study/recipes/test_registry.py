@@ -52,7 +52,7 @@ def test_the_packages_recipes_by_name() -> None:
     by_length = ("listops", "long-documents")
     others = ("kernels", "ladder", "laptop", "laptop-full", "wikitext", "longer-context")
     factors = ("gpt2-factorial", "screening")
-    assert recipes.names() == (*others, *factors, "bert-glue", *by_length, "h200", "gpu30")
+    assert recipes.names() == (*others, *factors, "fine-tuning", *by_length, "h200", "gpu30")
     found = recipes.find("longer-context")
     assert found.name == "longer-context"
     assert found.options["seeds"] == 3

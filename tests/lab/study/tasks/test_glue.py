@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.lab.study.records_of import known
 from tests.lab.study.tasks.small import (
@@ -191,6 +192,76 @@ def test_a_sample_is_the_same_in_every_run(tmp_path: Path) -> None:
         examples_of(change(config, {"task.train_examples": 25}), tmp_path)
 
 
+def test_trials_are_scored_on_examples_that_nothing_learns_from(tmp_path: Path) -> None:
+    config = change(config_of(write_glue(tmp_path, "cola")), {"data.tuning": 0.25})
+    data, whole = (
+        examples_of(change(config, {"data.tuning": share}), tmp_path) for share in (0.25, 0.0)
+    )
+    assert (len(data.train), len(known(data.tuning))) == (18, 6)
+    assert data.sha256 != whole.sha256
+    assert whole.tuning is None
+
+    def numbers(split: Any) -> list[tuple[Any, ...]]:
+        return [(*split.first[each], split.labels[each]) for each in range(len(split))]
+
+    parts = sorted(numbers(data.train) + numbers(data.tuning))
+    assert parts == sorted(numbers(whole.train)), "each example is in one part"
+    assert numbers(data.held_out["held_out"]) == numbers(whole.held_out["held_out"])
+    sample = examples_of(change(config, {"task.train_examples": 10}), tmp_path)
+    assert len(sample.train) == 10
+    assert numbers(sample.tuning) == numbers(data.tuning), "a sample is of the rest"
+
+    model = config.learning.model(config, data, 0, CPU)
+    scored = {}
+    for text in ("held-out", "tuning"):
+        there = change(config, {"evaluation.text": text})
+        scored[text] = there.learning.examination(there, data).held_out(model, True, None).loss
+        assert there.learning.evaluated(there, data, True) == {"held-out": 24, "tuning": 6}[text]
+    tuning = known(data.tuning)
+    by_hand = [
+        functional.cross_entropy(
+            model(*config.learning.batch(config, data, tuning, [each]).inputs),
+            torch.tensor([tuning.labels[each]]),
+        ).item()
+        for each in range(6)
+    ]
+    assert scored["tuning"] == pytest.approx(sum(by_hand) / 6, rel=1e-4) != scored["held-out"]
+    with pytest.raises(InvalidArgument, match="without tuning"):
+        examples_of(change(config, {"data.tuning": 0.001}), tmp_path)
+
+
+def test_both_sentences_of_a_pair_may_be_sequences_of_their_own(tmp_path: Path) -> None:
+    config = config_of(write_glue(tmp_path / "glue", "rte"), "rte", **{"task.pooling": "pairs"})
+    data = examples_of(config, tmp_path)
+    batch = config.learning.batch(config, data, data.train, [3, 0])
+    (packed,) = batch.inputs
+    rows = packed.tokens.split(packed.borders.diff().tolist())
+    second = known(data.train.second)
+    texts = [data.train.first[3], second[3], data.train.first[0], second[0]]
+    assert [row.tolist() for row in rows] == [[data.start, *each, data.border] for each in texts]
+    assert not packed.kinds.any()
+    assert batch.targets.tolist() == data.train.labels[[3, 0]].tolist()
+    mean = sum(len(row) ** 2 for row in rows) / sum(map(len, rows))
+    assert config.learning.attended(config, data) == pytest.approx(mean, rel=0.2)
+    session_for(config, tmp_path).work()
+    assert known(record_of(tmp_path).end).status == "done"
+
+
+def test_a_budget_of_epochs_counts_the_examples_that_are_learnt_from(tmp_path: Path) -> None:
+    config = change(config_of(write_glue(tmp_path, "rte"), "rte"), {"budget.epochs": 3.0})
+    assert config.steps == math.ceil(3 * 2_490 / 8)
+    assert change(config, {"data.tuning": 0.1}).steps == math.ceil(3 * 2_241 / 8)
+    assert change(config, {"training.accumulation": 1}).steps == math.ceil(3 * 2_490 / 4)
+    few = change(config, {"task.train_examples": 18, "budget.epochs": 2.0})
+    assert few.steps == 5
+    assert change(few, {"budget.steps": 4}).budget.epochs is None
+    few.learning.batches(few, examples_of(few, tmp_path), 0)
+    with pytest.raises(InvalidArgument, match=r"24 examples.*2,490.*train_examples=24"):
+        config.learning.batches(config, examples_of(config, tmp_path), 0)
+    with pytest.raises(InvalidArgument, match=r"budget: got 3 epochs.*does not know the number"):
+        change(RunConfig(), {"budget.epochs": 3.0})
+
+
 def test_fine_tuning_begins_with_the_checkpoint(tmp_path: Path) -> None:
     shape = Shape(layers=1, heads=2, width=16, context=32, vocabulary=30522)
     encoder = BERT(shape, seed=9)
@@ -230,6 +301,7 @@ def test_what_no_run_could_do_is_refused(tmp_path: Path) -> None:
         ({"budget.tokens": 500}, r"budget: got 500 tokens.*budget.steps"),
         ({"training.compile": True}, r"training.compile: got true"),
         ({"model.norm": "rms"}, r"model.norm: got 'rms'.*'layer' for family bert"),
+        ({"task.pooling": "pairs"}, r"task.pooling: got 'pairs'.*cola has single sentences"),
         ({"task.dataset": "squad"}, r"task.dataset: got 'squad'"),
         ({"task.dataset": "stsb", "training.label_smoothing": 0.1}, r"learns a number"),
         ({"task.data_set": "rte"}, r"data_set.*Did you mean 'dataset'"),

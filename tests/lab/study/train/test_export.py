@@ -89,6 +89,19 @@ def test_a_vit_is_the_one_that_was_evaluated(pooling: str, tmp_path: Path) -> No
 
 
 @needs_wordpiece
+def test_a_head_of_pairs_is_exported_as_one(tmp_path: Path) -> None:
+    source = write_glue(tmp_path / "glue", "rte")
+    config = config_of(source, "rte", **{"task.pooling": "pairs"})
+    data, _ = trained(config, tmp_path / "run")
+    record = record_of(tmp_path / "run")
+    export(record, tmp_path / "run" / CHECKPOINT, tmp_path / "out")
+    model = bert.load(tmp_path / "out", head=None)
+    assert model.head == bert.Head("classes", 2, "pairs")
+    held = config.learning.examination(config, data).held_out(model, True, None)
+    assert held.loss == record.evaluations[-1].loss
+
+
+@needs_wordpiece
 def test_a_masked_run_feeds_one_of_glue_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -133,8 +134,9 @@ class Data(Frozen):
     training: ``"stream"``, ``"documents"`` (queries see their own alone) or ``"padded"`` (a row
     each): ``data/order.py``. A budget counts rows of a whole context whatever is in them.
 
-    ``tuning`` is the share of a text that only trials of a sweep are scored on, so that the
-    held-out text chooses nothing: ``data/corpus.py``. The held-out text does not depend on it.
+    ``tuning`` is the share of a text, or of the training examples of a classification, that only
+    trials of a sweep are scored on. So the held-out part chooses nothing, and it does not depend on
+    this: ``data/corpus.py``, ``tasks/classification.py``.
     """
 
     source: str = "stdlib"
@@ -202,16 +204,21 @@ class Training(Frozen):
 
 
 class Budget(Frozen):
-    """The length of a run: optimizer steps, or tokens (rounded up to a step)."""
+    """The length of a run: optimizer steps, tokens, or epochs (the last two rounded up to a step).
+
+    An epoch is all training examples of a task that knows their number: GLUE's.
+    """
 
     steps: int | None = Field(None, ge=1)
     tokens: int | None = Field(None, ge=1)
+    epochs: float | None = added(None, gt=0)
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if (self.steps is None) == (self.tokens is None):
-            came = "neither" if self.steps is None else "both"
-            raise InvalidArgument("budget", came, "either steps or tokens")
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            came = " and ".join(given) or "nothing"
+            raise InvalidArgument("budget", came, "one of steps, tokens and epochs")
         return self
 
 
@@ -230,8 +237,8 @@ class Evaluation(Frozen):
     scored. ``attention_windows`` windows (or first examples) give the recorded statistics of the
     attention layers, which changes no result; 0 for none.
 
-    ``text`` is the text that is scored: ``"held-out"``, or that of ``data.tuning``. A trial of a
-    sweep sets it by itself.
+    ``text`` is the text, or are the examples, that are scored: ``"held-out"``, or those of
+    ``data.tuning``. A trial of a sweep sets it by itself.
     """
 
     every: int = Field(25, ge=1)
@@ -306,6 +313,10 @@ class RunConfig(Frozen):
         """Optimizer steps of the whole run."""
         if self.budget.steps is not None:
             return self.budget.steps
+        if self.budget.epochs is not None:
+            # Rounded first: 0.1 * 30 is not above 3.
+            examples: float = round(self.budget.epochs * self.learning.epoch(self), 6)
+            return math.ceil(examples / (self.training.batch * self.training.accumulation))
         assert self.budget.tokens is not None
         return -(-self.budget.tokens // self.tokens_per_step)
 

@@ -364,13 +364,15 @@ def _whole_first(path: str) -> tuple[int, bool, str]:
 
 
 def _cleared(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return the steps of budgets that get tokens, and the tokens of those that get steps."""
-    other = {"steps": "tokens", "tokens": "steps"}
+    """Return the fields of budgets that get another one."""
+    fields = ("steps", "tokens", "epochs")
     paths = [path.rpartition(".") for path, value in changes.items() if value is not None]
     return {
-        f"{part}.{other[last]}": None
+        f"{part}.{other}": None
         for part, _, last in paths
-        if last in other and part.rpartition(".")[2] == "budget"
+        if last in fields and part.rpartition(".")[2] == "budget"
+        for other in fields
+        if other != last
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tilelab.models.layers import Unembedding
 from tilelab.study.ask.values import ADDED, NotNegative, Positive, Share, find, register
+from tilewise.errors import InvalidArgument
 
 if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Optimizer
@@ -31,6 +32,8 @@ SHARDED = ("adamw", "lion", "sgd")
 
 # The rate of embeddings and of a head over tokens, over the one that they would have else.
 EmbeddingShare = Annotated[Positive, ADDED]
+# The rate of a layer over that of the layer after it.
+LayerDecay = Annotated[float, Field(gt=0, le=1), ADDED]
 
 
 class Group(NamedTuple):
@@ -40,9 +43,10 @@ class Group(NamedTuple):
     parameters: Mapping[str, nn.Parameter]  # by name
     decays: bool
     embeds: bool = False  # embeddings and a head over tokens alone
+    above: int = 0  # layers between it and the head: its rate is lr * layer_lr_decay^above
 
 
-def parameter_groups(model: nn.Module, apart: bool = False) -> list[Group]:
+def parameter_groups(model: nn.Module, apart: bool = False, by_layer: bool = False) -> list[Group]:
     """Return the parameters of a model in two groups, in three with embeddings ``apart``.
 
     ``decay``: weights of two dimensions or more that are multiplied with activations.
@@ -50,6 +54,13 @@ def parameter_groups(model: nn.Module, apart: bool = False) -> list[Group]:
     whether it is that embedding or a matrix of its own. With ``apart`` these two are a group of
     their own, ``embedding``. A parameter without gradient is in none, and a group without
     parameters is left out.
+
+    With ``by_layer`` each is cut by the layer of its parameters and named after it: ``decay.3`` is
+    of the third of ``model.layers``. Layer 0 is what a model has before its layers. What comes
+    after the last one, such as a head, counts as part of it.
+
+    Raises:
+        InvalidArgument: ``by_layer`` of a model without ``layers``.
     """
     tables = (each for each in model.modules() if isinstance(each, nn.Embedding | Unembedding))
     embeddings = {id(each.weight) for each in tables}
@@ -65,7 +76,41 @@ def parameter_groups(model: nn.Module, apart: bool = False) -> list[Group]:
             (decayed if parameter.dim() >= 2 else kept)[name] = parameter
     groups = [Group("decay", decayed, True), Group("no-decay", kept, False)]
     groups.append(Group("embedding", embedded, False, embeds=True))
+    if by_layer:
+        groups = [part for each in groups for part in _by_layer(each, _layers(model))]
     return [each for each in groups if each.parameters]
+
+
+_LAYERS = "layers"
+
+
+def _layers(model: nn.Module) -> dict[str, int]:
+    """Return the layer of each parameter by its name, 1 for the first; see ``parameter_groups``."""
+    count = len(getattr(model, _LAYERS, ()))
+    if not count:
+        came = f"a {type(model).__name__} without layers"
+        required = "a model with layers, or 1"
+        raise InvalidArgument("optimizer.layer_lr_decay", came, required)
+    found, here = {}, 0
+    for name, _ in model.named_parameters():  # in the order in which a model has them
+        part, _, inside = name.partition(".")
+        if part == _LAYERS:
+            here = 1 + int(inside.partition(".")[0])
+        elif here:
+            here = count
+        found[name] = here
+    return found
+
+
+def _by_layer(group: Group, layers: Mapping[str, int]) -> list[Group]:
+    last = max(layers.values())
+    parts: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in group.parameters.items():
+        parts.setdefault(layers[name], {})[name] = parameter
+    return [
+        group._replace(name=f"{group.name}.{layer}", parameters=each, above=last - layer)
+        for layer, each in sorted(parts.items())
+    ]
 
 
 class Built(NamedTuple):
@@ -77,7 +122,11 @@ class Built(NamedTuple):
 
 def build(optimizer: Optimizer, model: nn.Module) -> Built:
     """Return the optimizer of a model, in training mode, at the full learning rate."""
-    groups = parameter_groups(model, apart=optimizer.options.get("embedding_lr_share", 1.0) != 1.0)
+    groups = parameter_groups(
+        model,
+        apart=optimizer.options.get("embedding_lr_share", 1.0) != 1.0,
+        by_layer=optimizer.options.get("layer_lr_decay", 1.0) != 1.0,
+    )
     made = find("optimizer", optimizer.name).function(groups, **optimizer.options)
     assert isinstance(made, torch.optim.Optimizer)
     for group in made.param_groups:
@@ -113,14 +162,18 @@ def adamw(
     betas: tuple[Share, Share] = (0.9, 0.95),
     eps: Positive = 1e-8,
     embedding_lr_share: EmbeddingShare = 1.0,
+    layer_lr_decay: LayerDecay = 1.0,
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay.
 
-    Embeddings, and a head over tokens, train at ``embedding_lr_share * lr``.
+    Embeddings, and a head over tokens, train at ``embedding_lr_share * lr``. Layer l of L
+    trains at ``layer_lr_decay^(L - l)`` of that, embeddings as layer 0 and a head in full.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    return _torch_adamw(_for_torch(groups, lr, weight_decay, embedding_lr_share), betas, eps)
+    return _torch_adamw(
+        _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay), betas, eps
+    )
 
 
 @register("optimizer")
@@ -131,15 +184,18 @@ def lion(
     weight_decay: NotNegative = 0.3,
     betas: tuple[Share, Share] = (0.9, 0.99),
     embedding_lr_share: EmbeddingShare = 1.0,
+    layer_lr_decay: LayerDecay = 1.0,
 ) -> torch.optim.Optimizer:
     """The sign of a momentum: every weight moves by the learning rate.
 
     Wants a smaller rate and more decay than AdamW, some 3 to 10 times each. Embeddings, and a head
-    over tokens, train at ``embedding_lr_share * lr``.
+    over tokens, train at ``embedding_lr_share * lr``. ``layer_lr_decay`` is as in ``adamw``.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion(_for_torch(groups, lr, weight_decay, embedding_lr_share), betas=betas)
+    return Lion(
+        _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay), betas=betas
+    )
 
 
 @register("optimizer")
@@ -234,12 +290,16 @@ def schedule_free(
 
 
 def _for_torch(
-    groups: Sequence[Group], lr: float, weight_decay: float, embedding_lr_share: float = 1.0
+    groups: Sequence[Group],
+    lr: float,
+    weight_decay: float,
+    embedding_lr_share: float = 1.0,
+    layer_lr_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     return [
         {
             "params": list(each.parameters.values()),
-            "lr": lr * embedding_lr_share if each.embeds else lr,
+            "lr": lr * (embedding_lr_share if each.embeds else 1.0) * layer_lr_decay**each.above,
             "weight_decay": weight_decay if each.decays else 0.0,
         }
         for each in groups

@@ -35,17 +35,11 @@ RATES = {"small": 0.0003, "medium": 0.00015}  # gentle, as in the recipe kernels
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 MICRO_BATCH_TOKENS = 16384
 WIKITEXT_TOKENS = 117_920_140  # of WikiText-103 by GPT-2's tokenizer
-EXAMPLES = {"cola": 8_551, "rte": 2_490, "sst2": 67_349}
-EPOCHS, BATCH = 3, 32
+GLUE = ("cola", "rte", "sst2")
 # As in the recipe gpt2-factorial, with the rates of a model that is six times as wide.
 FACTORS = {
     **gpt2.COMBINED,
     "muon": {"optimizer.name": "muon", "optimizer.lr": 0.0006},
-}
-# As in the recipe bert-glue, with the rates of BERT-large.
-FINE_TUNED = {
-    **bert.FINE_TUNED,
-    "lion": {"optimizer": {"name": "lion", "lr": 5e-6, "weight_decay": 0.04}},
 }
 BERT_LARGE = {"model.layers": 24, "model.heads": 16, "model.width": 1024}
 # Of the Long Range Arena's own ListOps: 1,000 of 5,000 steps of warm-up, batches of 32.
@@ -81,7 +75,7 @@ def h200(
     All in bfloat16. ``kernels``: plain, sdpa and tilewise attention on WikiText-103, at contexts of
     1,024 to 16,384 and 16,384 tokens a step (plain while its matrices have room), and on masked
     tokens with BERT-large. ``gpt2-factorial``: the sixteen combinations with GPT-2 small on two
-    epochs of WikiText-103. ``bert-glue``: BERT-large on CoLA, RTE and SST-2, three epochs of each.
+    epochs of WikiText-103. ``fine-tuning``: BERT-large on all of CoLA, RTE and SST-2.
     ``listops``: its four lengths with the Long Range Arena's own size of model, batch and steps.
     ``long-documents``: a model of BERT-base's size from scratch, some ten epochs of the 233
     addresses, 32,768 tokens a step. ``tilewise study h200 --dry-run`` says what it takes, on any
@@ -102,7 +96,7 @@ def h200(
             *(_kernels(size, context, steps, numbers) for size in SIZES for context in CONTEXTS),
             _bert_kernels(steps, numbers),
             _factorial(tuple(range(seeds + 1))),
-            *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in bert.PARTS),
+            *(_fine_tuning(each, checkpoint, glue, tuple(range(seeds + 2))) for each in GLUE),
             *(_listops(each, numbers) for each in bert.EXPRESSIONS),
             *(_passages(length, numbers) for length in bert.LENGTHS),
         ),
@@ -165,22 +159,17 @@ def _factorial(seeds: tuple[int, ...]) -> Experiment:
     return gpt2.combinations(baseline, FACTORS, seeds, tuple(range(100, 106)), 0.01)
 
 
-def _fine_tuning(
-    part: bert.Part, checkpoint: str, source: str, seeds: tuple[int, ...]
-) -> Experiment:
-    """BERT-large on all of a data set, in the protocol of ``bert-glue``."""
-    steps = EPOCHS * EXAMPLES[part.dataset] // BATCH
-    whole = part._replace(train_examples=0, steps=steps, context=128)
-    small = bert.glue_experiment(whole, source, seeds, FINE_TUNED)
+def _fine_tuning(dataset: str, checkpoint: str, source: str, seeds: tuple[int, ...]) -> Experiment:
+    """BERT-large on all of a data set, in the protocol of ``fine-tuning``."""
+    whole = bert.PARTS[dataset]._replace(train_examples=0, context=128, batch=32, lr=2e-5, epochs=3)
+    small = bert.tuned_experiment(whole, source, seeds)
     changes = {
         **BERT_LARGE,
         "model.checkpoint": checkpoint,
-        "optimizer.lr": 2e-5,
         "task.pooling": "first",  # which BERT-large was trained for
-        "training.precision": "bf16",
     }
     own = {f"baseline.{path}": value for path, value in changes.items()}
-    return change(small, {"name": f"bert-{part.dataset}", **own})
+    return change(small, {"name": f"bert-{dataset}", **own})
 
 
 def _listops(length: bert.Expressions, seeds: tuple[int, ...]) -> Experiment:

@@ -19,6 +19,9 @@ held-out examples, from the shortest to the longest. Batches have no padding: se
 lengths lie one after the other, through ``tilewise.attention_varlen``. An epoch goes once through
 all examples in a shuffled order, drawn anew for each epoch from the seed. Batches are full: the
 last one of an epoch goes on with the next.
+
+With ``data.tuning`` that share of the training examples is drawn once, the same in every study, and
+only trials of a sweep are scored on it. Nothing learns from it.
 """
 
 from __future__ import annotations
@@ -35,12 +38,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.common.files import first_of
-from tilelab.models.bert import Head
+from tilelab.models.bert import Head, HeadPooling
 from tilelab.models.packed import pack
-from tilelab.models.vit import Pooling
 from tilelab.study.ask.config import Data, RunConfig, Training
 from tilelab.study.ask.metrics import Floor
-from tilelab.study.data.order import Samples
+from tilelab.study.data.order import Samples, shuffled
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.examples import (
     HUB,
@@ -57,6 +59,7 @@ from tilelab.study.tasks.families import bert_of
 from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument
 
+_TUNING_SEED = 1  # the same split in every study: it belongs to the data, not to a run
 # Tokenizer -> bytes in memory for each byte of the files: of what is kept (int32 tokens, borders,
 # labels), and at the most, when texts and lists of tokens are there too. More than what GLUE's
 # files, reviews, addresses and ListOps took; one with other columns beside the text takes less.
@@ -93,23 +96,23 @@ class _Batches:
 class _Examination(Examination):
     def __init__(self, task: Classification, config: RunConfig, data: Any) -> None:
         self._task, self._config, self._data = task, config, data
+        self._parts = _scored(config, data)
         self._rows = min(task.most_rows, max(1, task.most_tokens // config.model.context))
 
     def held_out(self, model: nn.Module, whole: bool, autocast: torch.dtype | None) -> Held:
-        first, *_ = self._data.held_out.values()
+        first, *_ = self._parts.values()
         watched = min(self._config.evaluation.attention_windows, len(first))
         softmaxes = None
         with scores.evaluating(model, autocast) as device:
             found = {
-                name: self._output(model, split, device)
-                for name, split in self._data.held_out.items()
+                name: self._output(model, split, device) for name, split in self._parts.items()
             }
             if watched:
                 rows = watched if self._task.watches_at_once else self._rows
                 softmaxes = scores.look(model, self._calls(first, watched, rows, device))
         loss = self._task.loss_of(next(iter(found.values())))
         metrics = {**self._task.score(found), self._task.loss_name: loss}
-        metrics = {name: metrics[name] for name in self._task.metrics}
+        metrics = {name: metrics.get(name) for name in self._task.metrics}
         return Held(loss, metrics=metrics, softmaxes=softmaxes)
 
     def _calls(
@@ -130,11 +133,13 @@ class Classification(AbstractTask):
     """A class, or a number, for each sequence; see ``AbstractTask`` and the top of this file.
 
     With ``pooling="first"`` the head sees the first token through a layer of its own (BERT's way),
-    with ``"mean"`` the mean of all tokens.
+    with ``"mean"`` the mean of all tokens. With ``"pairs"`` the two parts of an example are
+    sequences of their own, and the head compares their means (``models.bert.Head``).
     """
 
     families = ("bert",)
     fine_tunes = True
+    tunes = True
     classes: int  # 1: a number, learnt by squared error
     quarters: bool = False
     sources: ClassVar[str]  # what data.source may be, in words
@@ -147,8 +152,8 @@ class Classification(AbstractTask):
     most_tokens: ClassVar[int] = 8192
     watches_at_once: ClassVar[bool] = True  # the sequences whose attention is recorded
 
-    def __init__(self, pooling: Pooling = "first") -> None:
-        self.pooling: Pooling = pooling
+    def __init__(self, pooling: HeadPooling = "first") -> None:
+        self.pooling: HeadPooling = pooling
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -220,15 +225,25 @@ class Classification(AbstractTask):
         """Return the data set as tokens, ``Examples``."""
         encoding = self.encoding(config)
         name, parts = self.read(config.data.source)
+        rest, tuning = _cut(parts.pop("train"), config.data.tuning)
+        rows = self.sampled(rest)
+        if len(rows.labels) < len(rest.labels):
+            name += f" (a sample of {len(rows.labels):,})"
         splits = {part: self.encoded(rows, encoding) for part, rows in parts.items()}
-        train = splits.pop("train")
-        count, least = len(next(iter(splits.values()))), len(scores.QUARTERS)
-        if self.quarters and 0 < count < least:
-            required = f"{least} or more: the accuracy is given by quarters of length"
-            came = f"{name} with {count} held-out examples"
-            raise InvalidArgument("data.source", came, required)
+        tried = None if tuning is None else self.encoded(tuning, encoding)
+        least = len(scores.QUARTERS)
+        for part, split in {"held-out": next(iter(splits.values())), "tuning": tried}.items():
+            if self.quarters and split is not None and 0 < len(split) < least:
+                required = f"{least} or more: the accuracy is given by quarters of length"
+                came = f"{name} with {len(split)} {part} examples"
+                raise InvalidArgument("data.source", came, required)
         source, tokenizer = config.data.source, config.data.tokenizer
-        return Examples(name, source, *encoding[:3], train, splits, tokenizer)
+        train = self.encoded(rows, encoding)
+        return Examples(name, source, *encoding[:3], train, splits, tokenizer, tried)
+
+    def sampled(self, rows: Rows) -> Rows:
+        """Return the examples that are learnt from, of those that there are; here all."""
+        return rows
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
         """See ``AbstractTask``; by the sizes of the files."""
@@ -240,13 +255,26 @@ class Classification(AbstractTask):
         return DataBytes(int(kept * size), int(most * size))
 
     def batches(self, config: RunConfig, data: Any, seed: int) -> _Batches:
-        """Full batches of examples, an epoch after the other."""
+        """Full batches of examples, an epoch after the other.
+
+        Raises:
+            InvalidArgument: epochs of a data set that has another number of examples.
+        """
+        if config.budget.epochs is not None and len(data.train) != self.epoch(config):
+            came = f"{data.name} with {len(data.train):,} examples to learn from"
+            required = f"{self.epoch(config):,}, of which an epoch is"
+            fix = f"Set task.train_examples={len(data.train)}, or budget.steps."
+            raise InvalidArgument("budget.epochs", came, required, fix)
         return _Batches(self, config, data, seed)
 
     def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
         """Return some examples of a part of the data."""
         context = config.model.context
-        rows, kinds = zip(*(data.sequence(split, each, context) for each in indices), strict=True)
+        if self.pooling == "pairs":
+            found = [part for each in indices for part in data.pair(split, each, context)]
+        else:
+            found = [data.sequence(split, each, context) for each in indices]
+        rows, kinds = zip(*found, strict=True)
         packed, labels = pack(rows, kinds), torch.from_numpy(split.labels[indices])
         labels = labels.float() if labels.is_floating_point() else labels
         return Batch((packed,), labels, len(indices), len(packed.tokens))
@@ -311,9 +339,30 @@ class Classification(AbstractTask):
 
     def attended(self, config: RunConfig, data: Any) -> float:
         """Return the mean over the training tokens of the length of their sequence."""
-        lengths = data.lengths(data.train, config.model.context).astype(np.float64)
+        context, apart = config.model.context, self.pooling == "pairs"
+        lengths = data.lengths(data.train, context, apart=apart).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     def evaluated(self, config: RunConfig, data: Any, whole: bool) -> int:
         """Return the number of all held-out examples."""
-        return sum(len(split) for split in data.held_out.values())
+        return sum(len(split) for split in _scored(config, data).values())
+
+
+def tuning_examples(count: int, share: float) -> int:
+    """Return how many of so many training examples ``data.tuning`` keeps back."""
+    return round(count * share)
+
+
+def _cut(rows: Rows, share: float) -> tuple[Rows, Rows | None]:
+    """Return the examples that may be learnt from, and those that trials are scored on."""
+    if not share:
+        return rows, None
+    count = len(rows.labels)
+    order, tried = shuffled(count, _TUNING_SEED, 0), tuning_examples(count, share)
+    kept, apart = (rows.take(sorted(part.tolist())) for part in (order[tried:], order[:tried]))
+    return kept, apart
+
+
+def _scored(config: RunConfig, data: Any) -> Mapping[str, Any]:
+    """Return the parts that ``evaluation.text`` names."""
+    return {"tuning": data.tuning} if config.evaluation.text == "tuning" else data.held_out

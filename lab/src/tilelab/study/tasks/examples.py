@@ -199,16 +199,20 @@ class Examples:
     train: Split
     held_out: Mapping[str, Split]  # the parts that are evaluated, by name, the main one first
     tokenizer: str  # what made the tokens, for the record
+    tuning: Split | None = None  # that trials are scored on; None without ``data.tuning``
 
     def __post_init__(self) -> None:
-        for part, split in (("train", self.train), *self.held_out.items()):
+        tuning = {} if self.tuning is None else {"tuning": self.tuning}
+        for part, split in (("train", self.train), *self.held_out.items(), *tuning.items()):
             if not len(split):
                 required = "one example or more to learn from, and to be evaluated"
                 raise InvalidArgument("data.source", f"{self.name} without {part}", required)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{len(split):,} {name}" for name, split in self.held_out.items())
-        return f"Data: {self.name}, {len(self.train):,} examples to learn from; held out: {parts}"
+        tuned = "" if self.tuning is None else f", {len(self.tuning):,} for tuning"
+        learnt = f"{len(self.train):,} examples to learn from{tuned}"
+        return f"Data: {self.name}, {learnt}; held out: {parts}"
 
     @cached_property
     def sha256(self) -> str:
@@ -218,6 +222,9 @@ class Examples:
         for name, split in self.held_out.items():
             digest.update(f"\n{name}\n".encode())
             split.update(digest)
+        if self.tuning is not None:
+            digest.update(b"\ntuning\n")
+            self.tuning.update(digest)
         return digest.hexdigest()
 
     def as_json(self) -> dict[str, Any]:
@@ -230,6 +237,7 @@ class Examples:
             "vocabulary": self.vocabulary,
             "train_examples": len(self.train),
             "held_out_examples": {name: len(split) for name, split in self.held_out.items()},
+            **({} if self.tuning is None else {"tuning_examples": len(self.tuning)}),
         }
 
     def sequence(self, split: Split, index: int, context: int) -> tuple[list[int], list[int]]:
@@ -237,8 +245,24 @@ class Examples:
         second = None if split.second is None else split.second[index]
         return joined(split.first[index], second, context, self.start, self.border)
 
-    def lengths(self, split: Split, context: int | None = None) -> NDArray[np.int64]:
-        """Return tokens of each example's sequence, cut at a context or whole."""
+    def pair(self, split: Split, index: int, context: int) -> list[tuple[list[int], list[int]]]:
+        """Return both parts of an example as sequences of their own, with token type 0."""
+        assert split.second is not None
+        parts = split.first[index], split.second[index]
+        return [joined(each, None, context, self.start, self.border) for each in parts]
+
+    def lengths(
+        self, split: Split, context: int | None = None, *, apart: bool = False
+    ) -> NDArray[np.int64]:
+        """Return tokens of each example's sequence, cut at a context or whole.
+
+        With ``apart`` both parts of a pair are sequences of their own, the first ones in front.
+        """
+        if apart:
+            assert split.second is not None
+            special = (self.start is not None) + (self.border is not None)
+            found = np.concatenate([split.first.lengths, split.second.lengths]) + special
+            return found if context is None else np.minimum(found, context)
         parts = 1 if split.second is None else 2
         special = (self.start is not None) + parts * (self.border is not None)
         whole = split.first.lengths + special

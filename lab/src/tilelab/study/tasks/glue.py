@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilelab.models.vit import Pooling
+from tilelab.models.bert import HeadPooling
+from tilelab.study.ask.config import RunConfig
 from tilelab.study.data.order import shuffled
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.classification import Classification, Output
+from tilelab.study.tasks.classification import Classification, Output, tuning_examples
 from tilelab.study.tasks.examples import HUB, Rows, lines, table
 from tilewise.errors import InvalidArgument
 
@@ -32,7 +33,7 @@ class GlueTask(Classification):
     sources = "glue, the path of a folder with GLUE's files, or hub:NAME"
     place = ("glue", "glue")
 
-    def __init__(self, dataset: str, train_examples: int, pooling: Pooling) -> None:
+    def __init__(self, dataset: str, train_examples: int, pooling: HeadPooling) -> None:
         super().__init__(pooling)
         self.dataset: Dataset = DATASETS[dataset]
         self.train_examples = train_examples
@@ -43,6 +44,13 @@ class GlueTask(Classification):
             f"{self.dataset.folder}.zip (MRPC: from Microsoft), or set "
             "data.source=hub:nyu-mll/glue."
         )
+
+    def check(self, config: RunConfig) -> None:
+        """See ``AbstractTask``."""
+        super().check(config)
+        if self.pooling == "pairs" and not self.dataset.second:
+            required = f"first or mean: {self.dataset.name} has single sentences"
+            raise InvalidArgument("task.pooling", "'pairs'", required)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -57,15 +65,24 @@ class GlueTask(Classification):
         """See ``Classification``."""
         parts = {name: self.part(source, *where) for name, where in self.dataset.parts.items()}
         broken = sum(rows.left_out for rows in parts.values())
-        name, count = f"GLUE {self.dataset.folder}", len(parts["train"].labels)
+        without = f", without {broken:,} broken lines of its files" if broken else ""
+        return f"GLUE {self.dataset.folder}{without}", parts
+
+    def sampled(self, rows: Rows) -> Rows:
+        """See ``Classification``."""
+        count = len(rows.labels)
         if self.train_examples > count:
             came, required = str(self.train_examples), f"at most {count}, or 0 for all"
             raise InvalidArgument("task.train_examples", came, required)
-        if self.train_examples:
-            order = shuffled(count, _SAMPLE_SEED, 0)[: self.train_examples]
-            parts["train"] = parts["train"].take(sorted(order.tolist()))
-            name += f" (a sample of {self.train_examples:,})"
-        return name + (f", without {broken:,} broken lines of its files" if broken else ""), parts
+        if not self.train_examples:
+            return rows
+        order = shuffled(count, _SAMPLE_SEED, 0)[: self.train_examples]
+        return rows.take(sorted(order.tolist()))
+
+    def epoch(self, config: RunConfig) -> int:
+        """Return the sample's size, or that of GLUE's own training part without ``data.tuning``."""
+        whole = self.dataset.examples
+        return self.train_examples or whole - tuning_examples(whole, config.data.tuning)
 
     def part(self, source: str, file: str, split: str) -> Rows:
         """Return a part of the data set from its file, or from its split on the Hub."""
@@ -104,6 +121,7 @@ class Dataset:
 
     name: str  # also of the Hub's configuration
     folder: str
+    examples: int  # of its training part
     first: str  # columns of the sentences
     second: str = ""  # empty for single ones
     label: str = "label"  # a column too
@@ -129,14 +147,16 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "cola",
             "CoLA",
+            8_551,
             "sentence",
             metrics=("matthews", "accuracy"),
             header=("source", "label", "star", "sentence"),
         ),
-        Dataset("sst2", "SST-2", "sentence"),
+        Dataset("sst2", "SST-2", 67_349, "sentence"),
         Dataset(
             "mrpc",
             "MRPC",
+            3_668,
             "#1 String",
             "#2 String",
             label="Quality",
@@ -147,6 +167,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "qqp",
             "QQP",
+            363_846,
             "question1",
             "question2",
             label="is_duplicate",
@@ -156,6 +177,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "stsb",
             "STS-B",
+            5_749,
             "sentence1",
             "sentence2",
             label="score",
@@ -165,6 +187,7 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(
             "mnli",
             "MNLI",
+            392_702,
             "sentence1",
             "sentence2",
             label="gold_label",
@@ -177,9 +200,9 @@ DATASETS: Mapping[str, Dataset] = {
                 "mismatched": ("dev_mismatched", "validation_mismatched"),
             },
         ),
-        Dataset("qnli", "QNLI", "question", "sentence", labels=_ENTAILMENT),
-        Dataset("rte", "RTE", "sentence1", "sentence2", labels=_ENTAILMENT),
-        Dataset("wnli", "WNLI", "sentence1", "sentence2"),
+        Dataset("qnli", "QNLI", 104_743, "question", "sentence", labels=_ENTAILMENT),
+        Dataset("rte", "RTE", 2_490, "sentence1", "sentence2", labels=_ENTAILMENT),
+        Dataset("wnli", "WNLI", 635, "sentence1", "sentence2"),
     )
 }
 

@@ -327,12 +327,14 @@ class ImageClassification(Classification):
     sources = f"one of {', '.join(NAMED)}, a file .npz or a folder of them, or hub:NAME"
     classes = 0  # as many as the data has
     sized_by_data = True
+    tunes = False  # images have one part that is held out
     most_rows = most_tokens = 32768
     watches_at_once = False
 
     def __init__(self, patch: int, pooling: Pooling, train_examples: int) -> None:
         super().__init__(pooling)
         self.patch, self.train_examples = patch, train_examples
+        self._pooling: Pooling = pooling
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
@@ -364,7 +366,7 @@ class ImageClassification(Classification):
             patch=self.patch,
             channels=channels,
             classes=classes,
-            pooling=self.pooling,
+            pooling=self._pooling,
         )
         if config.model.context != shape.tokens:
             token = " and a class token" if shape.pooling == "first" else ""

@@ -127,7 +127,9 @@ class ListOps(Classification):
 
     def _check_fits(self, config: RunConfig, data: Examples) -> None:
         longest = max(
-            int(each.first.lengths.max()) for each in (data.train, *data.held_out.values())
+            int(each.first.lengths.max())
+            for each in (data.train, data.tuning, *data.held_out.values())
+            if each is not None
         )
         if config.model.context < longest + 1:
             self._refuse(config, longest)

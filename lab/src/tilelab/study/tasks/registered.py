@@ -17,6 +17,7 @@ from tilewise.errors import InvalidArgument
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
 Pooling = Literal["first", "mean"]
+GluePooling = Literal["first", "mean", "pairs"]
 Classes = Annotated[int, Field(ge=2)]
 _SHORTEST = 8
 OwnMetric = Annotated[str, Field(pattern=r"^(lower|higher):\S+$")]
@@ -36,7 +37,7 @@ def glue(
     *,
     dataset: GlueName = "cola",
     train_examples: CountOrZero = 0,
-    pooling: Pooling = "first",
+    pooling: GluePooling = "first",
 ) -> Any:
     """A data set of GLUE, with a BERT: from a checkpoint, or from scratch."""
     from tilelab.study.tasks.glue import GlueTask

@@ -82,7 +82,8 @@ class Script:
                 fix = "A script has choices of its own: choice.NAME."
                 raise InvalidArgument(name, "a change", "its default: the task is a script", fix)
         if config.budget.steps is None:
-            raise InvalidArgument("budget", "tokens", "budget.steps, which a script gets as steps")
+            came = "tokens or epochs"
+            raise InvalidArgument("budget", came, "budget.steps, which a script gets as steps")
         for name in config.choice:
             if name in (*GIVEN, "choices", "log") or not _NAME.fullmatch(name):
                 required = f"a name of letters, digits, _ and -, and none of {', '.join(GIVEN)}"

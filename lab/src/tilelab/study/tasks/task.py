@@ -131,6 +131,7 @@ class AbstractTask(ABC):
     writes: ClassVar[bool] = False  # whether its models can go on with a text
     unit: ClassVar[str] = "example"  # what a batch is counted in, in words
     learns_text: ClassVar[bool] = False  # data is one text: windows, strides, shares held out
+    tunes: ClassVar[bool] = False  # it takes data.tuning, as those that learn texts do
     packs: ClassVar[bool] = False  # it knows of documents and of rows that grow (data/order.py)
     sized_by_data: ClassVar[bool] = False  # model.context is what its data has, and no other
     causal: ClassVar[bool] = False  # whether c = 6 means something (``train/costs.py``)
@@ -182,6 +183,9 @@ class AbstractTask(ABC):
             came = f"{config.budget.tokens} tokens"
             required = f"budget.steps: task {task} counts examples"
             raise InvalidArgument("budget", came, required)
+        if config.budget.epochs is not None and self.epoch(config) is None:
+            required = f"budget.steps: {task} does not know the number of its examples beforehand"
+            raise InvalidArgument("budget", f"{config.budget.epochs:g} epochs", required)
 
     def _check_factors(self, config: RunConfig) -> None:
         """Nothing that a task or a model does not know is set without an effect."""
@@ -191,7 +195,8 @@ class AbstractTask(ABC):
             "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
             "training.loss_tokens": (config.training.loss_tokens, 0),
         }
-        texts = {} if self.learns_text else {"data.tuning": (config.data.tuning, 0.0)}
+        tunes = self.learns_text or self.tunes
+        texts = {} if tunes else {"data.tuning": (config.data.tuning, 0.0)}
         model = config.model
         foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
         if config.data.tokenizer != "bpe":
@@ -225,6 +230,10 @@ class AbstractTask(ABC):
         Raises:
             InvalidArgument: it is not there; the message says how to get it.
         """
+
+    def epoch(self, config: RunConfig) -> int | None:
+        """Return the examples of an epoch; None for a task that has to read its data for it."""
+        return None
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
         """Estimate the bytes that ``prepare`` will take, from the config and the sizes of files.

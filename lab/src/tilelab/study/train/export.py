@@ -137,21 +137,27 @@ def _made(config: RunConfig, corpus: Mapping[str, Any], weights: _Weights) -> _M
     """Return a model of the config's numbers, and of those that the weights have."""
     if config.model.family == "gpt2":
         return GPT2(gpt2_shape(config.model, len(weights["tokens.weight"])))
-    pooling: vit.Pooling
     numbers = encoder_numbers(config.model)
     if config.model.family == "vit":
         channels, side, _ = corpus["image"]
-        pooling = "first" if "class_token" in weights else "mean"
+        of_images: vit.Pooling = "first" if "class_token" in weights else "mean"
         patch = math.isqrt(weights["embed.weight"].shape[1] // channels)
         classes = len(weights["classifier.bias"])
         shape = vit.Shape(
-            **numbers, image=side, patch=patch, channels=channels, classes=classes, pooling=pooling
+            **numbers,
+            image=side,
+            patch=patch,
+            channels=channels,
+            classes=classes,
+            pooling=of_images,
         )
         return vit.ViT(shape)
     tables = {"context": "positions", "vocabulary": "tokens", "kinds": "kinds"}
     sizes = {name: len(weights[f"{table}.weight"]) for name, table in tables.items()}
     head = bert.Head("masked" if "token_bias" in weights else "none")
     if "classifier.bias" in weights:
-        pooling = "first" if "pooler.weight" in weights else "mean"
+        pooling: bert.HeadPooling = "first" if "pooler.weight" in weights else "mean"
+        if weights["classifier.weight"].shape[1] == 2 * weights["tokens.weight"].shape[1]:
+            pooling = "pairs"
         head = bert.Head("classes", len(weights["classifier.bias"]), pooling)
     return bert.BERT(bert.Shape(**numbers, **sizes), head=head)

@@ -1,18 +1,19 @@
 """Draw the README's two pictures from stored results: python scripts/readme_pictures.py [--check].
 
 ``docs/speed.svg`` shows how many times faster than torch attention is on one core, and
-``docs/study.svg`` what each choice of the study ``laptop`` does to the loss. Both follow the
-reader's light or dark theme. With ``--check`` nothing is written, and the exit status is 1 where
-a picture does not show what is stored.
+``docs/study.svg`` what each choice of the study ``ladder`` does to the loss, by the text that was
+read. Both follow the reader's light or dark theme. With ``--check`` nothing is written, and the
+exit status is 1 where a picture does not show what is stored.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,10 +30,13 @@ from tilelab.common.svg import (
     place,
     standalone,
 )
+from tilelab.study.recipes.ladder import EFFECT_BITS_PER_BYTE
+from tilelab.study.report.content import gather
+from tilelab.study.report.ladders import effect_chart
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
-REPORT = ROOT / "benchmarks/studies/laptop/report.md"
+LADDER = ROOT / "benchmarks/studies/ladder"
 # Names in the record, and what the picture calls them.
 CASES = {
     "forward full 2k D64": "forward, 2k tokens",
@@ -44,18 +48,8 @@ CASES = {
     "dropout 0.1 at 2k": "dropout 0.1, 2k",
     "grouped 32:4 at 2k": "32 heads on 4, 2k",
 }
-NAMES = {"lion": "Lion", "wsd": "warmup-stable-decay", "lion+wsd": "both"}
 DTYPES = ("float32", "bfloat16")
 _WIDTH, _LINE = 680.0, 44.0
-
-
-class Effect(NamedTuple):
-    """What one choice does to the loss, with its 95 % interval; the unit is the report's."""
-
-    name: str
-    middle: float
-    low: float
-    high: float
 
 
 def ratios(stored: Path) -> dict[tuple[str, str], float]:
@@ -65,17 +59,6 @@ def ratios(stored: Path) -> dict[tuple[str, str], float]:
         for each in json.loads(stored.read_text())["cases"]
     }
     return {(case, dtype): found[case, dtype] for case in CASES for dtype in DTYPES}
-
-
-def effects(report: str) -> list[Effect]:
-    """The choices of the report's last table of verdicts that have an interval."""
-    table = report.partition("## Verdicts")[2].partition("\n## ")[0].split("### ")[-1]
-    number = "([+\N{MINUS SIGN}-]?[\\d.]+)"
-    row = re.compile(rf"^\| ([^|]+) \|[^|]*\| {number} \| \\\[{number}, {number}\\\]", re.MULTILINE)
-    return [
-        Effect(name.strip(), *(float(each.replace("\N{MINUS SIGN}", "-")) for each in numbers))
-        for name, *numbers in row.findall(table)
-    ]
 
 
 def _rows(names: list[str]) -> tuple[Figure, Axes]:
@@ -107,24 +90,15 @@ def speed() -> str:
 
 
 def study() -> str:
-    """A dot and an interval for each choice, left of the line where it lowers the loss."""
-    found = effects(REPORT.read_text())
-    figure, axes = _rows([NAMES.get(each.name, each.name) for each in found])
-    reach = max(abs(end) for each in found for end in (each.low, each.high)) * 1.25
-    axes.set_xlim(-reach, reach)
-    for row, each in enumerate(found):
-        colour = arm_colour(row + 1)
-        axes.plot([each.low, each.high], [row, row], color=colour, linewidth=3, zorder=3)
-        axes.plot([each.middle], [row], color=colour, marker="o", markersize=9, zorder=4)
-        beside(axes, (each.high, row), f"{each.middle:+.3f}")
-    axes.axvline(0, color=INK, linewidth=1.2, zorder=2)
-    axes.set_xlabel(
-        "bits per byte against AdamW with linear decay (left is better)", color=SOFT, labelpad=7
-    )
-    told = "; ".join(
-        f"{each.name}: {each.middle:+.3f} [{each.low:+.3f}, {each.high:+.3f}]" for each in found
-    )
-    return standalone(finish(figure, "study", f"Effect on the loss, bits per byte. {told}"))
+    """A line for each choice: its effect by the text read, with the band of the fit."""
+    with tempfile.TemporaryDirectory() as room:
+        folder = Path(room) / "ladder"
+        shutil.copytree(LADDER, folder)
+        shutil.unpack_archive(folder / "records.tar.gz", folder)
+        (found,) = (each for each in gather(folder).verdict.ladders if each.axis == "text")
+    chart = effect_chart(found, EFFECT_BITS_PER_BYTE, "study", _WIDTH)
+    assert chart is not None, f"{LADDER} has too few rungs"
+    return standalone(chart.svg)
 
 
 def label(picture: str) -> str:

@@ -32,9 +32,9 @@ from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
 from tilewise.kernels.cross_entropy import InTorch, Loss, RowKernel, wide
 
 Reduction = Literal["mean", "sum", "none"]
-# A block may take this part of the bytes of operands and gradients: more is no faster, and the
-# whole has to stay below 1.1 times them.
-_PART = 1 / 12
+# A block may take this part of the bytes of operands and gradients: a larger one is 5 % faster at
+# best, half of it 10 % slower (notes/performance-log.md).
+_PART = 1 / 16
 _LEAST_BYTES = 4 * 1024 * 1024
 _LEAST_TOKENS, _LEAST_WORDS = 32, 64  # of a block: smaller products are slow
 
@@ -63,7 +63,7 @@ def linear_cross_entropy(
     token weights w, or 1. It is nan where there is no such token, as in torch. The same operands
     give the same bits.
 
-    Peak memory is that of operands and gradients, and a twelfth of it. Differentiable once, in
+    Peak memory is that of operands and gradients, and a sixteenth of it. Differentiable once, in
     hidden, weight and bias. Under autocast, operands take its dtype, as in ``F.linear``.
 
     Sources: label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al., PaLM, 2022, section 5;

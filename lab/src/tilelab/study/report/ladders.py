@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tilelab.common.svg import RULE, SOFT, arm_colour, finish
-from tilelab.study.report.lines import LineEnd, beside_labels, label_ends, line_style, marks
+from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, line_style, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import Clock, EqualTime, Interval, LadderArm, LadderVerdict
@@ -59,7 +59,9 @@ def meaning(found: LadderVerdict, smallest: float) -> str:
     return text
 
 
-def effect_chart(found: LadderVerdict, smallest: float, name: str) -> Chart | None:
+def effect_chart(
+    found: LadderVerdict, smallest: float, name: str, width: float = WIDTH
+) -> Chart | None:
     """Draw the effect of every arm at every rung with its interval, and the fitted line's band."""
     places = {each.arm: place for place, each in enumerate(found.arms, 1)}
     drawn = [each for each in found.arms if len(each.points) > 1]
@@ -68,7 +70,7 @@ def effect_chart(found: LadderVerdict, smallest: float, name: str) -> Chart | No
         return None
     unit = UNITS[found.metric]
     letters = [len(each.arm) for each in drawn]
-    figure, axes = beside_labels(letters, f"{unit}, arm less {found.baseline}"[:46])
+    figure, axes = beside_labels(letters, f"{unit}, arm less {found.baseline}"[:46], width=width)
     axes.set_xscale("log")
     axes.set_xlim(at[0], at[-1])
     axes.xaxis.set_major_locator(FixedLocator(at))
@@ -79,6 +81,8 @@ def effect_chart(found: LadderVerdict, smallest: float, name: str) -> Chart | No
     low, high = min(*seen, -1.5 * smallest), max(*seen, 1.5 * smallest)
     margin = 0.12 * (high - low)
     axes.set_ylim(low - margin, high + margin)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: words.shorten(number)))
     axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
     axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
     for each in drawn:

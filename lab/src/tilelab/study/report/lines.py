@@ -251,10 +251,12 @@ def frame(letters: Sequence[int], end: float, above: str, below: str) -> tuple[F
     return figure, axes
 
 
-def beside_labels(letters: Sequence[int], above: str, margin: float = 22) -> tuple[Figure, Axes]:
+def beside_labels(
+    letters: Sequence[int], above: str, margin: float = 22, width: float = WIDTH
+) -> tuple[Figure, Axes]:
     """Return an empty figure, with room on the right for names of so many letters."""
     inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (len(letters) - 1))
-    figure = canvas(WIDTH, inside + _BOTTOM + _TOP)
+    figure = canvas(width, inside + _BOTTOM + _TOP)
     right = margin + LETTER * min(max(letters), LONGEST_LABEL)
     axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
     axes.text(0, 1 + 13 / inside, above, color=SOFT, transform=axes.transAxes)

@@ -130,8 +130,8 @@ def shorten(number: float) -> str:
     """Return a number for the axis of a figure: ``250``, ``1.2M``, ``0.5``."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
-            return f"{number / factor:g}{unit}".replace("-", MINUS)
-    return f"{number:g}".replace("-", MINUS)
+            return f"{number / factor:.3g}{unit}".replace("-", MINUS)
+    return f"{number:.3g}".replace("-", MINUS)
 
 
 def short_name(name: str, most: int) -> str:

@@ -107,7 +107,6 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         arms=factorial({"float32": {"training.precision": "float32"}, "muon": MUON}),
         seeds=numbers,
         smallest_effect=EFFECT_BITS_PER_BYTE,
-        error="pooled",
     )
     experiments = (by_precision, by_length(source, longest, numbers), by_size)
     return Study(name="ladder", question=QUESTION, experiments=experiments)

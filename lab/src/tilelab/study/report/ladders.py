@@ -16,7 +16,6 @@ from tilelab.study.verdict.text import UNITS
 
 _AXES = {"text": "bytes of text read", "tokens": "training tokens", "parameters": "parameters"}
 _CLOCKS: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
-FORETOLD = 0.5  # of the smallest effect: a prediction that misses by less has held
 
 
 def ladder_of(found: LadderVerdict, smallest: float, slug: str) -> dict[str, Any]:
@@ -51,9 +50,9 @@ def meaning(found: LadderVerdict, smallest: float) -> str:
     text = f"Effects in {unit}, by {axis}: {'; '.join(said)}."
     foretold = [each for each in found.arms if each.miss is not None]
     if foretold:
-        held = [each.arm for each in foretold if abs(each.miss or 0.0) <= FORETOLD * smallest]
+        held = [each.arm for each in foretold if abs(each.miss or 0.0) <= smallest]
         text += (
-            f" The fit without the last rung foretold it within {FORETOLD * smallest:g} for "
+            f" The fit without the last rung foretold it within {smallest:g} for "
             f"{len(held)} of {words.count(len(foretold), 'arm')}."
         )
     return text

@@ -11,6 +11,7 @@ with ending_at_once(command_loads()):  # torch takes its time
     from tilewise.functional import (
         AttentionResult,
         Explanation,
+        KeyBlocks,
         SoftmaxStats,
         attention,
         attention_paged,
@@ -32,6 +33,7 @@ __all__ = [
     "AttentionResult",
     "BlockMask",
     "Explanation",
+    "KeyBlocks",
     "Plan",
     "SoftmaxStats",
     "__version__",

@@ -11,6 +11,7 @@ from tilewise.chips import Chip, named
 from tilewise.engine import registry
 from tilewise.engine.call import (
     NO_KEYWORDS,
+    Keywords,
     build_operands,
     build_problem,
     make_plan,
@@ -18,8 +19,10 @@ from tilewise.engine.call import (
 )
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.explanation import Explanation, chip_of
+from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
+from tilewise.engine.listed import attend_lists
 from tilewise.engine.pages import Pages, packed_or_paged
-from tilewise.engine.run import run, run_paged
+from tilewise.engine.run import autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.plan.traffic.account import Account, account
@@ -34,6 +37,7 @@ from tilewise.variants.values import Mask, Score, as_mask
 __all__ = [
     "AttentionResult",
     "Explanation",
+    "KeyBlocks",
     "MaskLike",
     "ScoreLike",
     "SoftmaxStats",
@@ -96,6 +100,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | None = None,
@@ -119,6 +124,9 @@ def attention(
             does, without padding; whatever is returned is nested as q is.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
+        keys: the keys that each row reads, int32 or int64 [B, Hk or 1, M, K]: in any order, -1 for
+            none, each once however often it is named. A mask hides some of them. Or KeyBlocks, for
+            blocks of keys. Time and memory follow K, not N. See docs/key-lists.md.
         mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
             Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
             [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
@@ -155,6 +163,10 @@ def attention(
     """
     if unknown:
         _refuse("attention", unknown)
+    if keys is not None:
+        scales = scales_of(q_scale, k_scale, v_scale)
+        keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
+        return _listed(q, k, v, keywords, keys, plan, _wanted(return_stats), return_lse)
     if (
         (mask is None and score is None and scale is None and sinks is None and backend is None)
         and (q_scale is None and k_scale is None and v_scale is None)
@@ -178,6 +190,7 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
+    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | None = None,
@@ -200,7 +213,8 @@ def attention_varlen(
     index, and m, n, M and N count within it. The first dimension of a captured tensor is the
     sequence. Its rows or keys cover at least the longest sequence.
 
-    The keywords are those of ``attention``; a scale [B, heads] has a row per sequence. The operands
+    The keywords are those of ``attention``; a scale [B, heads] has a row per sequence, and key
+    lists are [Hk or 1, Tq, K]. The operands
     q [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv] may have any strides. The offsets cu_seqlens_q
     and cu_seqlens_k are int32 or int64 [sequences + 1]. They start at 0, never decrease and end at
     Tq and Tk.
@@ -216,6 +230,8 @@ def attention_varlen(
     packed = (cu_seqlens_q, cu_seqlens_k)
     scales = scales_of(q_scale, k_scale, v_scale)
     keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, scales=scales)
+    if keys is not None:
+        return _listed(q, k, v, keywords, keys, plan, _wanted(return_stats), return_lse)
     if return_stats is not False:
         return _with_stats(run(q, k, v, keywords, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, keywords, seed, plan, "", not return_lse)
@@ -230,6 +246,7 @@ def attention_paged(
     key_lengths: Tensor,
     cu_seqlens_q: Tensor | None = None,
     *,
+    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | None = None,
@@ -260,6 +277,7 @@ def attention_paged(
         block_table: int32 (or int64) [B, P], P pages for the longest sequence or more.
         key_lengths: int32 (or int64) [B], each at most P * page_size.
         cu_seqlens_q: int32 or int64 [B + 1], or None.
+        keys: as in ``attention``, or as in ``attention_varlen`` with cu_seqlens_q.
         mask: as in ``attention``; a BlockMask is one for a variable-length call of these lengths.
         score: as in ``attention``.
         scale: s = scale * q.k; 1/sqrt(D) if None.
@@ -289,10 +307,34 @@ def attention_paged(
     pages = Pages(block_table, key_lengths, cu_seqlens_q)
     scales = scales_of(q_scale, k_scale, v_scale)
     keywords = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
+    if keys is not None:
+        wanted = _wanted(return_stats)
+        return _listed(q, k_pages, v_pages, keywords, keys, plan, wanted, return_lse)
     result = run_paged(
         q, k_pages, v_pages, keywords, plan, _wanted(return_stats), out_alone=not return_lse
     )
     if return_stats is not False:
+        return _with_stats(result, return_lse)
+    return AttentionResult(result.out, result.lse, None) if return_lse else result.out
+
+
+def _listed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keywords: Keywords,
+    keys: KeyLists,
+    plan: Plan | None,
+    statistics: Statistics,
+    return_lse: bool,
+) -> Any:
+    """Return what a call with key lists returns."""
+    if plan is not None:
+        required = "None with keys=: each few lists have a plan of their own"
+        raise InvalidArgument("plan", "a held plan", required)
+    q, k, v = autocast(q, k, v)
+    result = attend_lists(q, k, v, keywords, read_key_lists(keys), statistics)
+    if statistics:
         return _with_stats(result, return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out
 

@@ -99,7 +99,7 @@ def _traced_extent(problem: Problem) -> Extent:
     return Extent(problem.batch, problem.heads, queries, keys, ragged, check_values=False)
 
 
-class _Call(NamedTuple):
+class OpCall(NamedTuple):
     """What the forward and the backward op take of a call, in this order."""
 
     q: Tensor
@@ -118,6 +118,7 @@ class _Call(NamedTuple):
     backend: str | None
 
     def keywords(self, scales: Scales = NO_SCALES) -> Keywords:
+        """Return the keywords of the call, without pages."""
         cu_seqlens = None
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             cu_seqlens = (self.cu_seqlens_q, self.cu_seqlens_k)
@@ -181,10 +182,11 @@ _SCHEMA_TYPES: dict[Any, str] = {
     float: "float",
     float | None: "float?",
     bool: "bool",
+    int: "int",
 }
 
 
-def _planned(call: _Call, keywords: Keywords) -> tuple[Plan, Operands]:
+def _planned(call: OpCall, keywords: Keywords) -> tuple[Plan, Operands]:
     """The plan and operands of an op call over real tensors: checked again, values included."""
     if transforms_active():
         # A graph made outside of a forward-mode level and run inside of one comes straight here.
@@ -194,7 +196,7 @@ def _planned(call: _Call, keywords: Keywords) -> tuple[Plan, Operands]:
     return plan, build_operands(plan.problem, q, k, v, keywords, call.seed)
 
 
-def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor in exactly the memory order that the fake kernel promises (``output_like``)."""
     swapped = like.dim() == 4 and like.stride(2) > like.stride(1)
     plain = tensor.transpose(1, 2) if swapped else tensor
@@ -203,7 +205,7 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return output_like(like, tensor.shape[-1]).copy_(tensor)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def own(tensor: Tensor) -> Tensor:
     """The tensor at the start of its memory: a backend may cut several out of one allocation."""
     at_start = tensor.is_contiguous() and tensor.storage_offset() == 0
     return tensor if at_start else tensor.clone(memory_format=torch.contiguous_format)
@@ -213,14 +215,14 @@ _KEYS = torch.empty(0, dtype=torch.int64)
 
 
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-_CALLED = len(_Call._fields)
+_CALLED = len(OpCall._fields)
 
 
 @torch.library.custom_op(
-    "tilewise::attention", mutates_args=(), schema=schema(RESULTS, _Call, _Forward)
+    "tilewise::attention", mutates_args=(), schema=schema(RESULTS, OpCall, _Forward)
 )
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, more = _Call(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
+    call, more = OpCall(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
     keywords = call.keywords(scales_of(more.q_scale, more.k_scale, more.v_scale))
     plan, operands = _planned(call, keywords)
     # Autograd is above the op: only whoever called it knows whether it will ask for gradients.
@@ -231,16 +233,16 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a result as an op returns it; ``promised`` says how."""
     max_logit, entropy, top_key = (
-        _absent(like) if found is None else _own(found)
+        absent(like) if found is None else own(found)
         for found, like in zip(result[3:], (result.lse, result.lse, _KEYS), strict=True)
     )
-    out, lse, stats = _laid_out(result.out, q), _own(result.lse), _own(result.stats)
+    out, lse, stats = laid_out(result.out, q), own(result.lse), own(result.stats)
     return out, lse, stats, max_logit, entropy, top_key
 
 
 @_attention.register_fake
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, more = _Call(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
+    call, more = OpCall(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
     return promised(call.q, call.v.shape[-1], more.statistics)
 
 
@@ -261,12 +263,12 @@ def promised(
     )
 
 
-def _backward_groups(arguments: tuple[Any, ...]) -> tuple[_Backward, _Call, _Partial]:
+def _backward_groups(arguments: tuple[Any, ...]) -> tuple[_Backward, OpCall, _Partial]:
     first = len(_Backward._fields)
     last = first + _CALLED
     return (
         _Backward(*arguments[:first]),
-        _Call(*arguments[first:last]),
+        OpCall(*arguments[first:last]),
         _Partial(*arguments[last:]),
     )
 
@@ -274,7 +276,7 @@ def _backward_groups(arguments: tuple[Any, ...]) -> tuple[_Backward, _Call, _Par
 @torch.library.custom_op(
     "tilewise::attention_backward",
     mutates_args=(),
-    schema=schema("Tensor[]", _Backward, _Call, _Partial),
+    schema=schema("Tensor[]", _Backward, OpCall, _Partial),
 )
 def _backward(*arguments: Any) -> list[Tensor]:
     given, call, (partial,) = _backward_groups(arguments)
@@ -289,14 +291,14 @@ def _backward(*arguments: Any) -> list[Tensor]:
     )
     found = [
         *(
-            _absent(like) if grad is None else _laid_out(grad, like)
+            absent(like) if grad is None else laid_out(grad, like)
             for grad, like in zip((grads.q, grads.k, grads.v), call[:3], strict=True)
         ),
-        _absent(call.q) if grads.sinks is None else _own(grads.sinks),
+        absent(call.q) if grads.sinks is None else own(grads.sinks),
     ]
     for index, tensor in enumerate(call.score_tensors):
         grad = grads.score_tensors[index] if index < len(grads.score_tensors) else None
-        found.append(_absent(call.q) if grad is None else _own(grad.to(tensor.dtype)))
+        found.append(absent(call.q) if grad is None else own(grad.to(tensor.dtype)))
     return found
 
 
@@ -304,17 +306,17 @@ def _backward(*arguments: Any) -> list[Tensor]:
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given, call, _ = _backward_groups(arguments)
     found = [
-        output_like(like, like.shape[-1]) if need else _absent(like)
+        output_like(like, like.shape[-1]) if need else absent(like)
         for need, like in zip(given.needs[:3], call[:3], strict=True)
     ]
     captured = (call.sinks, *call.score_tensors)
     for need, like_or_none in zip(given.needs[3:], captured, strict=True):
         like = call.q if like_or_none is None else like_or_none
-        found.append(like.new_empty(like.shape) if need else _absent(call.q))
+        found.append(like.new_empty(like.shape) if need else absent(call.q))
     return found
 
 
-def _absent(like: Tensor) -> Tensor:
+def absent(like: Tensor) -> Tensor:
     """Stands for what was not wanted: an op must return a tensor."""
     return like.new_empty((0,))
 

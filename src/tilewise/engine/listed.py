@@ -1,0 +1,415 @@
+"""Calls with key lists: their checks, and the torch ops that eager and traced calls go through.
+
+A call takes a millisecond and more, so eager calls too can pay for an op written in Python.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
+from tilewise.engine.gathered import Gathering, Groups, Lists, Pages, Variant
+from tilewise.engine.key_lists import KeyBlocks, Listed, check_key_lists, listed
+from tilewise.engine.modes import refuse_second_derivative, refuse_vmap, transforms_active
+from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
+from tilewise.engine.pages import Pages as PagesOfCall
+from tilewise.errors import Unsupported
+from tilewise.problem import Needs, Operands, Result, Statistics, output_like
+from tilewise.reference.merge import merge_partial
+from tilewise.variants.extent import Extent, statistics_dtype
+from tilewise.variants.float8 import FLOAT8, NO_SCALES
+from tilewise.variants.lower import lower_score
+from tilewise.variants.program import RAW, decode, encode, fitted
+from tilewise.variants.values import Mask, Score
+
+
+def attend_lists(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keywords: Keywords,
+    lists: KeyBlocks,
+    statistics: Statistics = "",
+) -> Result:
+    """Attention in which each query row reads the keys of its list alone.
+
+    Raises:
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
+    """
+    _refuse_others(q, keywords)
+    sinks = keywords.sinks
+    keywords = keywords._replace(sinks=None)
+    problem = build_problem(q, k, v, keywords)
+    if sinks is not None:  # as one more set of keys, below
+        build_problem(q, k, v, keywords._replace(sinks=sinks))
+    check_key_lists(lists, problem, q.device)
+    packed = problem.layout == "varlen"
+    extent = Extent(problem.batch, problem.heads, 0, 0, ragged=True, check_values=False)
+    if not packed and keywords.pages is None:
+        extent = extent._replace(queries=problem.queries, keys=problem.keys, ragged=False)
+    score_tensors = lower_score(
+        keywords.score.program, keywords.score.captured, extent, q.dtype, q.device
+    )
+    wide = statistics_dtype(q.dtype)
+    score_tensors = tuple([x.to(wide) if x.is_floating_point() else x for x in score_tensors])
+    indices = lists.indices
+    if k.shape[-2 if not packed else 0] == 0 and keywords.pages is None:
+        k, v = (functional.pad(x, (0, 0, *(0,) * (2 * packed), 0, 1)) for x in (k, v))
+    cu_q, cu_k = keywords.cu_seqlens or (None, None)
+    pages = keywords.pages or PagesOfCall(absent(indices), absent(indices), None)
+    out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
+        *OpCall(
+            q,
+            k,
+            v,
+            list(keywords.mask.captured),
+            list(score_tensors),
+            None,
+            None,
+            cu_q if keywords.pages is None else pages.cu_seqlens_q,
+            cu_k,
+            keywords.mask.text,
+            encode(fitted(keywords.score.program)),
+            None if keywords.scale is None else problem.scale,
+            0.0,
+            keywords.backend,
+        ),
+        *_Lists(indices, lists.block, lists.query_block, pages.block_table, pages.key_lengths),
+        statistics,
+    )
+    result = result_of((out, lse, stats, *rest[:3]), statistics)
+    return result if sinks is None else _with_sinks(result, sinks, packed)
+
+
+def _refuse_others(q: Tensor, keywords: Keywords) -> None:
+    if transforms_active():
+        _refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
+    if keywords.dropout_p:
+        _refuse("dropout", "pass dropout_p=0.0")
+    if q.dtype is FLOAT8 or keywords.scales is not NO_SCALES:
+        _refuse("float8", "convert q, k and v to bfloat16")
+    if any(instr.op == RAW for instr in keywords.score.program):
+        _refuse("raw scores", "write the score in the language of variants")
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise Unsupported(f"tilewise has no {what} with key lists (keys=)", fix=fix)
+
+
+def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
+    """Return the result with one more key for each head, whose value is 0."""
+    out, lse, stats, max_logit, entropy, top_key = result
+    sink = sinks.to(lse.dtype)
+    sink = (sink[:, None] if packed else sink[None, :, None]).expand(lse.shape)
+    merged, total = merge_partial((out, torch.zeros_like(out)), (lse, sink))
+    if entropy is not None:
+        seen = lse != -math.inf
+        log_keys = torch.where(seen, lse - total, 0.0)
+        keys = torch.where(seen, log_keys.exp(), 0.0)
+        log_sink = sink - total
+        entropy = keys * (entropy - log_keys) - log_sink.exp() * log_sink
+        entropy = torch.where(seen, entropy, 0.0)
+    return Result(merged, total, stats, max_logit, entropy, top_key)
+
+
+class _Lists(NamedTuple):
+    """What the ops take of key lists. Without pages ``block_table`` is empty."""
+
+    indices: Tensor
+    block: int
+    query_block: int
+    block_table: Tensor
+    key_lengths: Tensor
+
+
+class _Forward(NamedTuple):
+    """What the forward op takes besides."""
+
+    statistics: str
+
+
+class _Backward(NamedTuple):
+    """What the backward op takes before the call; the last two tensors are ``Listed``."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    grad_entropy: Tensor | None
+    out: Tensor
+    lse: Tensor
+    stats: Tensor
+    sets: Tensor
+    counts: Tensor
+    needs: Sequence[bool]
+
+
+_CALLED, _OF_LISTS = len(OpCall._fields), len(OpCall._fields) + len(_Lists._fields)
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+class _Work:
+    """A call inside of an op, over tensors with values: everything is checked again."""
+
+    def __init__(self, call: OpCall, of_lists: _Lists, found: Listed | None = None) -> None:
+        if transforms_active():  # a graph made outside of a transform comes straight here
+            _refuse("torch.func transforms and no forward-mode derivatives", "call it outside")
+        keywords = _keywords(call, of_lists)
+        q, k, v = (x.resolve_neg() for x in call[:3])
+        self.problem = problem = build_problem(q, k, v, keywords)
+        operands = build_operands(problem, q, k, v, keywords, None)
+        self.packed, self.rows = problem.layout == "varlen", of_lists.query_block
+        groups = self._groups(keywords, operands)
+        blocks = KeyBlocks(of_lists.indices, of_lists.block, self.rows)
+        if blocks.indices.shape[-1] == 0:
+            blocks = blocks._replace(indices=functional.pad(blocks.indices, (0, 1), value=-1))
+        self.listed = listed(blocks, groups.keys) if found is None else found
+        starts = pages = None
+        if keywords.pages is not None:
+            pages = Pages(keywords.pages.block_table.to(q.device), problem.page_size)
+        elif operands.cu_seqlens_k is not None:
+            starts = operands.cu_seqlens_k.to(q.device)
+            k, v = (x.transpose(0, 1)[None] for x in (k, v))
+        self.gathering = Gathering(
+            problem,
+            self.grouped(q),
+            k,
+            v,
+            Lists(self.listed, groups, blocks.block, starts, pages),
+            Variant(keywords.mask.program, operands.mask_tensors),
+            Variant(keywords.score.program, operands.score_tensors),
+            self.rows,
+            call.backend,
+        )
+        self.shapes = (k.shape, v.shape)
+
+    def _groups(self, keywords: Keywords, operands: Operands) -> Groups:
+        problem, device = self.problem, operands.q.device
+        counts = torch.full((problem.batch,), problem.keys, device=device)
+        if keywords.pages is not None:
+            counts = keywords.pages.key_lengths.to(device, torch.int64)
+        elif operands.cu_seqlens_k is not None:
+            counts = operands.cu_seqlens_k.to(device).diff()
+        items = torch.arange(problem.batch, device=device)
+        if operands.cu_seqlens_q is None:
+            of_item = -(-problem.queries // self.rows)
+            item = items.repeat_interleave(of_item)
+            first = torch.arange(of_item, device=device).repeat(problem.batch) * self.rows
+            return Groups(item, first, torch.full_like(item, problem.queries), counts[item])
+        starts = operands.cu_seqlens_q.to(device)
+        lengths = starts.diff()
+        item = items.repeat_interleave(lengths, output_size=problem.queries)
+        first = torch.arange(problem.queries, device=device) - starts[item]
+        return Groups(item, first, lengths[item], counts[item])
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """Return rows [B, Hq, M, W] or [Tq, Hq, W] by groups: [T, Hk, rows of a group, W]."""
+        heads, width = self.problem.kv_heads, x.shape[-1]
+        if self.packed:
+            return x.reshape(x.shape[0], heads, -1, width)
+        batch, all_heads, queries, _ = x.shape
+        x = functional.pad(x, (0, 0, 0, -queries % self.rows)) if self.rows > 1 else x
+        x = x.reshape(batch, heads, all_heads // heads, -1, self.rows, width)
+        x = x.permute(0, 3, 1, 4, 2, 5)
+        return x.reshape(-1, heads, self.rows * (all_heads // heads), width)
+
+    def ungrouped(self, x: Tensor) -> Tensor:
+        """Return the inverse of ``grouped``."""
+        problem, width = self.problem, x.shape[-1]
+        if self.packed:
+            return x.reshape(x.shape[0], problem.heads, width)
+        share = problem.heads // problem.kv_heads
+        x = x.view(problem.batch, -1, problem.kv_heads, self.rows, share, width)
+        x = x.permute(0, 2, 4, 1, 3, 5).reshape(problem.batch, problem.heads, -1, width)
+        return x[:, :, : problem.queries]
+
+    def per_row(self, x: Tensor | None) -> Tensor | None:
+        """Return numbers of rows, [B, Hq, M] or [Hq, Tq], by groups: [T, Hk, rows of a group]."""
+        if x is None:
+            return None
+        x = x.transpose(0, 1) if self.packed else x
+        return self.grouped(x.resolve_neg()[..., None]).squeeze(-1)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Return the inverse of ``per_row``."""
+        x = self.ungrouped(x[..., None]).squeeze(-1)
+        return (x.transpose(0, 1) if self.packed else x).contiguous()
+
+
+def _keywords(call: OpCall, of_lists: _Lists) -> Keywords:
+    if of_lists.block_table.dim() == 1:
+        return call.keywords()
+    return read_keywords(
+        Mask(decode(call.mask), tuple(call.mask_tensors)),
+        Score(decode(call.score), tuple(call.score_tensors)),
+        call.scale,
+        0.0,
+        None,
+        call.backend,
+        pages=PagesOfCall(of_lists.block_table, of_lists.key_lengths, call.cu_seqlens_q),
+    )
+
+
+@torch.library.custom_op(
+    "tilewise::attention_lists", mutates_args=(), schema=schema(_RESULTS, OpCall, _Lists, _Forward)
+)
+def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
+    call, of_lists = OpCall(*arguments[:_CALLED]), _Lists(*arguments[_CALLED:_OF_LISTS])
+    asked = arguments[_OF_LISTS]
+    statistics: Statistics = "top1" if asked == "top1" else "rows" if asked else ""
+    work = _Work(call, of_lists)
+    found = work.gathering.forward(statistics)
+    max_logit, entropy, top_key = (
+        absent(like) if each is None else work.back(each)
+        for each, like in zip(found[3:], (found.lse, found.lse, work.listed.counts), strict=True)
+    )
+    out = laid_out(work.ungrouped(found.out), call.q)
+    return out, work.back(found.lse), found.stats, max_logit, entropy, top_key, *work.listed
+
+
+@_attention_lists.register_fake
+def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    call, of_lists = OpCall(*arguments[:_CALLED]), _Lists(*arguments[_CALLED:_OF_LISTS])
+    q, indices = call.q, of_lists.indices
+    width = call.v.shape[-1]
+    out, lse, stats, *facts = promised(q, width, arguments[_OF_LISTS])
+    packed = q.dim() == 3
+    kv_heads = call.k.shape[1]
+    lists = indices.shape[1] if packed else indices.shape[0] * indices.shape[2]
+    rows = q.shape[1] // kv_heads * of_lists.query_block
+    sets = (lists, indices.shape[-3], max(indices.shape[-1], 1))
+    return (
+        out,
+        lse,
+        stats.new_empty((stats.shape[0], lists, kv_heads, rows)),
+        *facts,
+        indices.new_empty(sets, dtype=torch.int32),
+        indices.new_empty(sets[:2], dtype=torch.int64),
+    )
+
+
+_GIVEN = len(_Backward._fields)
+
+
+@torch.library.custom_op(
+    "tilewise::attention_lists_backward",
+    mutates_args=(),
+    schema=schema("Tensor[]", _Backward, OpCall, _Lists),
+)
+def _backward(*arguments: Any) -> list[Tensor]:
+    given, rest = _Backward(*arguments[:_GIVEN]), arguments[_GIVEN:]
+    call, of_lists = OpCall(*rest[:_CALLED]), _Lists(*rest[_CALLED:])
+    work = _Work(call, of_lists, Listed(given.sets, given.counts))
+    need_q, need_k, need_v, *need_scores = given.needs
+    needs = Needs(need_q, need_k, need_v, tuple(need_scores))
+    lse = work.per_row(given.lse)
+    assert lse is not None
+    by_q, by_k, by_v, of_score = work.gathering.backward(
+        Result(work.grouped(given.out), lse, given.stats),
+        work.grouped(given.grad_out.resolve_neg()),
+        work.per_row(given.grad_lse),
+        work.per_row(given.grad_entropy),
+        needs,
+        work.shapes,
+    )
+    if by_q is not None:
+        by_q = work.ungrouped(by_q)
+    if work.packed:
+        by_k, by_v = (None if x is None else x[0].transpose(0, 1) for x in (by_k, by_v))
+    found = [
+        absent(like) if grad is None else laid_out(grad, like)
+        for grad, like in zip((by_q, by_k, by_v), call[:3], strict=True)
+    ]
+    return [*found, *(absent(call.q) if grad is None else grad for grad in of_score)]
+
+
+@_backward.register_fake
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    given, call = _Backward(*arguments[:_GIVEN]), OpCall(*arguments[_GIVEN : _GIVEN + _CALLED])
+    found = [
+        output_like(like, like.shape[-1]) if need else absent(like)
+        for need, like in zip(given.needs[:3], call[:3], strict=True)
+    ]
+    return [
+        *found,
+        *(
+            like.new_empty(like.shape) if need else absent(call.q)
+            for need, like in zip(given.needs[3:], call.score_tensors, strict=True)
+        ),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call, statistics = inputs[:_OF_LISTS], inputs[_OF_LISTS]
+    out, lse, stats, max_logit, entropy, top_key, *sets = output
+    ctx.mark_non_differentiable(stats, max_logit, top_key, *sets)
+    if not statistics:
+        ctx.mark_non_differentiable(entropy)
+    ctx.set_materialize_grads(False)
+    ctx.sizes = len(call[3]), len(call[4])
+    tensors = [x for x in (*call[:3], *call[3], *call[4]) if x is not None]
+    ctx.rest = call[9:_CALLED], call[_CALLED + 1 : _CALLED + 3]
+    of_lists = _Lists(*call[_CALLED:])
+    ctx.save_for_backward(
+        out,
+        lse,
+        stats,
+        *sets,
+        call[7],
+        call[8],
+        of_lists.indices,
+        of_lists.block_table,
+        of_lists.key_lengths,
+        *tensors,
+    )
+
+
+def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> Any:
+    out, lse, stats, sets, counts, cu_q, cu_k, indices, table, lengths, *x = ctx.saved_tensors
+    if table.dim() == 2:
+        raise Unsupported(
+            "tilewise has no gradients of paged keys",
+            fix="call attention_paged in torch.no_grad(), or detach",
+        )
+    masks, scores = ctx.sizes
+    needs = ctx.needs_input_grad
+    of_scores = list(needs[4]) if scores else []
+    (text, blocks) = ctx.rest
+    found = torch.ops.tilewise.attention_lists_backward(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        grads[0],
+        grads[3],
+        out,
+        lse,
+        stats,
+        sets,
+        counts,
+        [*needs[:3], *of_scores],
+        *x[:3],
+        x[3 : 3 + masks],
+        x[3 + masks :],
+        None,
+        None,
+        cu_q,
+        cu_k,
+        *text,
+        indices,
+        *blocks,
+        table,
+        lengths,
+    )
+    return (
+        *(grad if need else None for grad, need in zip(found[:3], needs[:3], strict=True)),
+        [None] * masks,
+        [grad if need else None for grad, need in zip(found[3:], of_scores, strict=True)],
+        *(None,) * (len(needs) - 5),
+    )
+
+
+_attention_lists.register_autograd(_op_backward, setup_context=_setup_context)
+_backward.register_autograd(refuse_second_derivative)
+_attention_lists.register_vmap(refuse_vmap)
+_backward.register_vmap(refuse_vmap)

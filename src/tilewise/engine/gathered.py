@@ -185,7 +185,7 @@ class Gathering:
         threads = torch.get_num_threads()
         flops = max(1, 2 * many * widths * self.q.shape[2])
         wanted = max(_CACHED_BYTES // of_one, -(-_LEAST_FLOPS // flops), 1) * threads
-        return min(wanted, max(1, 32 * _CACHED_BYTES // of_one))
+        return min(wanted, max(1, 8 * _CACHED_BYTES // of_one))
 
     def _keys(self, lists: slice) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the keys of some lists [lists, Hk or 1, K], and where they lie."""

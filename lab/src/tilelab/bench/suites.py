@@ -4,7 +4,8 @@
 error of every exact method, and what the 2x rule allows. ``paper``: the runtime figures of Dao, Fu,
 Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
 ``models``: one attention layer of well-known models, from its input to its output. ``variants``:
-masks and scores of the table, against none and against others.
+masks and scores of the table, against none and against others. ``lists``: some keys of each row,
+by lists and by masks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,18 @@ from tilelab.bench.points import Point
 from tilelab.bench.steps import Budget, Settings, Step, attempted, timed
 from tilelab.cases.case import Case, Pass
 from tilelab.cases.table import rows
-from tilelab.cases.variants import softcap, window
-from tilelab.peers.methods import OURS, Method, exact, rivals
+from tilelab.cases.variants import listed, softcap, window
+from tilelab.peers.methods import (
+    OURS,
+    Method,
+    by_lists,
+    exact,
+    flex,
+    over_all_keys,
+    rivals,
+    sdpa,
+    written_out,
+)
 from tilelab.peers.plain import compare
 from tilelab.peers.work import Attend, Given, Work, draw, work_of
 from tilewise.inspect.known_models import KnownModel, known_model
@@ -240,6 +251,32 @@ def variants(settings: Settings) -> list[Step]:
         for each in catalogue(length, settings.device, dtype)
     ]
     return timed(works, exact(settings.device, with_flex=settings.flex))
+
+
+_LIST_ROWS = 16  # of queries: times are in proportion to them
+_LIST_HEADS, _LIST_WIDTH = 64, 128
+_LIST_LENGTHS = (4096, 32768, 131072)
+_SHARES = (4, 16, 64)
+
+
+def lists(settings: Settings) -> list[Step]:
+    """Return steps for shares of the keys and lengths: 64 heads of 128 that share a key head."""
+    longest = max(settings.lengths)
+    lengths = [length for length in _LIST_LENGTHS if length <= 2 * longest] or [longest]
+    sizes = {"batch": 1, "heads": _LIST_HEADS, "kv_heads": 1, "queries": _LIST_ROWS}
+    sizes |= {"head_dim": _LIST_WIDTH, "value_dim": _LIST_WIDTH}
+    works = [
+        settings.work(
+            "lists",
+            Case(f"{way}, 1 of {share} keys", mask=(listed(share),), passes=way),
+            length,
+            dtype,
+            **sizes,
+        )
+        for length, dtype, way, share in product(lengths, settings.dtypes, _PASSES, _SHARES)
+    ]
+    methods = [by_lists(), over_all_keys(), sdpa(), written_out()]
+    return timed(works, [*methods, *([flex()] if settings.flex else [])])
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:

@@ -99,6 +99,17 @@ def _dense(*dims: int) -> Maker:
     return make
 
 
+def listed(share: int) -> Maker:
+    """Return a maker of masks in which each row sees one in ``share`` keys, drawn at random."""
+
+    def make(draw: Draw) -> Mask:
+        order = draw.uniform(draw.queries, draw.keys).topk(max(1, draw.keys // share)).indices
+        seen = torch.zeros(draw.queries, draw.keys, dtype=torch.bool, device=draw.device)
+        return masks.dense(seen.scatter(1, order, True))
+
+    return make
+
+
 MASKS: dict[str, Maker] = {
     "causal": lambda _: masks.causal(),
     "causal_top": lambda _: masks.causal(align="top_left"),

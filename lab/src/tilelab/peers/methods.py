@@ -97,6 +97,26 @@ def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:
     return Method(f"{OURS} {name}", make, exact=False)
 
 
+def by_lists() -> Method:
+    """tilewise.attention by key lists.
+
+    They are what the mask lets each row see: of all heads the same keys, of all rows as many.
+    """
+
+    def make(work: Work, given: Given) -> Attend:
+        seen = _shown(work, given, work.queries)[0, 0]
+        keys = seen.nonzero()[:, 1].view(1, 1, work.queries, -1).to(torch.int32)
+        keys = keys.expand(work.batch, -1, -1, -1)
+        return lambda q, k, v: tilewise.attention(q, k, v, keys=keys)
+
+    return Method(OURS, make)
+
+
+def over_all_keys() -> Method:
+    """Ours without the mask: what lists save, and not what the work is."""
+    return Method(f"{OURS}, all keys", lambda work, given: _ours(work, None), exact=False)
+
+
 def _ours(work: Work, mask: Any) -> Attend:
     if callable(mask):
         mask = masks.function(mask)  # called once, and not in every timed call

@@ -20,7 +20,7 @@ from tilewise.engine.call import (
 from tilewise.engine.dispatch import candidates
 from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
-from tilewise.engine.listed import attend_lists
+from tilewise.engine.listed import attend_lists, explain_lists
 from tilewise.engine.pages import Pages, packed_or_paged
 from tilewise.engine.run import autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -439,6 +439,7 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
+    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
     scale: float | None = None,
@@ -455,9 +456,9 @@ def explain(
     This computes no attention. It predicts bytes and times of the forward and the backward, for
     tilewise and for plain attention (docs/io-model.md).
 
-    Every argument is as in ``plan``. ``chip`` selects the caches and ceilings to predict with. It
-    is a name in ``tilewise.chips.CHIPS`` of the kind of device that the tensors are on, "this", or
-    None for the tensors' own device.
+    Every argument is as in ``plan``, and ``keys`` as in ``attention``. ``chip`` selects the caches
+    and ceilings to predict with. It is a name in ``tilewise.chips.CHIPS`` of the kind of device
+    that the tensors are on, "this", or None for the tensors' own device.
 
     Raises:
         InvalidArgument, InvalidType: as the call. A call that no backend supports is explained, not
@@ -468,11 +469,13 @@ def explain(
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
     keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, packed, pages)
     problem = build_problem(q, k, v, keywords)
+    row = chip_of(q.device) if chip is None else _same_kind(named(chip), q.device)
+    if keys is not None:
+        return explain_lists(problem, q.device, keywords, read_key_lists(keys), row)
     try:
         made: Plan | None = make_plan(q, k, v, keywords)
     except Unsupported:
         made = None
-    row = chip_of(q.device) if chip is None else _same_kind(named(chip), q.device)
     found: Account | None = None
     unpredicted: tuple[tuple[str, str], ...] = ()
     if made is not None:

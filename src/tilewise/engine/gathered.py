@@ -115,6 +115,22 @@ class _Part(NamedTuple):
     inner: Tensor
 
 
+def small_problem(problem: Problem, problems: int, rows: int, keys: int) -> Problem:
+    """Return what is computed of some lists and heads: without mask and score."""
+    return problem._replace(
+        batch=problems,
+        heads=1,
+        kv_heads=1,
+        queries=rows,
+        keys=keys,
+        layout="dense",
+        mask=(),
+        score=(),
+        sinks=False,
+        page_size=0,
+    )
+
+
 class Gathering:
     """A call with key lists, for both of its passes.
 
@@ -242,17 +258,8 @@ class Gathering:
             mask = (*mask, *cut, Instr("and")) if mask else cut
         if self._score.program:
             score = gathered(fitted(self._score.program), "score", self.rows, share)
-        small = problem._replace(
-            batch=problems,
-            heads=1,
-            kv_heads=1,
-            queries=self.q.shape[2],
-            keys=self._width,
-            layout="dense",
-            mask=mask,
-            score=score,
-            page_size=0,
-        )
+        small = small_problem(problem, problems, self.q.shape[2], self._width)
+        small = small._replace(mask=mask, score=score)
         key = ("gathered", small, self._backend)
         plan = PLANS.find(key)
         if plan is None:

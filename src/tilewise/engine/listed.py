@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewise.chips import Chip
+from tilewise.engine import registry
 from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
-from tilewise.engine.gathered import Gathering, Groups, Lists, Pages, Variant
+from tilewise.engine.dispatch import candidates, plan_problem
+from tilewise.engine.explanation import Explanation
+from tilewise.engine.gathered import Gathering, Groups, Lists, Pages, Variant, small_problem
 from tilewise.engine.key_lists import KeyBlocks, Listed, check_key_lists, listed
 from tilewise.engine.modes import refuse_second_derivative, refuse_vmap, transforms_active
 from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
 from tilewise.engine.pages import Pages as PagesOfCall
 from tilewise.errors import Unsupported
-from tilewise.problem import Needs, Operands, Result, Statistics, output_like
+from tilewise.plan.traffic.gathered import gathered_account
+from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import FLOAT8, NO_SCALES
@@ -41,7 +46,7 @@ def attend_lists(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
     """
-    _refuse_others(q, keywords)
+    _refuse_others(q.dtype, keywords)
     sinks = keywords.sinks
     keywords = keywords._replace(sinks=None)
     problem = build_problem(q, k, v, keywords)
@@ -86,12 +91,47 @@ def attend_lists(
     return result if sinks is None else _with_sinks(result, sinks, packed)
 
 
-def _refuse_others(q: Tensor, keywords: Keywords) -> None:
+def explain_lists(
+    problem: Problem,
+    device: torch.device,
+    keywords: Keywords,
+    lists: KeyBlocks,
+    chip: Chip | None,
+) -> Explanation:
+    """Explain a call with key lists: its small problems, and what it moves beside a mask.
+
+    Raises:
+        InvalidArgument, Unsupported: as the call.
+    """
+    _refuse_others(problem.dtype, keywords)
+    check_key_lists(lists, problem, device)
+    indices, block, rows = lists
+    many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)
+    share, width = problem.heads // problem.kv_heads, max(indices.shape[-1], 1) * block
+    small = small_problem(problem, many * problem.kv_heads, rows * share, width)
+    plan = plan_problem(small, registry.check_name(keywords.backend))
+    of_blocks = f" in blocks of {block}" if block > 1 else ""
+    text = f"{many} of {width} keys{of_blocks}, each for {small.queries} rows of a key head"
+    notes = (("lists", text), *keywords.mask.notes())
+    found = None
+    if problem.layout == "dense" and not problem.page_size and plan.loops is not None:
+        found = gathered_account(problem._replace(mask=(), score=()), many, small, plan.loops)
+    else:
+        notes += (("bytes", "not predicted for packed sequences and pages"),)
+    reasons = [
+        (each.name, each.reasons or (f"it could, but {plan.backend!r} comes first",))
+        for each in candidates(small, registry.BACKEND_NAMES)
+        if each.name != plan.backend
+    ]
+    return Explanation(plan, tuple(reasons), notes, found, chip)
+
+
+def _refuse_others(dtype: torch.dtype, keywords: Keywords) -> None:
     if transforms_active():
         _refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
     if keywords.dropout_p:
         _refuse("dropout", "pass dropout_p=0.0")
-    if q.dtype is FLOAT8 or keywords.scales is not NO_SCALES:
+    if dtype is FLOAT8 or keywords.scales is not NO_SCALES:
         _refuse("float8", "convert q, k and v to bfloat16")
     if any(instr.op == RAW for instr in keywords.score.program):
         _refuse("raw scores", "write the score in the language of variants")

@@ -56,6 +56,7 @@ class Account(NamedTuple):
         visits: of the forward's tiles.
         forward, backward: both ways of doing it. Of the operands between fast memory and what is
             next to it: ``Traffic.behind`` takes the caches into account.
+        lists_bytes: of key lists, which a call holds besides.
     """
 
     problem: Problem
@@ -63,6 +64,7 @@ class Account(NamedTuple):
     visits: Visits
     forward: Comparison
     backward: Comparison
+    lists_bytes: int = 0
 
     @property
     def both(self) -> Comparison:
@@ -91,7 +93,7 @@ class Account(NamedTuple):
         """Bytes held at the highest, ours and plain; None where sequences differ in length."""
         if self.problem.layout != "dense" or self.problem.page_size:
             return None
-        ours = memory.tiled_held(self.problem, training).peak()
+        ours = memory.tiled_held(self.problem, training).peak() + self.lists_bytes
         return ours, memory.plain_held(self.problem, training).peak()
 
 

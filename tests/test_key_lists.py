@@ -368,3 +368,30 @@ print(measure(16384, 32))
 """
     ((most,),) = printed(code)
     assert float(most) < 256 / 4
+
+
+def test_explained_bytes_follow_the_lists() -> None:
+    """Twice the keys of a list are twice the copies; the keys that there are do not count."""
+
+    def bytes_of(listed: int, keys: int, backward: bool = False) -> int:
+        q, k = torch.empty(1, 8, 64, 32), torch.empty(1, 2, keys, 32)
+        lists = torch.zeros(1, 1, 64, listed, dtype=torch.int32)
+        found = tilewise.explain(q, k, k, keys=lists)
+        assert found.account is not None
+        assert f"64 of {listed} keys, each for 4 rows of a key head" in str(found)
+        ours = (found.account.backward if backward else found.account.forward).ours
+        return next(each for each in ours.passes if each.name == "gather").bytes
+
+    # Keys and values of 2 heads, read and written; an index as it is stored and as it is used.
+    assert bytes_of(16, 1000) == 64 * 16 * (2 * 2 * 32 * 4 * 2 + 12)
+    assert bytes_of(32, 1000) == 2 * bytes_of(16, 1000) == 2 * bytes_of(16, 100_000)
+    assert bytes_of(16, 1000, backward=True) == bytes_of(16, 1000)
+    packed = tilewise.explain(
+        torch.empty(9, 8, 32),
+        torch.empty(9, 2, 32),
+        torch.empty(9, 2, 32),
+        torch.tensor([0, 9]),
+        torch.tensor([0, 9]),
+        keys=torch.zeros(1, 9, 3, dtype=torch.int32),
+    )
+    assert "not predicted" in str(packed)

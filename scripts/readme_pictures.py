@@ -1,9 +1,10 @@
-"""Draw the README's two pictures from stored results: python scripts/readme_pictures.py [--check].
+"""Draw pictures of pages from stored results: python scripts/readme_pictures.py [--check].
 
-``docs/speed.svg`` shows how many times faster than torch attention is on one core, and
+``docs/speed.svg`` shows how many times faster than torch attention is on one core,
 ``docs/study.svg`` what each choice of the study ``ladder`` does to the loss, by the text that was
-read. Both follow the reader's light or dark theme. With ``--check`` nothing is written, and the
-exit status is 1 where a picture does not show what is stored.
+read, and ``docs/key-lists.svg`` the time of a row by the keys that it reads. They follow the
+reader's light or dark theme. With ``--check`` nothing is written, and the exit status is 1 where a
+picture does not show what is stored.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +20,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tilelab.bench.points import SuiteRecord
+from tilelab.bench.suites import LIST_ROWS
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -30,6 +34,7 @@ from tilelab.common.svg import (
     place,
     standalone,
 )
+from tilelab.peers.methods import OURS, over_all_keys
 from tilelab.study.recipes.ladder import EFFECT_BITS_PER_BYTE
 from tilelab.study.report.content import gather
 from tilelab.study.report.ladders import effect_chart
@@ -37,6 +42,7 @@ from tilelab.study.report.ladders import effect_chart
 ROOT = Path(__file__).resolve().parent.parent
 SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
 LADDER = ROOT / "benchmarks/studies/ladder"
+LISTS = ROOT / "benchmarks/amd-epyc-25-1/suites/lists.json"
 # Names in the record, and what the picture calls them.
 CASES = {
     "forward full 2k D64": "forward, 2k tokens",
@@ -101,6 +107,39 @@ def study() -> str:
     return standalone(chart.svg)
 
 
+def key_lists() -> str:
+    """A line for each length: the time of a row by lists; dashed, over all of its keys."""
+    record = SuiteRecord.read(LISTS)
+    figure = canvas(_WIDTH, 300)
+    axes = place(figure, 60, 48, 150, 16)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    told = []
+    points = [
+        point for point in record.points if point.case.startswith("forward") and point.samples
+    ]
+    for index, length in enumerate(sorted({point.length for point in points})):
+        by_lists, over_all = {}, []
+        for point in points:
+            if point.length == length and point.method == OURS:
+                by_lists[length // int(point.case.split()[3])] = point.median / LIST_ROWS * 1e3
+            elif point.length == length and point.method == over_all_keys().name:
+                over_all.append(point.median / LIST_ROWS * 1e3)
+        read, dense, colour = sorted(by_lists), statistics.median(over_all), arm_colour(index + 1)
+        axes.plot(read, [by_lists[each] for each in read], color=colour, marker="o", zorder=4)
+        axes.plot([read[0], length], [dense] * 2, color=colour, linestyle="--", zorder=3)
+        beside(axes, (length, dense), f"all of {length:,} keys")
+        told.append(
+            ", ".join(f"{each:,} of {length:,} keys: {by_lists[each]:.2f} ms" for each in read)
+            + f"; all of them: {dense:.1f} ms"
+        )
+    axes.set_xlabel("keys that a row reads by its list", color=SOFT, labelpad=7)
+    axes.set_ylabel("ms a row, forward", color=SOFT)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    return standalone(finish(figure, "lists", f"Time of a row. {'. '.join(told)}"))
+
+
 def label(picture: str) -> str:
     """What a picture says to those who do not see it: every number in it."""
     found = re.search(r'aria-label="([^"]*)"', picture)
@@ -110,7 +149,11 @@ def label(picture: str) -> str:
 def main(arguments: list[str]) -> int:
     """Draw the pictures, or compare what they say."""
     with house_style():
-        drawn = {ROOT / "docs/speed.svg": speed(), ROOT / "docs/study.svg": study()}
+        drawn = {
+            ROOT / "docs/speed.svg": speed(),
+            ROOT / "docs/study.svg": study(),
+            ROOT / "docs/key-lists.svg": key_lists(),
+        }
     if arguments == ["--check"]:
         old = [
             path

@@ -2,9 +2,9 @@
 
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
 the study) of docs/measured.md belongs to this script, that between the two ``sparse`` and the two
-``suites`` marks of benchmarks/README.md, and that between the two ``counted`` marks of
-docs/io-model.md. With
-``--check`` nothing is written, and the exit status is 1 where a page differs from benchmarks/.
+``suites`` marks of benchmarks/README.md, that between the two ``counted`` marks of docs/io-model.md
+and that between the two ``lists`` marks of docs/key-lists.md. With ``--check`` nothing is written,
+and the exit status is 1 where a page differs from benchmarks/.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import runpy
 import sys
@@ -21,9 +22,11 @@ from tilelab import bench
 from tilelab.bench.command import SUITES
 from tilelab.bench.points import SuiteRecord
 from tilelab.bench.sentences import sentences
+from tilelab.bench.suites import LIST_HEADS, LIST_ROWS, LIST_WIDTH
 from tilelab.bench.tables import suite_heading
 from tilelab.counted.cases import Row, verdict
 from tilelab.counted.cases import table as tabulated
+from tilelab.peers.methods import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
@@ -87,6 +90,33 @@ def suites(folder: Path) -> list[str]:
     return found
 
 
+def lists(stored: Path) -> str:
+    """What the suite ``lists`` found: a line for each direction, length and share of the keys."""
+    record = SuiteRecord.read(stored)
+    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    for point in record.points:
+        found.setdefault((point.case, point.length), {})[point.method] = point.median
+    others = [name for name in next(iter(found.values())) if name != OURS]
+    titles = {"sdpa": "torch with a mask", "plain": "plain with a mask"}
+    heading = ["", "keys", "read", "by lists", *(titles.get(name, name) for name in others)]
+    lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
+    for (case, length), medians in found.items():
+        direction, share = case.split(", 1 of ")
+        ours = medians[OURS] or math.inf
+        beside = [
+            "does not fit" if (other := medians[name]) is None else f"{other / ours:.1f}x as long"
+            for name in others
+        ]
+        keys = length // int(share.split()[0])
+        row = [direction, f"{length:,}", f"{keys:,}", f"{ours / LIST_ROWS * 1e3:.2f} ms", *beside]
+        lines.append(f"| {' | '.join(row)} |")
+    machine, *_ = suite_heading(record)
+    return (
+        f"Time of a query row with {LIST_HEADS} heads of width {LIST_WIDTH} that share one key head, "
+        f"float32, one thread. {machine}.\n\n" + "\n".join(lines)
+    )
+
+
 def counted(stored: Path) -> str:
     """Predicted bytes beside counted ones."""
     rows = [Row.read(each) for each in json.loads(stored.read_text())["rows"]]
@@ -120,6 +150,9 @@ def pages() -> dict[Path, str]:
     told = [text for folder in folders for text in suites(folder)]
     if told:
         found[measurements] = filled(found[measurements], "suites", "\n\n".join(told))
+    for stored_lists in sorted((ROOT / "benchmarks").glob("*/suites/lists.json")):
+        page = ROOT / "docs" / "key-lists.md"
+        found[page] = filled(page.read_text(), "lists", lists(stored_lists))
     counts = ROOT / "benchmarks" / "cachegrind" / "counted.json"
     if counts.exists():
         found[account] = filled(found[account], "counted", counted(counts))

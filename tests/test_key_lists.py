@@ -371,7 +371,7 @@ print(measure(16384, 32))
 
 
 def test_explained_bytes_follow_the_lists() -> None:
-    """Twice the keys of a list are twice the copies; the keys that there are do not count."""
+    """Twice the keys of a list are twice the bytes; the keys that there are do not count."""
 
     def bytes_of(listed: int, keys: int, backward: bool = False) -> int:
         q, k = torch.empty(1, 8, 64, 32), torch.empty(1, 2, keys, 32)
@@ -379,13 +379,16 @@ def test_explained_bytes_follow_the_lists() -> None:
         found = tilewise.explain(q, k, k, keys=lists)
         assert found.account is not None
         assert f"64 of {listed} keys, each for 4 rows of a key head" in str(found)
+        named = "copy" if backward else "lists"
         ours = (found.account.backward if backward else found.account.forward).ours
-        return next(each for each in ours.passes if each.name == "gather").bytes
+        return next(each for each in ours.passes if each.name == named).bytes
 
-    # Keys and values of 2 heads, read and written; an index as it is stored and as it is used.
-    assert bytes_of(16, 1000) == 64 * 16 * (2 * 2 * 32 * 4 * 2 + 12)
-    assert bytes_of(32, 1000) == 2 * bytes_of(16, 1000) == 2 * bytes_of(16, 100_000)
-    assert bytes_of(16, 1000, backward=True) == bytes_of(16, 1000)
+    assert bytes_of(16, 1000) == 64 * 2 * 16 * 4
+    # Keys and values of 2 heads, read and written, and the number of each.
+    assert bytes_of(16, 1000, backward=True) == 64 * 2 * 16 * (2 * 2 * 32 * 4 + 8)
+    for backward in (False, True):
+        once = bytes_of(16, 1000, backward)
+        assert bytes_of(32, 1000, backward) == 2 * once == 2 * bytes_of(16, 100_000, backward)
     packed = tilewise.explain(
         torch.empty(9, 8, 32),
         torch.empty(9, 2, 32),

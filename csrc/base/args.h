@@ -63,7 +63,7 @@ struct ScoreInstr {
 
 constexpr int kMaxMask = 32;
 constexpr int kMaxScore = 8;
-constexpr int kMaxDim = 512;    // the backend refuses wider heads
+constexpr int kMaxDim = 576;    // the backend refuses wider heads; 512 and 64 are those of latent attention
 constexpr int kMaxNodes = 256;  // of an expression; its derivatives may have kMaxDerivativeNodes
 constexpr int kMaxDerivativeNodes = 8192;
 constexpr int kMaxLoads = 16;

@@ -1,16 +1,15 @@
-"""Attention over key lists, as attention of a small dense problem over gathered keys.
+"""Attention over key lists, as attention of small dense problems.
 
-The query rows and heads that share a list are the rows of one small problem; its keys and values
-are copied together from where the list says. So every mask, score and statistic is there, on every
-backend, and the same kernels do the work. What a list names is copied for a few lists at a time:
-memory is O(M K) for the lists, and no M x N is anywhere.
+The query rows and heads that share a list are the rows of one small problem, whose keys and values
+are those of the list. So every mask, score and statistic is there, on every backend, and the same
+kernels do the work. Memory is O(M K) for the lists, and no M x N is anywhere.
 
-The gradients of keys and values are added up list after list, in the order of the rows. So they do
-not depend on the number of threads. The copies are of the operands' dtype; the sums are in that of
-the statistics.
+* Forward, a list is the block table of a paged call: kernels read its keys where they lie.
+* Backward, keys and values are copied together for a few lists at a time. The gradients of the
+  copies are added up list after list, in the order of the rows. So they do not depend on the number
+  of threads. The sums are in the dtype of the statistics.
 """
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.key_lists import Listed
+from tilewise.engine.listed_memory import Lists, Table
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype
@@ -31,47 +30,7 @@ from tilewise.variants.program import Instr, Program, fitted
 _CACHED_BYTES = 1 << 20
 _LEAST_FLOPS = 1 << 24
 _DEVICE_BYTES = 1 << 28
-
-
-class Groups(NamedTuple):
-    """The row groups of a call: rows of queries that share a list; int64 [T] each.
-
-    Args:
-        item: batch item or sequence.
-        first: first row, counted in its sequence.
-        queries, keys: the lengths M and N of the sequence.
-    """
-
-    item: Tensor
-    first: Tensor
-    queries: Tensor
-    keys: Tensor
-
-
-class Pages(NamedTuple):
-    """What finds key n of sequence b in pages: row n % size of page table[b, n // size]."""
-
-    table: Tensor
-    size: int
-
-
-class Lists(NamedTuple):
-    """Where the keys of a call's lists are.
-
-    Args:
-        listed: T lists, for all heads or for each.
-        groups: T row groups.
-        block: keys that one index stands for.
-        starts: int64 [B], first key of each sequence where they are packed; None where they have a
-            dimension of their own.
-        pages: of a paged call, or None.
-    """
-
-    listed: Listed
-    groups: Groups
-    block: int
-    starts: Tensor | None = None
-    pages: Pages | None = None
+_NUMBERS = 1 << 20  # of keys in the lists of one forward call
 
 
 class Variant(NamedTuple):
@@ -81,37 +40,13 @@ class Variant(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class _Table(NamedTuple):
-    """Keys or values [outer, Hk, n, D] as rows of one matrix, and how to find a row in it."""
-
-    rows: Tensor  # [some, D]
-    outer: int
-    head: int
-    key: int
-
-    @staticmethod
-    def of(x: Tensor) -> "_Table":
-        x = x if x.stride(3) == 1 else x.contiguous()
-        sizes, strides = x.shape[:3], x.stride()[:3]
-        # Rows may overlap: values may be the first part of keys.
-        unit = math.gcd(*strides) or x.shape[3]
-        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        rows = x.as_strided((last // unit + 1, x.shape[3]), (unit, 1))
-        return _Table(rows, *(stride // unit for stride in strides))
-
-    def places(self, outer: Tensor, key: Tensor, heads: Tensor) -> Tensor:
-        """Return the rows [lists, Hk, K] of keys [lists, Hk or 1, K] that lie at (outer, key)."""
-        return outer * self.outer + key * self.key + heads * self.head
-
-
-class _Part(NamedTuple):
-    """A few lists with their keys and values."""
+class _Copied(NamedTuple):
+    """A few lists with copies of their keys and values."""
 
     lists: slice
     plan: Plan
     operands: Operands
-    keys: Tensor  # int32 [lists, Hk or 1, K]
-    outer: Tensor  # int64 [lists, Hk or 1, K], with ``inner`` where these keys lie
+    outer: Tensor  # with ``inner`` [lists, Hk or 1, K] where the keys lie
     inner: Tensor
 
 
@@ -158,42 +93,153 @@ class Gathering:
         rows: int,
         backend: str | None,
     ) -> None:
-        self.problem, self.q, self.lists, self.rows = problem, q, lists, rows
-        self._k, self._v = _Table.of(k), _Table.of(v)
-        self._mask, self._score, self._backend = mask, score, registry.check_name(backend)
-        self._heads = torch.arange(problem.kv_heads, device=q.device)[:, None]
-        width = lists.listed.indices.shape[-1] * lists.block
-        self._width = width
-        full = q.is_cpu and bool((lists.listed.counts == width).all())
-        self._cut = not full
+        self.problem, self.lists = problem, lists
+        self.q, self.k, self.v = q, k, v
+        self._backend, self._heads = registry.check_name(backend), problem.kv_heads
+        self._mask, self._score = mask, score
+        share = problem.heads // self._heads
+        self._programs = [
+            gathered(fitted(each.program), kind, rows, share) if each.program else ()
+            for kind, each in (("mask", mask), ("score", score))
+        ]
 
-    def parts(self) -> Iterator[_Part]:
-        """Give all lists with what they name, a few at a time, in their order."""
-        total, size = self.q.shape[0], self._size()
+    def _plan(self, small: Problem, backend: str | None) -> Plan:
+        key = ("lists", small, backend)
+        plan = PLANS.find(key)
+        if plan is None:
+            plan = plan_problem(small, backend)
+            PLANS.add(key, plan)
+        return plan
+
+    def _small(self, lists: slice) -> Problem:
+        """Return the problem of some lists, with everything but what cuts them off."""
+        problems = (lists.stop - lists.start) * self._heads
+        small = small_problem(self.problem, problems, self.q.shape[2], self.lists.width)
+        return small._replace(mask=self._programs[0], score=self._programs[1])
+
+    def _captured(
+        self, lists: slice, keys: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the tensors that the programs of some lists read."""
+        if not (self._mask.program or self._score.program):
+            return (), ()
+        count = lists.stop - lists.start
+        heads = torch.arange(self._heads, device=keys.device)
+        first_head = (heads * (self.problem.heads // self._heads)).expand(count, -1)
+        columns = [each[lists, None].expand_as(first_head) for each in self.lists.groups]
+        columns.insert(1, first_head)
+        shared = torch.stack(columns, dim=-1).flatten(0, 1), self._of_heads(keys)
+        mask, score = (
+            (*each.tensors, *shared) if each.program else () for each in (self._mask, self._score)
+        )
+        return mask, score
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        """Return something of lists [lists, Hk or 1, ...] for each problem: [lists * Hk, ...]."""
+        rest = (-1,) * (x.dim() - 2)
+        return x.expand(-1, self._heads, *rest).flatten(0, 1).contiguous()
+
+    def _tables(self, size: int) -> tuple[Table, Table]:
+        """Return keys and values as tables with pages that have the same numbers in both."""
+        k, v = Table.of(self.k, size), Table.of(self.v, size)
+        if k.steps != v.steps:
+            k, v = (Table.of(x.contiguous(), size) for x in (self.k, self.v))
+        return k, v
+
+    def forward(self, statistics: Statistics, for_backward: bool) -> Result:
+        """Return the result in the form of ``q``: out [T, Hk, rows, Dv], lse [T, Hk, rows]."""
+        rows, dtype = self.q.shape[:3], statistics_dtype(self.q.dtype)
+        out = self.q.new_empty((*rows, self.problem.value_dim))
+        lse = self.q.new_empty(rows, dtype=dtype)
+        stats = self.q.new_empty((3 if statistics else 2, *rows), dtype=dtype)
+        max_logit, entropy = (torch.empty_like(lse) for _ in range(2))
+        top = torch.empty_like(lse, dtype=torch.int64)
+        total, size = self.k.shape[2], max(1, _NUMBERS // (self._heads * self.lists.width))
+        tables = self._tables(self.lists.page_of(total)) if rows[0] else None
+        for start in range(0, rows[0], size):
+            lists = slice(start, min(start + size, rows[0]))
+            assert tables is not None
+            keys = self.lists.keys(lists)
+            found = self._paged(lists, keys, tables, statistics, for_backward)
+            shape = lse[lists].shape
+            out[lists] = found.out.view(*shape, -1)
+            lse[lists] = found.lse.view(shape)
+            stats[:, lists] = found.stats.view(-1, *shape)
+            if statistics:
+                assert found.max_logit is not None
+                assert found.entropy is not None
+                max_logit[lists] = found.max_logit.view(shape)
+                entropy[lists] = found.entropy.view(shape)
+            if found.top_key is not None:
+                at = found.top_key.view(shape)
+                keys = keys.expand(-1, shape[1], -1)
+                top[lists] = torch.where(at < 0, at, keys.gather(-1, at.clamp(min=0)))
+        if not statistics:
+            return Result(out, lse, stats)
+        return Result(out, lse, stats, max_logit, entropy, top if statistics == "top1" else None)
+
+    def _paged(
+        self,
+        lists: slice,
+        keys: Tensor,
+        tables: tuple[Table, Table],
+        statistics: Statistics,
+        for_backward: bool,
+    ) -> Result:
+        """Return the result of some lists, read where their keys lie."""
+        k, v = tables
+        size = k.pages.shape[2]
+        # The first key of a page says where it is.
+        outer, inner = self.lists.places(lists, keys[..., ::size], self.k.shape[2])
+        numbers = k.numbers(outer, inner.div(size, rounding_mode="floor"), self._heads)
+        small = self._small(lists)._replace(page_size=size)
+        mask, score = self._captured(lists, keys)
+        operands = Operands(
+            self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
+            k.pages,
+            v.pages,
+            mask,
+            score,
+            block_table=numbers.flatten(0, 1).to(torch.int32),
+            key_lengths=self._of_heads(self.lists.listed.counts[lists]).to(torch.int32),
+            for_backward=for_backward,
+        )
+        found: Result = self._plan(small, self._backend).forward(operands, statistics)
+        return found
+
+    def _copies(self, backend: str) -> Iterator[_Copied]:
+        """Give all lists with copies of what they name, a few at a time, in their order."""
+        total, size, width = self.q.shape[0], self._at_once(), self.lists.width
+        # On a device nobody waits to know whether all lists are full.
+        full = self.q.is_cpu and bool((self.lists.listed.counts == width).all())
+        tables = [Table.of(x) for x in (self.k, self.v)] if total else []
         for start in range(0, total, size):
             lists = slice(start, min(start + size, total))
-            keys, (outer, inner) = self._keys(lists)
+            keys = self.lists.keys(lists)
+            places = self.lists.places(lists, keys, self.k.shape[2])
+            small = self._small(lists)
+            mask, score = self._captured(lists, keys)
+            if not full:
+                cut: Program = (Instr("below", (), (len(mask),)),)
+                small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
+                mask = (*mask, self._of_heads(self.lists.listed.counts[lists]))
             k, v = (
-                table.rows.index_select(0, table.places(outer, inner, self._heads).flatten())
-                for table in (self._k, self._v)
+                table.rows.index_select(0, table.numbers(*places, self._heads).flatten())
+                for table in tables
             )
-            problems = (lists.stop - start) * self.problem.kv_heads
-            plan = self._plan(problems)
-            mask, score = self._variants(lists, keys)
             operands = Operands(
-                self.q[lists].reshape(problems, 1, -1, self.problem.head_dim),
-                k.view(problems, 1, self._width, -1),
-                v.view(problems, 1, self._width, -1),
+                self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
+                k.view(small.batch, 1, width, -1),
+                v.view(small.batch, 1, width, -1),
                 mask,
                 score,
-                # Autograd is above the op: it may always ask for gradients.
                 for_backward=True,
             )
-            yield _Part(lists, plan, operands, keys, outer, inner)
+            yield _Copied(lists, self._plan(small, backend), operands, *places)
 
-    def _size(self) -> int:
-        """Return how many lists to do at a time."""
-        problem, many = self.problem, self.problem.kv_heads * self._width
+    def _at_once(self) -> int:
+        """Return how many lists to copy at a time."""
+        problem, many = self.problem, self._heads * self.lists.width
         widths = problem.head_dim + problem.value_dim
         of_one = max(1, many * widths * self.q.element_size())
         if not self.q.is_cpu:
@@ -202,95 +248,6 @@ class Gathering:
         flops = max(1, 2 * many * widths * self.q.shape[2])
         wanted = max(_CACHED_BYTES // of_one, -(-_LEAST_FLOPS // flops), 1) * threads
         return min(wanted, max(1, 8 * _CACHED_BYTES // of_one))
-
-    def _keys(self, lists: slice) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the keys of some lists [lists, Hk or 1, K], and where they lie."""
-        listed, groups, block, starts, pages = self.lists
-        keys = listed.indices[lists].long()
-        if block > 1:
-            inside = torch.arange(block, device=keys.device)
-            keys = (keys[..., None] * block + inside).flatten(-2)
-        item = groups.item[lists, None, None]
-        # Beyond its count a list may name what is not there. Some key stands there, unread.
-        last = groups.keys[lists, None, None] - 1
-        keys = torch.minimum(keys, last).clamp_(min=0)
-        if pages is not None:
-            page = pages.table[item, keys.div(pages.size, rounding_mode="floor")].long()
-            return keys, (page, keys % pages.size)
-        if starts is None:
-            return keys, (item.expand_as(keys), keys)
-        # The last sequence may have no key: then there is no row after the one before it.
-        inner = (keys + starts[item]).clamp_(max=self.problem.keys - 1)
-        return keys, (torch.zeros_like(inner), inner)
-
-    def _variants(
-        self, lists: slice, keys: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the tensors of mask and score of some lists."""
-        heads = self.problem.kv_heads
-        shared: tuple[Tensor, ...] = ()
-        if self._mask.program or self._score.program:
-            first_head = self._heads.flatten() * (self.problem.heads // heads)
-            first_head = first_head.expand(keys.shape[0], heads)
-            columns = [each[lists, None].expand_as(first_head) for each in self.lists.groups]
-            columns.insert(1, first_head)
-            places = torch.stack(columns, dim=-1).flatten(0, 1)
-            shared = places, keys.expand(-1, heads, -1).flatten(0, 1)
-        mask, score = (
-            (*each.tensors, *shared) if each.program else () for each in (self._mask, self._score)
-        )
-        if self._cut:
-            counts = self.lists.listed.counts[lists].expand(-1, heads).flatten()
-            mask = (*mask, counts.contiguous())
-        return mask, score
-
-    def _plan(self, problems: int) -> Plan:
-        """Return the plan of the small problems."""
-        problem, share = self.problem, self.problem.heads // self.problem.kv_heads
-        mask: Program = ()
-        score: Program = ()
-        if self._mask.program:
-            mask = gathered(fitted(self._mask.program), "mask", self.rows, share)
-        if self._cut:
-            # Counts come after what the mask's expression may read.
-            slot = len(self._mask.tensors) + 2 if mask else 0
-            cut = (Instr("below", (), (slot,)),)
-            mask = (*mask, *cut, Instr("and")) if mask else cut
-        if self._score.program:
-            score = gathered(fitted(self._score.program), "score", self.rows, share)
-        small = small_problem(problem, problems, self.q.shape[2], self._width)
-        small = small._replace(mask=mask, score=score)
-        key = ("gathered", small, self._backend)
-        plan = PLANS.find(key)
-        if plan is None:
-            plan = plan_problem(small, self._backend)
-            PLANS.add(key, plan)
-        return plan
-
-    def forward(self, statistics: Statistics) -> Result:
-        """Return the result in the form of ``q``: out [T, Hk, rows, Dv], lse [T, Hk, rows]."""
-        rows, dtype = self.q.shape[:3], statistics_dtype(self.q.dtype)
-        out = self.q.new_empty((*rows, self.problem.value_dim))
-        lse = self.q.new_empty(rows, dtype=dtype)
-        stats = self.q.new_empty((3 if statistics else 2, *rows), dtype=dtype)
-        max_logit, entropy = (torch.empty_like(lse) for _ in range(2))
-        top = torch.empty_like(lse, dtype=torch.int64)
-        for part in self.parts():
-            found = part.plan.forward(part.operands, statistics)
-            lists, shape = part.lists, lse[part.lists].shape
-            out[lists] = found.out.view(*shape, -1)
-            lse[lists] = found.lse.view(shape)
-            stats[:, lists] = found.stats.view(-1, *shape)
-            if statistics:
-                max_logit[lists] = found.max_logit.view(shape)
-                entropy[lists] = found.entropy.view(shape)
-            if statistics == "top1":
-                at = found.top_key.view(shape)
-                keys = part.keys.expand(-1, shape[1], -1)
-                top[lists] = torch.where(at < 0, at, keys.gather(-1, at.clamp(min=0)))
-        if not statistics:
-            return Result(out, lse, stats)
-        return Result(out, lse, stats, max_logit, entropy, top if statistics == "top1" else None)
 
     def backward(
         self,
@@ -314,7 +271,7 @@ class Gathering:
         dtype, q = statistics_dtype(self.q.dtype), self.q
         by_q = torch.empty_like(q) if needs.q else None
         sums = [
-            _Table.of(q.new_zeros(shape, dtype=dtype)) if need else None
+            Table.of(q.new_zeros(shape, dtype=dtype)) if need else None
             for shape, need in zip(shapes, (needs.k, needs.v), strict=True)
         ]
         of_score: list[Tensor | None] = [
@@ -323,7 +280,9 @@ class Gathering:
         ]
         unread = (False, False) if self._score.program else ()
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
-        for part in self.parts():
+        # The backend that the forward pass took: it reads its statistics.
+        paged = self._small(slice(0, 1))._replace(page_size=self.lists.page_of(self.k.shape[2]))
+        for part in self._copies(self._plan(paged, self._backend).backend):
             lists, flat = part.lists, (part.operands.q.shape[0], 1, -1)
             grads = part.plan.backward(
                 part.operands,
@@ -341,7 +300,7 @@ class Gathering:
                 by_q[lists] = grads.q.view_as(by_q[lists])
             for table, found in zip(sums, (grads.k, grads.v), strict=True):
                 if table is not None:
-                    places = table.places(part.outer, part.inner, self._heads).flatten()
+                    places = table.numbers(part.outer, part.inner, self._heads).flatten()
                     _add_rows(table.rows, places, found.reshape(-1, found.shape[-1]).to(dtype))
             for total, found in zip(of_score, grads.score_tensors, strict=False):
                 if total is not None and found is not None:

@@ -13,23 +13,23 @@ from torch.nn import functional
 
 from tilewise.chips import Chip
 from tilewise.engine import registry
-from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
+from tilewise.engine.call import Keywords, build_problem
 from tilewise.engine.dispatch import candidates, plan_problem
 from tilewise.engine.explanation import Explanation
-from tilewise.engine.gathered import Gathering, Groups, Lists, Pages, Variant, small_problem
-from tilewise.engine.key_lists import KeyBlocks, Listed, check_key_lists, listed
+from tilewise.engine.gathered import small_problem
+from tilewise.engine.key_lists import KeyBlocks, Listed, check_key_lists
+from tilewise.engine.listed_work import ListedWork, OfLists
 from tilewise.engine.modes import refuse_second_derivative, refuse_vmap, transforms_active
 from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
-from tilewise.engine.pages import Pages as PagesOfCall
+from tilewise.engine.pages import Pages
 from tilewise.errors import Unsupported
 from tilewise.plan.traffic.gathered import gathered_account
-from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
+from tilewise.problem import Needs, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import FLOAT8, NO_SCALES
 from tilewise.variants.lower import lower_score
-from tilewise.variants.program import RAW, decode, encode, fitted
-from tilewise.variants.values import Mask, Score
+from tilewise.variants.program import RAW, encode, fitted
 
 
 def attend_lists(
@@ -66,7 +66,7 @@ def attend_lists(
     if k.shape[-2 if not packed else 0] == 0 and keywords.pages is None:
         k, v = (functional.pad(x, (0, 0, *(0,) * (2 * packed), 0, 1)) for x in (k, v))
     cu_q, cu_k = keywords.cu_seqlens or (None, None)
-    pages = keywords.pages or PagesOfCall(absent(indices), absent(indices), None)
+    pages = keywords.pages or Pages(absent(indices), absent(indices), None)
     out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
         *OpCall(
             q,
@@ -84,8 +84,10 @@ def attend_lists(
             0.0,
             keywords.backend,
         ),
-        *_Lists(indices, lists.block, lists.query_block, pages.block_table, pages.key_lengths),
+        *OfLists(indices, lists.block, lists.query_block, pages.block_table, pages.key_lengths),
         statistics,
+        # Autograd is above the op: only its caller knows whether it will ask for gradients.
+        torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *score_tensors)),
     )
     result = result_of((out, lse, stats, *rest[:3]), statistics)
     return result if sinks is None else _with_sinks(result, sinks, packed)
@@ -157,20 +159,11 @@ def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
     return Result(merged, total, stats, max_logit, entropy, top_key)
 
 
-class _Lists(NamedTuple):
-    """What the ops take of key lists. Without pages ``block_table`` is empty."""
-
-    indices: Tensor
-    block: int
-    query_block: int
-    block_table: Tensor
-    key_lengths: Tensor
-
-
 class _Forward(NamedTuple):
     """What the forward op takes besides."""
 
     statistics: str
+    for_backward: bool
 
 
 class _Backward(NamedTuple):
@@ -187,121 +180,25 @@ class _Backward(NamedTuple):
     needs: Sequence[bool]
 
 
-_CALLED, _OF_LISTS = len(OpCall._fields), len(OpCall._fields) + len(_Lists._fields)
+_CALLED, _OF_LISTS = len(OpCall._fields), len(OpCall._fields) + len(OfLists._fields)
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-class _Work:
-    """A call inside of an op, over tensors with values: everything is checked again."""
-
-    def __init__(self, call: OpCall, of_lists: _Lists, found: Listed | None = None) -> None:
-        if transforms_active():  # a graph made outside of a transform comes straight here
-            _refuse("torch.func transforms and no forward-mode derivatives", "call it outside")
-        keywords = _keywords(call, of_lists)
-        q, k, v = (x.resolve_neg() for x in call[:3])
-        self.problem = problem = build_problem(q, k, v, keywords)
-        operands = build_operands(problem, q, k, v, keywords, None)
-        self.packed, self.rows = problem.layout == "varlen", of_lists.query_block
-        groups = self._groups(keywords, operands)
-        blocks = KeyBlocks(of_lists.indices, of_lists.block, self.rows)
-        if blocks.indices.shape[-1] == 0:
-            blocks = blocks._replace(indices=functional.pad(blocks.indices, (0, 1), value=-1))
-        self.listed = listed(blocks, groups.keys) if found is None else found
-        starts = pages = None
-        if keywords.pages is not None:
-            pages = Pages(keywords.pages.block_table.to(q.device), problem.page_size)
-        elif operands.cu_seqlens_k is not None:
-            starts = operands.cu_seqlens_k.to(q.device)
-            k, v = (x.transpose(0, 1)[None] for x in (k, v))
-        self.gathering = Gathering(
-            problem,
-            self.grouped(q),
-            k,
-            v,
-            Lists(self.listed, groups, blocks.block, starts, pages),
-            Variant(keywords.mask.program, operands.mask_tensors),
-            Variant(keywords.score.program, operands.score_tensors),
-            self.rows,
-            call.backend,
-        )
-        self.shapes = (k.shape, v.shape)
-
-    def _groups(self, keywords: Keywords, operands: Operands) -> Groups:
-        problem, device = self.problem, operands.q.device
-        counts = torch.full((problem.batch,), problem.keys, device=device)
-        if keywords.pages is not None:
-            counts = keywords.pages.key_lengths.to(device, torch.int64)
-        elif operands.cu_seqlens_k is not None:
-            counts = operands.cu_seqlens_k.to(device).diff()
-        items = torch.arange(problem.batch, device=device)
-        if operands.cu_seqlens_q is None:
-            of_item = -(-problem.queries // self.rows)
-            item = items.repeat_interleave(of_item)
-            first = torch.arange(of_item, device=device).repeat(problem.batch) * self.rows
-            return Groups(item, first, torch.full_like(item, problem.queries), counts[item])
-        starts = operands.cu_seqlens_q.to(device)
-        lengths = starts.diff()
-        item = items.repeat_interleave(lengths, output_size=problem.queries)
-        first = torch.arange(problem.queries, device=device) - starts[item]
-        return Groups(item, first, lengths[item], counts[item])
-
-    def grouped(self, x: Tensor) -> Tensor:
-        """Return rows [B, Hq, M, W] or [Tq, Hq, W] by groups: [T, Hk, rows of a group, W]."""
-        heads, width = self.problem.kv_heads, x.shape[-1]
-        if self.packed:
-            return x.reshape(x.shape[0], heads, -1, width)
-        batch, all_heads, queries, _ = x.shape
-        x = functional.pad(x, (0, 0, 0, -queries % self.rows)) if self.rows > 1 else x
-        x = x.reshape(batch, heads, all_heads // heads, -1, self.rows, width)
-        x = x.permute(0, 3, 1, 4, 2, 5)
-        return x.reshape(-1, heads, self.rows * (all_heads // heads), width)
-
-    def ungrouped(self, x: Tensor) -> Tensor:
-        """Return the inverse of ``grouped``."""
-        problem, width = self.problem, x.shape[-1]
-        if self.packed:
-            return x.reshape(x.shape[0], problem.heads, width)
-        share = problem.heads // problem.kv_heads
-        x = x.view(problem.batch, -1, problem.kv_heads, self.rows, share, width)
-        x = x.permute(0, 2, 4, 1, 3, 5).reshape(problem.batch, problem.heads, -1, width)
-        return x[:, :, : problem.queries]
-
-    def per_row(self, x: Tensor | None) -> Tensor | None:
-        """Return numbers of rows, [B, Hq, M] or [Hq, Tq], by groups: [T, Hk, rows of a group]."""
-        if x is None:
-            return None
-        x = x.transpose(0, 1) if self.packed else x
-        return self.grouped(x.resolve_neg()[..., None]).squeeze(-1)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Return the inverse of ``per_row``."""
-        x = self.ungrouped(x[..., None]).squeeze(-1)
-        return (x.transpose(0, 1) if self.packed else x).contiguous()
-
-
-def _keywords(call: OpCall, of_lists: _Lists) -> Keywords:
-    if of_lists.block_table.dim() == 1:
-        return call.keywords()
-    return read_keywords(
-        Mask(decode(call.mask), tuple(call.mask_tensors)),
-        Score(decode(call.score), tuple(call.score_tensors)),
-        call.scale,
-        0.0,
-        None,
-        call.backend,
-        pages=PagesOfCall(of_lists.block_table, of_lists.key_lengths, call.cu_seqlens_q),
-    )
+def _work(call: OpCall, of_lists: OfLists, found: Listed | None = None) -> ListedWork:
+    if transforms_active():  # a graph made outside of a transform comes straight here
+        _refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
+    return ListedWork(call, of_lists, found)
 
 
 @torch.library.custom_op(
-    "tilewise::attention_lists", mutates_args=(), schema=schema(_RESULTS, OpCall, _Lists, _Forward)
+    "tilewise::attention_lists", mutates_args=(), schema=schema(_RESULTS, OpCall, OfLists, _Forward)
 )
 def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
-    call, of_lists = OpCall(*arguments[:_CALLED]), _Lists(*arguments[_CALLED:_OF_LISTS])
-    asked = arguments[_OF_LISTS]
+    call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
+    asked, for_backward = _Forward(*arguments[_OF_LISTS:])
     statistics: Statistics = "top1" if asked == "top1" else "rows" if asked else ""
-    work = _Work(call, of_lists)
-    found = work.gathering.forward(statistics)
+    work = _work(call, of_lists)
+    found = work.gathering.forward(statistics, for_backward)
     max_logit, entropy, top_key = (
         absent(like) if each is None else work.back(each)
         for each, like in zip(found[3:], (found.lse, found.lse, work.listed.counts), strict=True)
@@ -312,7 +209,7 @@ def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_attention_lists.register_fake
 def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call, of_lists = OpCall(*arguments[:_CALLED]), _Lists(*arguments[_CALLED:_OF_LISTS])
+    call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
     q, indices = call.q, of_lists.indices
     width = call.v.shape[-1]
     out, lse, stats, *facts = promised(q, width, arguments[_OF_LISTS])
@@ -337,12 +234,12 @@ _GIVEN = len(_Backward._fields)
 @torch.library.custom_op(
     "tilewise::attention_lists_backward",
     mutates_args=(),
-    schema=schema("Tensor[]", _Backward, OpCall, _Lists),
+    schema=schema("Tensor[]", _Backward, OpCall, OfLists),
 )
 def _backward(*arguments: Any) -> list[Tensor]:
     given, rest = _Backward(*arguments[:_GIVEN]), arguments[_GIVEN:]
-    call, of_lists = OpCall(*rest[:_CALLED]), _Lists(*rest[_CALLED:])
-    work = _Work(call, of_lists, Listed(given.sets, given.counts))
+    call, of_lists = OpCall(*rest[:_CALLED]), OfLists(*rest[_CALLED:])
+    work = _work(call, of_lists, Listed(given.sets, given.counts))
     need_q, need_k, need_v, *need_scores = given.needs
     needs = Needs(need_q, need_k, need_v, tuple(need_scores))
     lse = work.per_row(given.lse)
@@ -383,7 +280,7 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, statistics = inputs[:_OF_LISTS], inputs[_OF_LISTS]
+    call, (statistics, for_backward) = inputs[:_OF_LISTS], _Forward(*inputs[_OF_LISTS:])
     out, lse, stats, max_logit, entropy, top_key, *sets = output
     ctx.mark_non_differentiable(stats, max_logit, top_key, *sets)
     if not statistics:
@@ -391,20 +288,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.sizes = len(call[3]), len(call[4])
     tensors = [x for x in (*call[:3], *call[3], *call[4]) if x is not None]
+    ctx.again = None if for_backward else statistics
     ctx.rest = call[9:_CALLED], call[_CALLED + 1 : _CALLED + 3]
-    of_lists = _Lists(*call[_CALLED:])
-    ctx.save_for_backward(
-        out,
-        lse,
-        stats,
-        *sets,
-        call[7],
-        call[8],
-        of_lists.indices,
-        of_lists.block_table,
-        of_lists.key_lengths,
-        *tensors,
-    )
+    of_lists = OfLists(*call[_CALLED:])
+    found = (of_lists.indices, of_lists.block_table, of_lists.key_lengths)
+    ctx.save_for_backward(out, lse, stats, *sets, call[7], call[8], *found, *tensors)
 
 
 def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> Any:
@@ -417,29 +305,19 @@ def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> An
     masks, scores = ctx.sizes
     needs = ctx.needs_input_grad
     of_scores = list(needs[4]) if scores else []
-    (text, blocks) = ctx.rest
+    text, blocks = ctx.rest
+    captured = x[3 : 3 + masks], x[3 + masks :]
+    call = (*x[:3], *captured, None, None, cu_q, cu_k, *text, indices, *blocks, table, lengths)
+    if ctx.again is not None:
+        # Traced where nothing wanted a gradient: the forward pass was not one for this pass.
+        out, lse, stats, *_ = torch.ops.tilewise.attention_lists(*call, ctx.again, True)
     found = torch.ops.tilewise.attention_lists_backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         grads[0],
         grads[3],
-        out,
-        lse,
-        stats,
-        sets,
-        counts,
+        *(out, lse, stats, sets, counts),
         [*needs[:3], *of_scores],
-        *x[:3],
-        x[3 : 3 + masks],
-        x[3 + masks :],
-        None,
-        None,
-        cu_q,
-        cu_k,
-        *text,
-        indices,
-        *blocks,
-        table,
-        lengths,
+        *call,
     )
     return (
         *(grad if need else None for grad, need in zip(found[:3], needs[:3], strict=True)),

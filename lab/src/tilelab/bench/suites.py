@@ -253,8 +253,8 @@ def variants(settings: Settings) -> list[Step]:
     return timed(works, exact(settings.device, with_flex=settings.flex))
 
 
-_LIST_ROWS = 16  # of queries: times are in proportion to them
-_LIST_HEADS, _LIST_WIDTH = 64, 128
+LIST_ROWS = 16  # of queries: times are in proportion to them
+LIST_HEADS, LIST_WIDTH = 64, 128
 _LIST_LENGTHS = (4096, 32768, 131072)
 _SHARES = (4, 16, 64)
 
@@ -263,8 +263,8 @@ def lists(settings: Settings) -> list[Step]:
     """Return steps for shares of the keys and lengths: 64 heads of 128 that share a key head."""
     longest = max(settings.lengths)
     lengths = [length for length in _LIST_LENGTHS if length <= 2 * longest] or [longest]
-    sizes = {"batch": 1, "heads": _LIST_HEADS, "kv_heads": 1, "queries": _LIST_ROWS}
-    sizes |= {"head_dim": _LIST_WIDTH, "value_dim": _LIST_WIDTH}
+    sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1, "queries": LIST_ROWS}
+    sizes |= {"head_dim": LIST_WIDTH, "value_dim": LIST_WIDTH}
     works = [
         settings.work(
             "lists",

@@ -1,8 +1,9 @@
-"""Count what a call with key lists moves: small problems, and the copies of what lists name.
+"""Count what a call with key lists moves: small problems, lists, and the backward's copies.
 
-With T lists of K keys, Hk key heads and elements of e bytes, each pass copies T Hk K (D + Dv) e
-bytes: it reads them by the lists, and writes them for the small problems to read. The backward adds
-as many gradients to sums in f bytes, which it reads and writes. All of it follows K and not N.
+The forward reads keys where they lie, and the lists beside them. With T lists of K keys, Hk key
+heads and elements of e bytes, the backward copies T Hk K (D + Dv) e bytes: it reads them by the
+lists, and writes them for the small problems to read. It adds as many gradients to sums in f bytes,
+which it reads and writes. All of it follows K and not N.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tilewise.problem import Problem
 from tilewise.variants.program import Instr
 
 _UNREAD = ("what a mask or score reads, and the copies' share of the cache",)
-_INDEX_BYTES = 8  # of a key as it is gathered
+_INDEX_BYTES = 8  # of a key that is copied
 _ANY_MASK = (Instr("dense", (), (0,)),)  # plain attention has the lists as a mask
 
 
@@ -32,14 +33,14 @@ def gathered_account(problem: Problem, lists: int, small: Problem, loops: Loops)
     e, f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
     widths = (("k", problem.head_dim), ("v", problem.value_dim))
     copies = [Operand(name, keys * width * e, keys * width * e) for name, width in widths]
-    indices = Operand("lists", lists * small.keys * (ENTRY_BYTES + _INDEX_BYTES))
-    gather = Pass("gather", (*copies, indices))
+    copy = Pass("copy", (*copies, Operand("lists", keys * _INDEX_BYTES)))
+    read = Pass("lists", (Operand("lists", keys * ENTRY_BYTES),))
     sums = [
         Operand(f"grad_{name}", keys * width * (e + f), keys * width * f) for name, width in widths
     ]
     base = account(small, loops)
-    forward = Traffic((gather,), _UNREAD).plus(base.forward.ours)
-    backward = Traffic((gather,), _UNREAD).plus(base.backward.ours)
+    forward = Traffic((read,), _UNREAD).plus(base.forward.ours)
+    backward = Traffic((copy,), _UNREAD).plus(base.backward.ours)
     masked = problem._replace(mask=_ANY_MASK)
     return Account(
         problem,

@@ -334,7 +334,7 @@ def _without_backend(attention: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-SIZES = {"D = 513": 513, "Dv = 600": 600}
+SIZES = {"D = 577": 577, "Dv = 600": 600}
 
 
 @pytest.mark.parametrize("said", SIZES)
@@ -343,7 +343,7 @@ def test_unsupported_names_the_limit_of_a_width(said: str) -> None:
     _need_core()
     wide, narrow = torch.zeros(1, 1, 2, SIZES[said]), torch.zeros(1, 1, 2, 8)
     key, value = (wide, narrow) if said.startswith("D ") else (narrow, wide)
-    with pytest.raises(Unsupported, match=rf"backend 'cpu': {said} is over its limit of 512"):
+    with pytest.raises(Unsupported, match=rf"backend 'cpu': {said} is over its limit of 576"):
         tilewise.attention(key, key, value)
 
 

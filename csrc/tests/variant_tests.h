@@ -61,7 +61,7 @@ inline void test_sizes(DType dtype) {
 inline void test_depths(DType dtype) {
   const int depths[][2] = {{1, 1},    {2, 3},     {3, 2},     {5, 1},    {7, 8},    {8, 16},   {15, 17},
                            {16, 15},  {31, 33},   {40, 24},   {64, 64},  {65, 63},  {80, 96},  {127, 65},
-                           {128, 40}, {192, 128}, {255, 257}, {512, 31}, {33, 512}, {512, 512}};
+                           {128, 40}, {192, 128}, {255, 257}, {512, 31}, {33, 512}, {576, 512}};
   for (const auto& [head_dim, value_dim] : depths) {
     Case c =
         make(dtype, head_dim * value_dim > 40000 ? 5 : 37, head_dim * value_dim > 40000 ? 19 : 45, head_dim, value_dim);

@@ -57,7 +57,7 @@ def test_taken_and_left_are_counted() -> None:
     assert reasons.pop("what torch refuses (types)") == 2
     assert reasons.pop("a scale that is not finite") == 1
     (reason,) = reasons
-    assert "backend 'cpu': D = 600 is over its limit of 512" in reason
+    assert "backend 'cpu': D = 600 is over its limit of 576" in reason
     assert "2 of 7 calls taken\n  2 left: what torch refuses (types)\n" in str(report)
     call(*qkv)
     assert report.calls == 7

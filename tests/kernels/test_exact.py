@@ -92,6 +92,7 @@ def _peaked_cases() -> list[Case]:
             (8, 512, 3.0),
             (33, 128, 3.1),
             (64, 512, 3.0),
+            (8, 576, 3.0),
         )
     ]
     varlen = Case("peaked-varlen", sequences=((8, 600), (3, 200)), scale=1.0)
@@ -104,7 +105,7 @@ def _peaked_pairs() -> list[Any]:
     found = pairs(_peaked_cases(), 3)
     for at, (target, case) in enumerate(parameter.values for parameter in found):
         long = case.dtype == torch.float64 or target.backend == "tiled"
-        if long and case.head_dim == 512:
+        if long and case.head_dim >= 512:
             marks = (*found[at].marks, pytest.mark.thorough)
             found[at] = pytest.param(*found[at].values, marks=marks, id=found[at].id)
     return found

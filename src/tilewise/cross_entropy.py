@@ -373,7 +373,7 @@ class _Total(torch.autograd.Function):
         with torch.no_grad():
             if grads is None:  # a second backward pass: the first gave its gradients away
                 loss, block_tokens = ctx.loss
-                *_, grads = _losses(_Operands(*operands), loss, scales, block_tokens)
+                _, _, grads = _losses(_Operands(*operands), loss, scales, block_tokens)
             found = _needed(grads, grad, ctx.needs_input_grad[:4])
         return (*_differentiable_once(found, (grad, *operands)), None, None, None)
 
@@ -401,7 +401,7 @@ class _Each(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         operands, (loss, block_tokens) = ctx.saved_tensors, ctx.loss
         with torch.no_grad():
-            *_, grads = _losses(_Operands(*operands), loss, grad, block_tokens)
+            _, _, grads = _losses(_Operands(*operands), loss, grad, block_tokens)
             assert grads is not None
             found = _needed(grads, None, ctx.needs_input_grad[:4])
         return (*_differentiable_once(found, (grad, *operands)), None, None)

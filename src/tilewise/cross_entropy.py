@@ -29,7 +29,15 @@ from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
-from tilewise.kernels.cross_entropy import InTorch, Loss, RowKernel, target_logits, wide
+from tilewise.kernels.cross_entropy import (
+    InTorch,
+    Loss,
+    RowKernel,
+    add_product,
+    logits_of,
+    target_logits,
+    wide,
+)
 from tilewise.kernels.gpu.backend import GpuBackend
 
 Reduction = Literal["mean", "sum", "none"]
@@ -38,8 +46,8 @@ Reduction = Literal["mean", "sum", "none"]
 _PART = 1 / 16
 _LEAST_BYTES = 4 * 1024 * 1024
 _LEAST_TOKENS, _LEAST_WORDS = 32, 64  # of a block: smaller products are slow
-# On a GPU each block also reads and writes the float32 gradient of the weights: by an H100's peak
-# rates 14 % of the time of 2,048 tokens' products, and more than that of 256 tokens'.
+# On a GPU each block also reads and writes the float32 gradient of the weights. By an H100's peak
+# rates that adds 14 % to the products of 2,048 tokens, and doubles the time of those of 256.
 _LEAST_ON_GPU = 2048
 
 
@@ -259,7 +267,7 @@ def _losses(
         rows = slice(first, min(first + step, tokens))
         hidden, targets = of.hidden[rows], of.targets[rows]
         some = None if scales is None else scales[rows]
-        logits = _logits(hidden, weight, bias)
+        logits = logits_of(hidden, weight, bias)
         at = target_logits(logits, targets, loss)  # now: the kernel writes over them
         losses[rows], lse[rows], change = kernel.close(logits, targets, some, loss)
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
@@ -269,26 +277,16 @@ def _losses(
         if bias is not None:
             grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
         if not narrow:
-            _add_product(grads.weight, change, hidden, block)
+            add_product(grads.weight, change, hidden, block)
     if grads is None or scales is None:
         return losses, nll, None
     if narrow:
         for first in range(0, words, block):
             part = slice(first, min(first + block, words))
-            logits = _logits(of.hidden, weight[part], None if bias is None else bias[part])
+            logits = logits_of(of.hidden, weight[part], None if bias is None else bias[part])
             change = kernel.differentiate(logits, of.targets, scales, lse, loss, first, words)
             torch.mm(change.T, of.hidden, out=grads.weight[part])
     return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
-
-
-def _add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> None:
-    """Add ``change.T @ hidden`` to ``total``, so many rows at a time if it has a wider dtype."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(change.T, hidden)
-        return
-    for first in range(0, len(total), block):
-        part = slice(first, first + block)
-        total[part].add_(change[:, part].T @ hidden)
 
 
 def _kernel(hidden: Tensor) -> RowKernel:
@@ -328,10 +326,6 @@ def _block(of: _Operands, in_place: bool, block_tokens: int) -> tuple[int, int]:
     narrow = of.weight.dtype != wide(of.hidden.dtype)
     fit = bytes_ // (tokens * each if narrow else width * size)
     return max(least[0], bytes_ // (words * each) // 16 * 16), max(least[1], fit // 16 * 16)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
 
 
 def _needed(grads: _Grads, factor: Tensor | None, needs: tuple[bool, ...]) -> tuple[Any, ...]:

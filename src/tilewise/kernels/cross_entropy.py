@@ -51,6 +51,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the logits [T', V'] of hidden states [T', D] and weights [V', D]."""
+    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+
+
+def add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> None:
+    """Add ``change.T @ hidden`` to ``total``, so many rows at a time if it has a wider dtype."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(change.T, hidden)
+        return
+    for first in range(0, len(total), block):
+        part = slice(first, first + block)
+        total[part].add_(change[:, part].T @ hidden)
+
+
 class InTorch:
     """The two steps in operations of torch, on any device."""
 

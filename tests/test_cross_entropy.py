@@ -112,6 +112,71 @@ def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype, isa: str)
             assert_exact(got, near, true, what)
 
 
+@pytest.mark.usefixtures("small_blocks", "kernel")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_float32_beside_hidden_states_in_16_bits(dtype: torch.dtype) -> None:
+    (hidden, *_), targets, weights = operands(dtype)
+    leaves = [hidden, *operands(torch.float32)[0][1:]]
+    rounded = [each.detach().to(dtype).double().requires_grad_() for each in leaves]
+    truth = with_gradients(plain(rounded, targets, weights), rounded)
+    narrow = [each.to(dtype) for each in leaves]
+    naive = with_gradients(plain(narrow, targets, weights), leaves)
+    found = tilewise.linear_cross_entropy(
+        hidden, leaves[1], targets, leaves[2], token_weights=weights
+    )
+    mine = with_gradients(found, leaves)
+    assert [each.dtype for each in mine[1:]] == [dtype, torch.float32, torch.float32]
+    names = ("loss", "grad hidden", "grad weight", "grad bias")
+    for what, got, near, true in zip(names, mine, naive, truth, strict=True):
+        assert_exact(got, near, true, what)
+
+
+@pytest.mark.usefixtures("small_blocks", "kernel")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_the_nll_is_the_loss_without_smoothing_and_z_loss(name: str, reduction: str) -> None:
+    options = {**OPTIONS[name], "reduction": reduction}
+    leaves, targets, weights = operands(torch.float64)
+    hidden, weight, bias = leaves
+
+    def call(bias: Tensor, **more: Any) -> Any:
+        return tilewise.linear_cross_entropy(
+            hidden, weight, targets, bias, token_weights=weights, **options, **more
+        )
+
+    loss, nll = call(bias, return_nll=True)
+    assert_same_bits(loss.detach(), call(bias).detach(), "loss")
+    softcap = options.get("softcap")
+    expected = plain(leaves, targets, weights, reduction=reduction, softcap=softcap)
+    torch.testing.assert_close(nll, expected.detach())
+    assert not nll.requires_grad
+    traced = torch.compile(call, fullgraph=True, backend="aot_eager")(bias, return_nll=True)
+    torch.testing.assert_close(traced, (loss, nll))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_many_tokens_a_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    class Seen(InTorch):
+        in_place = True
+
+        def close(self, logits: Tensor, *rest: Any) -> Any:
+            sizes.append(logits.numel())
+            return super().close(logits, *rest)
+
+        def differentiate(self, logits: Tensor, *rest: Any) -> Any:
+            sizes.append(logits.numel())
+            return super().differentiate(logits, *rest)
+
+    monkeypatch.setattr(module, "_kernel", lambda _: Seen())
+    (hidden, weight, _), targets, _ = operands(dtype)
+    tilewise.linear_cross_entropy(hidden, weight, targets, block_tokens=32)
+    assert max(sizes) == 32 * WORDS
+    if dtype == torch.float32:
+        assert sizes == [32 * WORDS, 32 * WORDS, 11 * WORDS]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_it_is_torchs_cross_entropy(reduction: str) -> None:
     leaves, targets, _ = operands(torch.float64)
@@ -143,11 +208,13 @@ def test_rows_with_strides_and_weights_that_are_transposed() -> None:
     (hidden, weight, _), targets, _ = operands(torch.float32)
     expected = tilewise.linear_cross_entropy(hidden, weight, targets)
     strided = hidden.detach().repeat_interleave(2, 1)[:, ::2]
+    gapped = torch.stack([targets, targets], 1)[:, 0]
     turned = weight.detach().T.contiguous().T
     assert not strided.is_contiguous()
     assert not turned.is_contiguous()
+    assert not gapped.is_contiguous()
     torch.testing.assert_close(
-        tilewise.linear_cross_entropy(strided, turned, targets), expected.detach()
+        tilewise.linear_cross_entropy(strided, turned, gapped), expected.detach()
     )
 
 
@@ -282,6 +349,7 @@ def test_what_cannot_be_is_refused() -> None:
         ),
         ("label_smoothing: got 1.5", lambda: call(hidden, weight, targets, label_smoothing=1.5)),
         ("z_loss: got -1", lambda: call(hidden, weight, targets, z_loss=-1)),
+        ("block_tokens: got 0", lambda: call(hidden, weight, targets, block_tokens=0)),
         ("softcap: got 0", lambda: call(hidden, weight, targets, softcap=0)),
         (
             "token_weights: got a tensor with gradient",

@@ -4,10 +4,10 @@ Plain code writes the logits of every token, T V numbers, and their gradient bes
 128,000 words and 8,192 tokens that is 8 GB. Here a block of logits is made, becomes its part of the
 loss and of the gradients, and is written over by the next.
 
-* In 32 and 64 bits a block is some tokens by all words. Its logits become their own gradient in
-  place, which is added to those of hidden states and weights at once: three products in all, as in
-  plain code.
-* In 16 bits a sum over blocks would round again and again. So the gradient of the weights is
+* With weights in 32 or 64 bits a block is some tokens by all words. Its logits become their own
+  gradient in place, which is added to those of hidden states and weights at once: three products in
+  all, as in plain code. Products are in the dtype of the hidden states, which may have 16 bits.
+* With weights in 16 bits a sum over blocks would round again and again. So their gradient is
   computed by blocks of words over all tokens, each of them one product. That makes four products:
   the logits are computed twice.
 
@@ -23,13 +23,22 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.checks import FLOATING, check_tensor
+from tilewise.checks import FLOATING, check_tensor, check_whole
 from tilewise.engine.modes import refuse_vmap
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
-from tilewise.kernels.cross_entropy import InTorch, Loss, RowKernel, wide
+from tilewise.kernels.cross_entropy import (
+    InTorch,
+    Loss,
+    RowKernel,
+    add_product,
+    logits_of,
+    target_logits,
+    wide,
+)
+from tilewise.kernels.gpu.backend import GpuBackend
 
 Reduction = Literal["mean", "sum", "none"]
 # A block may take this part of the bytes of operands and gradients: a larger one is 5 % faster at
@@ -37,6 +46,9 @@ Reduction = Literal["mean", "sum", "none"]
 _PART = 1 / 16
 _LEAST_BYTES = 4 * 1024 * 1024
 _LEAST_TOKENS, _LEAST_WORDS = 32, 64  # of a block: smaller products are slow
+# On a GPU each block also reads and writes the float32 gradient of the weights. By an H100's peak
+# rates that adds 14 % to the products of 2,048 tokens, and doubles the time of those of 256.
+_LEAST_ON_GPU = 2048
 
 
 def linear_cross_entropy(
@@ -51,7 +63,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-) -> Tensor:
+    return_nll: bool = False,
+    block_tokens: int | None = None,
+) -> Any:
     """Cross entropy of a linear layer's logits, which are never all in memory.
 
     With the logits ``z = hidden @ weight.T + bias`` of a token (``c tanh(z / c)`` of them with
@@ -63,9 +77,19 @@ def linear_cross_entropy(
     token weights w, or 1. It is nan where there is no such token, as in torch. The same operands
     give the same bits.
 
-    Peak memory is 1.14 times that of operands and gradients, as measured at 32,000 words of width
-    768. Differentiable once, in hidden, weight and bias. Under autocast, operands take its dtype,
-    as in ``F.linear``.
+    Peak memory is 1.14 times that of operands and gradients, as measured on a CPU at 32,000 words
+    of width 768. On a GPU a block has 2,048 tokens at least. Differentiable once, in hidden, weight
+    and bias.
+
+    Products are in the dtype of hidden. A float32 weight beside hidden states in 16 bits is
+    rounded to theirs for the products, and its gradient is added up in float32. Under autocast,
+    hidden takes its dtype, and a float32 weight stays what it is. Gradients are computed before
+    the loss is scaled, so a scaled loss does not keep those of float16 hidden states from
+    underflow.
+
+    What goes over the logits: the compiled core on a CPU, a Triton kernel on a GPU, both in place;
+    operations of torch for float64 on a GPU, and where the core or Triton is missing. The Triton
+    kernel has been compiled and interpreted, but not yet run on a GPU.
 
     Sources: label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al., PaLM, 2022, section 5;
     softcap of logits: Gemma 2, 2024. Blocks of logits: Wijmans et al., Cut Your Losses in
@@ -74,18 +98,22 @@ def linear_cross_entropy(
 
     Args:
         hidden: floating [..., D].
-        weight: [V, D], of the same dtype and device.
+        weight: [V, D], on the same device, of the same dtype or float32 beside 16 bits.
         targets: int64 or int32 [...]: words below V, or ``ignore_index``.
-        bias: [V], or None.
+        bias: [V], of a dtype that weight may have, or None.
         token_weights: floating [...], constants; None for 1 each.
         reduction: ``"mean"``, ``"sum"`` of ``w_t loss_t``, or ``"none"`` for these one by one.
         ignore_index: a target whose token has loss 0 and no gradient.
         label_smoothing: e, 0 to 1.
         z_loss: the factor of ``lse^2``, 0 or more.
         softcap: c, above 0; None for none.
+        return_nll: return ``lse - z_y`` too, reduced as the loss is: a constant.
+        block_tokens: tokens whose logits are in memory at once, or with weights in 16 bits as many
+            logits as theirs; None chooses.
 
     Returns:
-        A number, or [...] with ``"none"``: float32, float64 for operands in float64.
+        A number, or [...] with ``"none"``: float32, float64 for operands in float64. With
+        ``return_nll`` a pair of these.
 
     Raises:
         InvalidArgument: shapes, dtypes, devices or values that do not fit; on a CPU also targets
@@ -96,34 +124,46 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias, token_weights)
     loss = _checked_loss(reduction, ignore_index, label_smoothing, z_loss, softcap)
+    if block_tokens is not None:
+        check_whole("block_tokens", block_tokens, 1)
     way = road(hidden, weight, targets)
     if way.startswith("transformed"):
         _refuse("forward mode and no torch.func transforms")
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+        weight = _summable(weight, hidden.dtype)
+        bias = None if bias is None else _summable(bias, hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    words = targets.reshape(-1).long()
+    words = targets.reshape(-1).long().contiguous()
     scales = (words != ignore_index).to(wide(rows.dtype))
     if token_weights is not None:
         scales = scales * token_weights.reshape(-1).to(scales.dtype)
     if reduction == "mean":
         scales = scales / scales.sum()
-    once = reduction != "none"
+    once, block = reduction != "none", block_tokens or 0
     if way == "watched":
         tensors = (rows, weight, words, bias, scales)
         wanted = torch.is_grad_enabled() and any(
             each is not None and each.requires_grad for each in (rows, weight, bias)
         )
-        total, losses, *_ = torch.ops.tilewise.linear_cross_entropy(*tensors, *loss, once, wanted)
+        op = torch.ops.tilewise.linear_cross_entropy
+        total, losses, nll, *_ = op(*tensors, *loss, once, wanted, block)
         found: Tensor = total if once else losses
     elif once:
-        found = _Total.apply(rows, weight, words, bias, scales, loss)  # type: ignore[no-untyped-call]
+        found, nll = _Total.apply(rows, weight, words, bias, scales, loss, block)  # type: ignore[no-untyped-call]
     else:
-        found = _Each.apply(rows, weight, words, bias, loss)  # type: ignore[no-untyped-call]
-    return found if once else (found * scales).reshape(targets.shape)
+        found, nll = _Each.apply(rows, weight, words, bias, loss, block)  # type: ignore[no-untyped-call]
+    if not once:
+        found = (found * scales).reshape(targets.shape)
+    if not return_nll:
+        return found
+    return found, _weighted(nll, scales) if once else (nll * scales).reshape(targets.shape)
+
+
+def _summable(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights whose products are in ``dtype``: as they are if gradients add up in theirs."""
+    return weight if weight.dtype == wide(dtype) else weight.to(dtype)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -144,9 +184,10 @@ def _check(
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise InvalidArgument("hidden", f"shape {tuple(hidden.shape)}", "[..., D], D of 1 or more")
     width, device = hidden.shape[-1], hidden.device.type
-    required = f"a tensor [V, {width}] on {hidden.device} in {hidden.dtype}"
     mixed = torch.is_autocast_enabled(device)  # there it brings both to one dtype
-    dtypes = FLOATING if mixed else (hidden.dtype,)
+    dtypes = FLOATING if mixed else tuple(dict.fromkeys((hidden.dtype, wide(hidden.dtype))))
+    of_dtypes = f"on {hidden.device} in {' or '.join(map(str, dtypes))}"
+    required = f"a tensor [V, {width}] {of_dtypes}"
     check_tensor("weight", weight, required, dtypes, shape=(None, width), device=device)
     if weight.shape[0] == 0:
         raise InvalidArgument("weight", "a vocabulary of 0", "1 word or more")
@@ -156,7 +197,7 @@ def _check(
         "targets", targets, required, integers, shape=tuple(hidden.shape[:-1]), device=device
     )
     if bias is not None:
-        required = f"a tensor [{weight.shape[0]}] on {hidden.device} in {hidden.dtype}"
+        required = f"a tensor [{weight.shape[0]}] {of_dtypes}"
         check_tensor("bias", bias, required, dtypes, shape=(weight.shape[0],), device=device)
     if token_weights is not None:
         required = f"a floating tensor {list(targets.shape)} on {hidden.device}, without gradient"
@@ -202,49 +243,60 @@ class _Grads(NamedTuple):
     bias: Tensor  # empty without a bias
 
 
-def _losses(of: _Operands, loss: Loss, scales: Tensor | None) -> tuple[Tensor, _Grads | None]:
-    """Return the losses [T], and with ``scales`` [T] the gradients of their weighted sum."""
+def _losses(
+    of: _Operands, loss: Loss, scales: Tensor | None, block_tokens: int
+) -> tuple[Tensor, Tensor, _Grads | None]:
+    """Return losses and nll [T], and with ``scales`` [T] the gradients of the losses' sum."""
     tokens, words = len(of.hidden), len(of.weight)
     _check_targets(of.targets, words, loss.ignore_index)
     kernel = _kernel(of.hidden)
-    dtype = wide(of.hidden.dtype)
-    losses = of.hidden.new_empty(tokens, dtype=dtype)
-    lse = torch.empty_like(losses)
-    narrow = of.hidden.dtype != dtype
+    dtype, dtype_of_sums = of.hidden.dtype, wide(of.hidden.dtype)
+    weight = of.weight.to(dtype)
+    bias = None if of.bias is None else of.bias.to(dtype)
+    losses = of.hidden.new_empty(tokens, dtype=dtype_of_sums)
+    lse, nll = torch.empty_like(losses), torch.empty_like(losses)
+    narrow = of.weight.dtype != dtype_of_sums
     grads = None
     if scales is not None:
         scales = scales.contiguous()
         of_weight = torch.empty_like(of.weight) if narrow else torch.zeros_like(of.weight)
-        bias = of.hidden.new_zeros(0 if of.bias is None else words, dtype=dtype)
-        grads = _Grads(torch.empty_like(of.hidden), of_weight, bias)
-    step, block = _block(of, loss, kernel.in_place)
+        of_bias = losses.new_zeros(0 if bias is None else words)
+        grads = _Grads(torch.empty_like(of.hidden), of_weight, of_bias)
+    step, block = _block(of, kernel.in_place, block_tokens)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
         hidden, targets = of.hidden[rows], of.targets[rows]
         some = None if scales is None else scales[rows]
-        logits = _logits(hidden, of.weight, of.bias)
+        logits = logits_of(hidden, weight, bias)
+        at = target_logits(logits, targets, loss)  # now: the kernel writes over them
         losses[rows], lse[rows], change = kernel.close(logits, targets, some, loss)
+        nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
         if grads is None or change is None:
             continue
-        torch.mm(change, of.weight, out=grads.hidden[rows])
-        if of.bias is not None:
-            grads.bias.add_(change.sum(0, dtype=dtype))
+        torch.mm(change, weight, out=grads.hidden[rows])
+        if bias is not None:
+            grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
         if not narrow:
-            grads.weight.addmm_(change.T, hidden)
+            add_product(grads.weight, change, hidden, block)
     if grads is None or scales is None:
-        return losses, None
+        return losses, nll, None
     if narrow:
         for first in range(0, words, block):
             part = slice(first, min(first + block, words))
-            logits = _logits(of.hidden, of.weight[part], None if of.bias is None else of.bias[part])
+            logits = logits_of(of.hidden, weight[part], None if bias is None else bias[part])
             change = kernel.differentiate(logits, of.targets, scales, lse, loss, first, words)
             torch.mm(change.T, of.hidden, out=grads.weight[part])
-    return losses, grads._replace(bias=grads.bias.to(of.hidden.dtype))
+    return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
 
 
 def _kernel(hidden: Tensor) -> RowKernel:
     if hidden.device.type == "cpu" and absence() is None and hidden.dtype in DTYPES:
         return InCore()
+    on_gpu = hidden.is_cuda and hidden.dtype != torch.float64
+    if on_gpu and GpuBackend().absence() is None:
+        from tilewise.kernels.gpu.cross_entropy import InTriton
+
+        return InTriton()
     return InTorch()
 
 
@@ -258,18 +310,22 @@ def _check_targets(targets: Tensor, words: int, ignore_index: int) -> None:
         raise InvalidArgument("targets", came, required)
 
 
-def _block(of: _Operands, loss: Loss, in_place: bool) -> tuple[int, int]:
-    """Return the tokens of a block of all words, and the words of a block of all tokens."""
+def _block(of: _Operands, in_place: bool, block_tokens: int) -> tuple[int, int]:
+    """Return the tokens of a block of all words, and the words of a product over tokens.
+
+    The latter are a block's of all tokens with weights in 16 bits, or those whose gradient is added
+    to float32 at once.
+    """
     tokens, (words, width) = max(1, len(of.hidden)), of.weight.shape
     size = of.hidden.element_size()
-    bytes_ = max(_LEAST_BYTES, int(2 * width * (words + tokens) * size * _PART))
     each = size if in_place else size + 4 * max(4, size)
-    rows = max(_LEAST_TOKENS, bytes_ // (words * each) // 16 * 16)
-    return rows, max(_LEAST_WORDS, bytes_ // (tokens * each) // 16 * 16)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+    bytes_ = max(_LEAST_BYTES, int(2 * width * (words + tokens) * size * _PART))
+    least = (_LEAST_ON_GPU, _LEAST_ON_GPU) if of.hidden.is_cuda else (_LEAST_TOKENS, _LEAST_WORDS)
+    if block_tokens:
+        bytes_, least = block_tokens * words * each, (block_tokens, 1)
+    narrow = of.weight.dtype != wide(of.hidden.dtype)
+    fit = bytes_ // (tokens * each if narrow else width * size)
+    return max(least[0], bytes_ // (words * each) // 16 * 16), max(least[1], fit // 16 * 16)
 
 
 def _needed(grads: _Grads, factor: Tensor | None, needs: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -282,7 +338,7 @@ def _needed(grads: _Grads, factor: Tensor | None, needs: tuple[bool, ...]) -> tu
 
 
 class _Total(torch.autograd.Function):
-    """``sum_t scales_t loss_t``; its gradients are computed in the forward pass."""
+    """``sum_t scales_t loss_t`` and the nll; its gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -293,28 +349,31 @@ class _Total(torch.autograd.Function):
         bias: Tensor | None,
         scales: Tensor,
         loss: Loss,
-    ) -> Tensor:
+        block_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
         of = _Operands(hidden, weight, targets, bias)
         wanted = any(ctx.needs_input_grad)
-        losses, ctx.grads = _losses(of, loss, scales if wanted else None)
+        losses, nll, ctx.grads = _losses(of, loss, scales if wanted else None, block_tokens)
         if wanted:
             ctx.save_for_backward(hidden, weight, targets, bias, scales)
-            ctx.loss = loss
-        return _weighted(losses, scales)
+            ctx.loss = loss, block_tokens
+        ctx.mark_non_differentiable(nll)
+        return _weighted(losses, scales), nll
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         *operands, scales = ctx.saved_tensors
         grads, ctx.grads = ctx.grads, None
         with torch.no_grad():
             if grads is None:  # a second backward pass: the first gave its gradients away
-                _, grads = _losses(_Operands(*operands), ctx.loss, scales)
+                loss, block_tokens = ctx.loss
+                _, _, grads = _losses(_Operands(*operands), loss, scales, block_tokens)
             found = _needed(grads, grad, ctx.needs_input_grad[:4])
-        return (*_differentiable_once(found, (grad, *operands)), None, None)
+        return (*_differentiable_once(found, (grad, *operands)), None, None, None)
 
 
 class _Each(torch.autograd.Function):
-    """The losses of the tokens one by one."""
+    """The losses of the tokens one by one, and the nll."""
 
     @staticmethod
     def forward(
@@ -324,19 +383,22 @@ class _Each(torch.autograd.Function):
         targets: Tensor,
         bias: Tensor | None,
         loss: Loss,
-    ) -> Tensor:
+        block_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets, bias)
-        ctx.loss = loss
-        return _losses(_Operands(hidden, weight, targets, bias), loss, None)[0]
+        ctx.loss = loss, block_tokens
+        losses, nll, _ = _losses(_Operands(hidden, weight, targets, bias), loss, None, block_tokens)
+        ctx.mark_non_differentiable(nll)
+        return losses, nll
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        operands = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        operands, (loss, block_tokens) = ctx.saved_tensors, ctx.loss
         with torch.no_grad():
-            _, grads = _losses(_Operands(*operands), ctx.loss, grad)
+            _, _, grads = _losses(_Operands(*operands), loss, grad, block_tokens)
             assert grads is not None
             found = _needed(grads, None, ctx.needs_input_grad[:4])
-        return (*_differentiable_once(found, (grad, *operands)), None)
+        return (*_differentiable_once(found, (grad, *operands)), None, None)
 
 
 class _Once(torch.autograd.Function):
@@ -379,40 +441,38 @@ def _op(
     softcap: float,
     once: bool,
     wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the total, the losses and, with ``once`` and ``wanted``, the total's gradients."""
+    block_tokens: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the total, losses, nll and, with ``once`` and ``wanted``, the total's gradients."""
     of = _Operands(hidden, weight, targets, bias)
     loss = Loss(ignore_index, label_smoothing, z_loss, softcap)
-    losses, grads = _losses(of, loss, scales if once and wanted else None)
-    total = _weighted(losses, scales)
+    losses, nll, grads = _losses(of, loss, scales if once and wanted else None, block_tokens)
     if grads is None:
-        return total, losses, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    return total, losses, *grads
+        grads = _Grads(hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0))
+    return _weighted(losses, scales), losses, nll, *grads
 
 
 @_op.register_fake
-def _op_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    hidden, weight, _, bias, scales, *_, once, wanted = arguments
-    losses = torch.empty_like(scales)
+def _op_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (hidden, weight, _, bias, scales), (once, wanted) = arguments[:5], arguments[9:11]
+    found = scales.new_empty(()), torch.empty_like(scales), torch.empty_like(scales)
     if not (once and wanted):
-        none = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-        return losses.new_empty(()), losses, *none
-    of_bias = hidden.new_empty(0 if bias is None else len(bias))
-    grads = hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), of_bias
-    return losses.new_empty(()), losses, *grads
+        return *found, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+    of_bias = scales.new_empty(0) if bias is None else bias.new_empty(len(bias))
+    return *found, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), of_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *operands, _, _, _, _, _, once, _ = inputs
-    _, losses, *grads = output
-    ctx.mark_non_differentiable(losses if once else output[0], *grads)
+    *_, once, _, block_tokens = inputs
+    total, losses, nll, *grads = output
+    ctx.mark_non_differentiable(losses if once else total, nll, *grads)
     ctx.set_materialize_grads(False)
-    ctx.once, ctx.loss = once, inputs[5:9]
-    ctx.save_for_backward(*operands, *grads)
+    ctx.once, ctx.loss, ctx.block_tokens = once, inputs[5:9], block_tokens
+    ctx.save_for_backward(*inputs[:4], *grads)
 
 
 def _op_backward(ctx: Any, total: Tensor | None, losses: Tensor | None, *_: Any) -> Any:
-    rest = (None,) * 7
+    rest = (None,) * 8
     grad = total if ctx.once else losses
     if grad is None:
         return (None,) * 4 + rest
@@ -422,8 +482,8 @@ def _op_backward(ctx: Any, total: Tensor | None, losses: Tensor | None, *_: Any)
         if ctx.once:
             grads = [each * grad.to(each.dtype) for each in grads]
         else:
-            arguments = (*operands, grad, *ctx.loss, True, True)
-            _, _, *grads = torch.ops.tilewise.linear_cross_entropy(*arguments)
+            arguments = (*operands, grad, *ctx.loss, True, True, ctx.block_tokens)
+            _, _, _, *grads = torch.ops.tilewise.linear_cross_entropy(*arguments)
         found = _needed(_Grads(*grads), None, ctx.needs_input_grad[:4])
     return (*_differentiable_once(found, (grad, *operands)), *rest)
 

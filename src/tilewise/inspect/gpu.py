@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tilewise.kernels.gpu.backend import empty_result
@@ -51,6 +52,7 @@ __all__ = [
     "backward_launches",
     "by_pointers",
     "chip_of",
+    "cross_entropy_launches",
     "empty_result",
     "family_of",
     "forward_launches",
@@ -125,6 +127,32 @@ def backward_launches(
         grads,
         _config(family, overrides),
         _variant(problem, operands),
+    )
+
+
+def cross_entropy_launches(
+    logits: Tensor, targets: Tensor, scales: Tensor, *, first: int | None, options: bool
+) -> Sequence[Launch]:
+    """Return the launches of ``linear_cross_entropy`` over a block of logits: its gradient in it.
+
+    Args:
+        logits: [T', V'], on any device, ``meta`` included.
+        targets: int64 [T'].
+        scales: float32 [T'].
+        first: which word the first column is, where lse is known; None for all words and the loss.
+        options: label smoothing, z-loss and softcap, or none of them.
+    """
+    from tilewise.kernels.cross_entropy import Loss
+    from tilewise.kernels.gpu import cross_entropy
+
+    losses, lse = (
+        (None if first is not None else torch.empty_like(scales)),
+        torch.empty_like(scales),
+    )
+    loss = Loss(-100, 0.1, 1e-4, 30.0) if options else Loss(-100, 0.0, 0.0, 0.0)
+    words = logits.shape[1] * (1 if first is None else 2)
+    return cross_entropy.cross_entropy_launches(
+        logits, targets, losses, lse, scales, loss, first or 0, words
     )
 
 

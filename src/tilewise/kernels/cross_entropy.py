@@ -51,6 +51,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the logits [T', V'] of hidden states [T', D] and weights [V', D]."""
+    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+
+
+def add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> None:
+    """Add ``change.T @ hidden`` to ``total``, so many rows at a time if it has a wider dtype."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(change.T, hidden)
+        return
+    for first in range(0, len(total), block):
+        part = slice(first, first + block)
+        total[part].add_(change[:, part].T @ hidden)
+
+
 class InTorch:
     """The two steps in operations of torch, on any device."""
 
@@ -60,17 +75,15 @@ class InTorch:
         self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See ``RowKernel``."""
+        at = target_logits(logits, targets, loss)
         z = _capped(logits, loss)
-        kept = targets != loss.ignore_index
-        wrong = kept & ((targets < 0) | (targets >= z.shape[1]))
-        at = torch.where(kept & ~wrong, targets, 0)
         lse = torch.logsumexp(z, 1)
-        found = lse + z.gather(1, at[:, None])[:, 0] * (loss.label_smoothing - 1)
+        found = lse + at * (loss.label_smoothing - 1)
         if loss.label_smoothing:
             found -= loss.label_smoothing * z.mean(1)
         if loss.z_loss:
             found += loss.z_loss * lse * lse
-        losses = torch.where(kept, torch.where(wrong, math.nan, found), 0.0)
+        losses = torch.where(targets == loss.ignore_index, 0.0, found)
         if scales is None:
             return losses, lse, None
         change = _gradient(z, targets, scales, lse, loss, 0, z.shape[1])
@@ -89,6 +102,13 @@ class InTorch:
         """See ``RowKernel``."""
         z = _capped(logits, loss)
         return _gradient(z, targets, scales, lse, loss, first, words).to(logits.dtype)
+
+
+def target_logits(logits: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+    """Return the target's logit of rows of all words, after the softcap; nan if it is no word."""
+    known = (targets >= 0) & (targets < logits.shape[1])
+    found = logits.gather(1, torch.where(known, targets, 0)[:, None])
+    return torch.where(known, _capped(found, loss)[:, 0], math.nan)
 
 
 def _capped(logits: Tensor, loss: Loss) -> Tensor:

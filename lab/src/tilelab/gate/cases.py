@@ -1,4 +1,4 @@
-"""The cases: what the passes launch for the table's rows, in the tiles that ship.
+"""The cases: what the passes launch for the table's rows, in the tiles that ship; loss rows too.
 
 A case here is no attention but launches to compile, of which a row makes one or two. Calls are
 never run: problems and operands are on the ``meta`` device, as the engine makes them. They are of
@@ -121,6 +121,7 @@ _PLAIN = frozenset(
         "merge_splits",
         "spread_lines_kernel",
         "factor_kernel",
+        "cross_entropy_kernel",
         "number_kernel",
     }
 )
@@ -145,7 +146,28 @@ def cases() -> list[Case]:
         if each.passes == "both" and each.kind == "full":
             launches = partial(backward, each)
             found.append(Case(f"backward {each.name}", launches, sixteen, _PLAIN, quick, where))
+    return found + vocabulary_cases()
+
+
+def vocabulary_cases() -> list[Case]:
+    """Return the rows of ``linear_cross_entropy``: a block of all words, and a block of words."""
+    found = []
+    for dtype, options in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        kind = f"{str(dtype).removeprefix('torch.')}{' with options' if options else ''}"
+        for first, name in ((None, "loss"), (4096, "words")):
+            launches = partial(vocabulary, dtype, first, options)
+            key = dtype is torch.bfloat16
+            found.append(Case(f"{name} {kind}", launches, True, _PLAIN, key))
     return found
+
+
+def vocabulary(
+    dtype: torch.dtype, first: int | None, options: bool, family: str
+) -> Sequence[Launch]:
+    """Return the launch over 2,048 rows of 128k words, or over a block of words from ``first``."""
+    words = 2**17 if first is None else 4096
+    logits, targets = meta(2048, words, dtype=dtype), meta(2048, dtype=torch.int64)
+    return gpu.cross_entropy_launches(logits, targets, meta(2048), first=first, options=options)
 
 
 def _families(each: Attention) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ The step ``long`` holds whole long problems to the rule: one head of 16k by 16k;
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import tilewise
 from tilelab.cases.case import Case
@@ -41,6 +43,7 @@ STEP: Literal["accuracy"] = "accuracy"
 _BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
 _PAGES = "pages"
+_VOCABULARY = "vocabulary"
 _LONG: Literal["long"] = "long"
 _HUGE = "past 2^31 elements"
 _HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
@@ -53,7 +56,7 @@ def jobs(setting: Setting) -> list[str]:
     others = [name for name in ("float16", "float32") if name != main]
     cases = rows(STEP)
     found = [f"{main} {case.name}" for case in cases]
-    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES]
+    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES, _VOCABULARY]
     return found + [f"{each} {case.name}" for each in others for case in cases if case.every_dtype]
 
 
@@ -67,6 +70,8 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
         yield from _eight_bits(setting)
     elif job == _PAGES:
         yield from _in_pages(setting)
+    elif job == _VOCABULARY:
+        yield from _vocabulary(setting)
     else:
         dtype, _, name = job.partition(" ")
         case = sized(setting, find(STEP, name)).of(getattr(torch, dtype))
@@ -104,6 +109,60 @@ def differing(first: Outcome, second: Outcome) -> str:
         if not bool(((values == other) | (values.isnan() & other.isnan())).all()):
             return name
     return ""
+
+
+def _vocabulary(setting: Setting) -> Iterator[Row]:
+    """Hold ``linear_cross_entropy`` to the rule, with and without options and float32 weights.
+
+    In the self-test the core does it: the call takes tensors of a CPU to nothing else.
+    """
+    torch.manual_seed(0)
+    shrink = setting.sizes.shrink
+    with setting.device:
+        hidden = torch.randn(-(-4500 // shrink), 256)
+        weight = torch.randn(-(-32_773 // shrink), 256) / 4
+        targets = torch.randint(len(weight), (len(hidden),))
+    targets[::5] = -100
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 15.0}
+
+    def outcome(x: Tensor, w: Tensor, given: dict[str, Any], ours: bool) -> Outcome:
+        x, w = (each.detach().requires_grad_() for each in (x, w))
+        call = tilewise.linear_cross_entropy if ours else _loss_of_logits
+        loss = call(x, w, targets, **given)
+        of_hidden, of_weight = torch.autograd.grad(loss, (x, w))
+        return {"loss": loss.detach(), "grad of hidden": of_hidden, "grad of weight": of_weight}
+
+    for dtype, of_weight, given in (
+        (setting.dtype, setting.dtype, {}),
+        (setting.dtype, torch.float32, options),
+        (torch.float32, torch.float32, options),
+    ):
+        x, w = hidden.to(dtype), weight.to(dtype)
+        plain, oracle = (
+            outcome(x, w, given, False),
+            outcome(x.double(), w.double(), given, False),
+        )
+        actual, again = (outcome(x, w.to(of_weight), given, True) for _ in range(2))
+        words = [str(each).removeprefix("torch.") for each in (dtype, of_weight)]
+        name = f"{_VOCABULARY} {' x '.join(words)}{', options' if given else ''}"
+        yield judged(STEP, name, actual, plain, oracle, differing(actual, again))
+
+
+def _loss_of_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = math.inf,
+) -> Tensor:
+    """Return the formula of ``linear_cross_entropy`` over all logits, in float32 or float64."""
+    logits = functional.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if softcap < math.inf:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    return loss + z_loss * logits.logsumexp(1)[targets >= 0].square().mean()
 
 
 def _dropout_bits(setting: Setting) -> Iterator[Row]:

@@ -144,7 +144,7 @@ class GpuBackend(Backend):
         ]
         operands = operands._replace(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
         variant = variant_of(problem, tuple(x.dim() for x in operands.mask_tensors), ())
-        with _device_of(operands.q):
+        with device_of(operands.q):
             table = torch.empty(grid[2:], dtype=torch.uint8, device=device)
             _run(cover_launches(problem, operands, grid, table, variant))
         return table
@@ -229,7 +229,7 @@ class _Passes:
 
         problem = self._problem
         launches = decode_launches if decodes(problem) else forward_launches
-        with _device_of(operands.q):
+        with device_of(operands.q):
             result = empty_result(problem, operands.q, statistics)
             config = _config(problem)
             _run(launches(problem, operands, result, config, self._functions(operands)))
@@ -246,7 +246,7 @@ class _Passes:
     ) -> Grads:
         from tilewise.kernels.gpu.backward.passes import backward_launches
 
-        with _device_of(operands.q):
+        with device_of(operands.q):
             grads = _empty_grads(operands, needs)
             launches = backward_launches(
                 self._problem,
@@ -288,7 +288,7 @@ def _empty_grads(operands: Operands, needs: Needs) -> Grads:
     return Grads(q, k, v, scores, sinks)
 
 
-def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Launches go to the current device; make it the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 

@@ -22,6 +22,7 @@ with ending_at_once(command_loads()):  # torch takes its time
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
     from tilewise.sparse.block_mask import BlockMask
+    from tilewise.indexer import TopKeys, top_keys
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.checked import checked
     from tilewise.variants.vocabulary import maximum, minimum, where
@@ -34,6 +35,7 @@ __all__ = [
     "Explanation",
     "Plan",
     "SoftmaxStats",
+    "TopKeys",
     "__version__",
     "attention",
     "attention_paged",
@@ -50,6 +52,7 @@ __all__ = [
     "patterns",
     "plan",
     "scores",
+    "top_keys",
     "visible_pairs",
     "where",
 ]

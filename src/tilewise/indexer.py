@@ -1,0 +1,346 @@
+"""Floor 8: ``top_keys``, the keys that an indexer scores highest, without queries x keys.
+
+Plain code writes a product per head, query and key, Hi M N numbers, and from them M N scores: with
+64 heads and 4,096 queries and keys that is 4 GiB. Here the heads' products of a block of rows and a
+tile of keys are made, summed to scores, and overwritten by the next. Scores meet the best ones so
+far a strip at a time, and only the k best go on. Tiles that the mask hides are never computed.
+
+A sort must put equal scores in the order of their keys: ReLU makes many of them 0. So a score is
+compared as an integer of the same order. In 32 bits its key goes into the low half of 64 bits, and
+no two candidates are equal. In 64 bits there is no room: a stable sort keeps the order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.checks import check_tensor, check_whole
+from tilewise.engine.modes import refuse_vmap
+from tilewise.errors import InvalidArgument
+from tilewise.functional import MaskLike
+from tilewise.reference.blocks import Block, cut
+from tilewise.reference.programs import Cover, cover, visible
+from tilewise.sparse.tables import depends
+from tilewise.validation import check_scale
+from tilewise.variants.lower import Extent, lower_mask
+from tilewise.variants.outside import refuse_outside
+from tilewise.variants.program import Program, decode
+from tilewise.variants.values import Mask, as_mask
+
+__all__ = ["TopKeys", "top_keys"]
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+# Scores that meet the best ones so far at once, unless k is more: a merge costs a pass over both.
+_STRIP_KEYS = 8192
+_WHOLE = 128  # keys of a tile are a multiple: see ``reference.tiles.product``
+
+
+class TopKeys(NamedTuple):
+    """Result of ``top_keys`` with ``return_scores``.
+
+    Args:
+        keys: int32 [B, 1, M, k], the largest score first; -1 where there is no key.
+        scores: their scores, float32 (float64 for float64); -inf where there is no key.
+    """
+
+    keys: Tensor
+    scores: Tensor
+
+
+class _Sizes(NamedTuple):
+    """The rows of a block, and the bytes and keys that a tile of the heads' products may have."""
+
+    rows: int
+    tile_bytes: int
+    tile_keys: int
+
+
+# On a CPU a tile stays in its cache (notes/performance-log.md). Elsewhere it hides launches.
+_CPU = _Sizes(32, 2 * 1024 * 1024, 1024)
+_ELSEWHERE = _Sizes(256, 256 * 1024 * 1024, 8192)
+
+
+@overload
+def top_keys(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    k: int,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    return_scores: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def top_keys(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    k: int,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    return_scores: Literal[True],
+) -> TopKeys: ...
+
+
+def top_keys(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    k: int,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    return_scores: bool = False,
+) -> Tensor | TopKeys:
+    """Return the k keys that an indexer scores highest for each query, of those that it may see.
+
+    The score of key n for query m of batch item b is a weighted sum over the indexer's heads::
+
+        score[m, n] = sum_h weights[b, m, h] * relu(scale * queries[b, h, m] . keys[b, 0, n])
+
+    The largest score comes first, and of equal scores the lowest key. ``-0.0`` equals ``0.0``. A
+    NaN score counts as the largest, as for ``torch.topk``. A key that the mask hides is never
+    chosen, whatever it holds.
+
+    Scores are float32, or float64 if an operand is float64; 16-bit operands are widened, under
+    autocast too. Memory beyond operands and result is bounded: on a CPU 2 MiB of products (more
+    from 128 heads on) and some 15 MiB for the scores of 32 rows and 8,192 keys (k keys if that is
+    more). The number of threads changes no bit. The result has no gradient.
+
+    Source: the lightning indexer of DeepSeek-V3.2-Exp, 2025, equation 1.
+
+    Args:
+        queries: floating [B, Hi, M, Di], any strides: memory [B, M, Hi, Di] is passed as
+            ``queries.transpose(1, 2)``.
+        keys: floating [B, 1, N, Di]: one head, which all heads of the queries share.
+        weights: floating [B, M, Hi], as a linear layer over the hidden states gives them.
+        k: how many keys, 1 or more. It may be more than N.
+        mask: what ``attention`` takes, the same for all heads: ``tilewise.masks.causal()``, a
+            function ``(b, h, m, n) -> bool``, or a boolean tensor that broadcasts to [B, 1, M, N].
+            None shows every key.
+        scale: 1/sqrt(Di) if None.
+        return_scores: return a ``TopKeys``, which has the scores too.
+
+    Returns:
+        int32 [B, 1, M, k], with -1 at the end of a row that sees fewer than k keys; or a TopKeys.
+
+    Raises:
+        InvalidArgument: shapes, dtypes, devices or values that do not fit; a mask that depends on
+            the head.
+        InvalidType: what is no tensor, no mask or no integer.
+        Unsupported: under ``torch.func.vmap``.
+    """
+    dtype = _check(queries, keys, weights)
+    count = check_whole("k", k, 1)
+    factor = check_scale(scale, queries.shape[-1], dtype)
+    read = Mask(()) if mask is None else as_mask(mask)
+    if depends(read)[1]:
+        required = "one that says the same for all heads: they share one list of keys"
+        raise InvalidArgument("mask", "a mask that depends on the head h", required)
+    operands = (queries.detach(), keys.detach(), weights.detach())
+    captured = [each.detach() for each in read.captured]
+    found, scores = torch.ops.tilewise.top_keys(
+        *operands, captured, read.text, count, factor, return_scores
+    )
+    return TopKeys(found, scores) if return_scores else found
+
+
+def _check(queries: Tensor, keys: Tensor, weights: Tensor) -> torch.dtype:
+    """Check the operands, and return the dtype of the scores."""
+    required = "a floating tensor [B, Hi, M, Di], Hi and Di of 1 or more"
+    check_tensor("queries", queries, required, _DTYPES, dims=4)
+    batch, heads, rows, width = queries.shape
+    if heads == 0 or width == 0:
+        raise InvalidArgument("queries", f"shape {tuple(queries.shape)}", required)
+    device = queries.device.type
+    required = f"a floating tensor [B, 1, N, Di] = [{batch}, 1, N, {width}] on {queries.device}"
+    fix = "Keys [B, N, Di] are passed as keys[:, None]."
+    shape = (batch, 1, None, width)
+    check_tensor("keys", keys, required, _DTYPES, shape=shape, device=device, fix=fix)
+    required = f"a floating tensor [B, M, Hi] = {[batch, rows, heads]} on {queries.device}"
+    fix = "Weights [B, Hi, M] are passed as weights.transpose(1, 2)."
+    shape = (batch, rows, heads)
+    check_tensor("weights", weights, required, _DTYPES, shape=shape, device=device, fix=fix)
+    return _scores_dtype(queries, keys, weights)
+
+
+def _scores_dtype(*operands: Tensor) -> torch.dtype:
+    wide = any(each.dtype is torch.float64 for each in operands)
+    return torch.float64 if wide else torch.float32
+
+
+@torch.library.custom_op("tilewise::top_keys", mutates_args=())
+def _op(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    mask_tensors: Sequence[Tensor],
+    mask: str,
+    k: int,
+    scale: float,
+    return_scores: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the keys, and the scores or an empty tensor."""
+    dtype, device = _scores_dtype(queries, keys, weights), queries.device
+    program = decode(mask)
+    batch, _, rows, _ = queries.shape
+    extent = Extent(batch, 1, rows, keys.shape[2], check_values=device.type == "cpu")
+    refuse_outside(program, (), mask_tensors, (), extent)
+    captured = lower_mask(program, tuple(mask_tensors), extent, device, dtype)
+    found = torch.full((batch, 1, rows, k), -1, dtype=torch.int32, device=device)
+    scores = torch.full(found.shape if return_scores else (0,), -math.inf, dtype=dtype).to(device)
+    with torch.autocast(device.type, enabled=False):
+        for b in range(batch):
+            tensors = cut(program, captured, b, rows, keys.shape[2])
+            item = _Item(b, queries[b], keys[b, 0], weights[b], scale, dtype, program, tensors)
+            item.search(k, found[b, 0], scores[b, 0] if return_scores else None)
+    return found, scores
+
+
+@_op.register_fake
+def _op_fake(
+    queries: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    mask_tensors: Sequence[Tensor],
+    mask: str,
+    k: int,
+    scale: float,
+    return_scores: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (queries.shape[0], 1, queries.shape[2], k)
+    found = queries.new_empty(shape, dtype=torch.int32)
+    dtype = _scores_dtype(queries, keys, weights)
+    return found, queries.new_empty(shape if return_scores else (0,), dtype=dtype)
+
+
+_op.register_vmap(refuse_vmap)
+
+
+class _Ranked(NamedTuple):
+    """Candidates of a block of rows, all [rows, n].
+
+    Args:
+        ranks: scores as integers of the same order (``_ranks``); the least one hides a key.
+        keys: int32.
+    """
+
+    ranks: Tensor
+    keys: Tensor
+
+
+class _Item(NamedTuple):
+    """One batch item: queries [Hi, M, Di], keys [N, Di], weights [M, Hi] and the mask of it."""
+
+    batch: int
+    queries: Tensor
+    keys: Tensor
+    weights: Tensor
+    scale: float
+    dtype: torch.dtype
+    mask: Program
+    mask_tensors: tuple[Tensor, ...]
+
+    def search(self, k: int, keys: Tensor, scores: Tensor | None) -> None:
+        """Write the keys [M, k], and their scores if wanted, where there are some."""
+        heads, total, _ = self.queries.shape
+        sizes = _CPU if self.keys.device.type == "cpu" else _ELSEWHERE
+        each = min(sizes.rows, max(1, total))
+        fit = sizes.tile_bytes // (each * heads * self.dtype.itemsize)
+        tile = max(_WHOLE, min(fit, sizes.tile_keys) // _WHOLE * _WHOLE)
+        for first in range(0, total, each):
+            rows = range(first, min(first + each, total))
+            best = self._best(rows, k, tile)
+            if best is None:
+                continue
+            seen = best.ranks != torch.iinfo(best.ranks.dtype).min
+            place = slice(rows.start, rows.stop), slice(best.keys.shape[1])
+            keys[place] = torch.where(seen, best.keys, -1)
+            if scores is not None:
+                scores[place] = torch.where(seen, _swap(best.ranks).view(self.dtype), -math.inf)
+
+    def _best(self, rows: range, k: int, tile: int) -> _Ranked | None:
+        """Return the best of a block of rows, at most k, in order; None if no key is seen."""
+        total = len(self.keys)
+        span = slice(rows.start, rows.stop)
+        queries = self.queries[:, span].transpose(0, 1).to(self.dtype) * self.scale
+        weights = self.weights[span, None].to(self.dtype)
+        found: list[_Ranked] = []
+        width = 0
+        for first in range(0, total, tile):
+            keys = range(first, min(first + tile, total))
+            block = Block(
+                rows,
+                keys,
+                self.queries.shape[1],
+                total,
+                range(self.batch, self.batch + 1),
+                range(1),
+                self.dtype,
+            )
+            covered = cover(self.mask, self.mask_tensors, block)
+            if covered is Cover.EMPTY:
+                continue
+            ranks = _ranks(self._scores(queries, weights, keys))
+            if covered is Cover.PARTIAL:
+                seen = visible(self.mask, self.mask_tensors, block, ranks.device)[0, 0]
+                ranks.masked_fill_(~seen, torch.iinfo(ranks.dtype).min)
+            places = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=ranks.device)
+            found.append(_Ranked(ranks, places.expand(ranks.shape)))
+            width += len(keys)
+            if width >= max(_STRIP_KEYS, k):
+                found, width = [_largest(found, k)], 0
+        return _largest(found, k) if found else None
+
+    def _scores(self, queries: Tensor, weights: Tensor, keys: range) -> Tensor:
+        """Return the scores [rows, keys] of a tile.
+
+        Args:
+            queries: [rows, Hi, Di], times the scale.
+            weights: [rows, 1, Hi].
+            keys: of the tile.
+        """
+        some = self.keys[keys.start : keys.stop].to(self.dtype)
+        # Whole tiles: libraries round what remains of one in another way than the rest.
+        some = functional.pad(some, (0, 0, 0, -len(keys) % _WHOLE))
+        products = (queries.flatten(0, 1) @ some.T).relu_()
+        return (weights @ products.unflatten(0, queries.shape[:2]))[:, 0, : len(keys)]
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Return integers of the same order, of the same width; the largest for every NaN."""
+    scores = torch.where(scores.isnan(), math.nan, scores + 0.0)  # -0.0 + 0.0 is 0.0
+    return _swap(scores.view(_BITS[scores.dtype]))
+
+
+def _swap(bits: Tensor) -> Tensor:
+    """Return the bits of floats as integers of the same order, or these as the bits of floats."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # among negatives, turn the order
+
+
+def _largest(found: list[_Ranked], k: int) -> _Ranked:
+    """Return the k best, or all if they are fewer: the largest rank first, then the lowest key.
+
+    The candidates of equal rank are in the order of their keys.
+    """
+    ranks, keys = (torch.cat(each, 1) for each in zip(*found, strict=True))
+    count = min(k, ranks.shape[1])
+    if ranks.dtype is torch.int64:
+        ranks, order = ranks.sort(dim=1, descending=True, stable=True)
+        return _Ranked(ranks[:, :count], keys.gather(1, order[:, :count]))
+    # No two are equal: the rank is the high half, and the key, turned round, the low one.
+    both = (ranks.long() << 32).bitwise_or_((~keys).long() & 0xFFFFFFFF)
+    both = both.topk(count, dim=1).values
+    return _Ranked((both >> 32).int(), (~both).int())

@@ -19,10 +19,10 @@ with ending_at_once(command_loads()):  # torch takes its time
         plan,
         visible_pairs,
     )
+    from tilewise.indexer import TopKeys, top_keys
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
     from tilewise.sparse.block_mask import BlockMask
-    from tilewise.indexer import TopKeys, top_keys
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.checked import checked
     from tilewise.variants.vocabulary import maximum, minimum, where

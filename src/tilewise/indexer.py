@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tilewise.checks import check_tensor, check_whole
-from tilewise.engine.modes import refuse_vmap
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import MaskLike
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover, visible
-from tilewise.sparse.tables import depends
+from tilewise.sparse.tables import depends_on
 from tilewise.validation import check_scale
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.outside import refuse_outside
@@ -38,7 +37,8 @@ __all__ = ["TopKeys", "top_keys"]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 # Scores that meet the best ones so far at once, unless k is more: a merge costs a pass over both.
-_STRIP_KEYS = 8192
+_STRIP_KEYS = 16384
+_LOW_HALF = 0xFFFFFFFF
 _WHOLE = 128  # keys of a tile are a multiple: see ``reference.tiles.product``
 
 
@@ -145,7 +145,7 @@ def top_keys(
     count = check_whole("k", k, 1)
     factor = check_scale(scale, queries.shape[-1], dtype)
     read = Mask(()) if mask is None else as_mask(mask)
-    if depends(read)[1]:
+    if depends_on(read)[1]:
         required = "one that says the same for all heads: they share one list of keys"
         raise InvalidArgument("mask", "a mask that depends on the head h", required)
     operands = (queries.detach(), keys.detach(), weights.detach())
@@ -225,19 +225,10 @@ def _op_fake(
     return found, queries.new_empty(shape if return_scores else (0,), dtype=dtype)
 
 
-_op.register_vmap(refuse_vmap)
-
-
-class _Ranked(NamedTuple):
-    """Candidates of a block of rows, all [rows, n].
-
-    Args:
-        ranks: scores as integers of the same order (``_ranks``); the least one hides a key.
-        keys: int32.
-    """
-
-    ranks: Tensor
-    keys: Tensor
+@_op.register_vmap
+def _refuse_vmap(*_: Any) -> NoReturn:
+    what = "tilewise.top_keys has no batching rule for torch.func.vmap"
+    raise Unsupported(what, fix="put the vmapped dimension into the batch: x.flatten(0, 1)")
 
 
 class _Item(NamedTuple):
@@ -264,31 +255,24 @@ class _Item(NamedTuple):
             best = self._best(rows, k, tile)
             if best is None:
                 continue
-            seen = best.ranks != torch.iinfo(best.ranks.dtype).min
-            place = slice(rows.start, rows.stop), slice(best.keys.shape[1])
-            keys[place] = torch.where(seen, best.keys, -1)
+            ranks, places = _unpack(best, self.dtype)
+            seen = ranks != torch.iinfo(ranks.dtype).min
+            at = slice(rows.start, rows.stop), slice(ranks.shape[1])
+            keys[at] = torch.where(seen, places, -1)
             if scores is not None:
-                scores[place] = torch.where(seen, _swap(best.ranks).view(self.dtype), -math.inf)
+                scores[at] = torch.where(seen, _swap(ranks).view(self.dtype), -math.inf)
 
-    def _best(self, rows: range, k: int, tile: int) -> _Ranked | None:
-        """Return the best of a block of rows, at most k, in order; None if no key is seen."""
-        total = len(self.keys)
+    def _best(self, rows: range, k: int, tile: int) -> Tensor | None:
+        """Return the k best candidates of a block of rows, in order; None if no key is seen."""
         span = slice(rows.start, rows.stop)
-        queries = self.queries[:, span].transpose(0, 1).to(self.dtype) * self.scale
+        queries = self.queries[:, span].transpose(0, 1).to(self.dtype)
+        queries = queries * math.copysign(1.0, self.scale)  # its size comes last: see ``_scores``
         weights = self.weights[span, None].to(self.dtype)
-        found: list[_Ranked] = []
+        found: list[Tensor] = []
         width = 0
-        for first in range(0, total, tile):
-            keys = range(first, min(first + tile, total))
-            block = Block(
-                rows,
-                keys,
-                self.queries.shape[1],
-                total,
-                range(self.batch, self.batch + 1),
-                range(1),
-                self.dtype,
-            )
+        for first in range(0, len(self.keys), tile):
+            keys = range(first, min(first + tile, len(self.keys)))
+            block = self._block(rows, keys)
             covered = cover(self.mask, self.mask_tensors, block)
             if covered is Cover.EMPTY:
                 continue
@@ -296,18 +280,22 @@ class _Item(NamedTuple):
             if covered is Cover.PARTIAL:
                 seen = visible(self.mask, self.mask_tensors, block, ranks.device)[0, 0]
                 ranks.masked_fill_(~seen, torch.iinfo(ranks.dtype).min)
-            places = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=ranks.device)
-            found.append(_Ranked(ranks, places.expand(ranks.shape)))
+            found.append(_pack(ranks, keys))
             width += len(keys)
             if width >= max(_STRIP_KEYS, k):
-                found, width = [_largest(found, k)], 0
-        return _largest(found, k) if found else None
+                found, width = [_largest(found, k, in_order=False)], 0
+        return _largest(found, k, in_order=True) if found else None
+
+    def _block(self, rows: range, keys: range) -> Block:
+        batches = range(self.batch, self.batch + 1)
+        total = self.queries.shape[1], len(self.keys)
+        return Block(rows, keys, *total, batches, range(1), self.dtype)
 
     def _scores(self, queries: Tensor, weights: Tensor, keys: range) -> Tensor:
         """Return the scores [rows, keys] of a tile.
 
         Args:
-            queries: [rows, Hi, Di], times the scale.
+            queries: [rows, Hi, Di], times the sign of the scale.
             weights: [rows, 1, Hi].
             keys: of the tile.
         """
@@ -315,11 +303,12 @@ class _Item(NamedTuple):
         # Whole tiles: libraries round what remains of one in another way than the rest.
         some = functional.pad(some, (0, 0, 0, -len(keys) % _WHOLE))
         products = (queries.flatten(0, 1) @ some.T).relu_()
-        return (weights @ products.unflatten(0, queries.shape[:2]))[:, 0, : len(keys)]
+        sums = (weights @ products.unflatten(0, queries.shape[:2]))[:, 0, : len(keys)]
+        return sums * abs(self.scale)  # once, so that its rounding parts no equal scores
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """Return integers of the same order, of the same width; the largest for every NaN."""
+    """Return integers of the same order and width; the largest of all for every NaN."""
     scores = torch.where(scores.isnan(), math.nan, scores + 0.0)  # -0.0 + 0.0 is 0.0
     return _swap(scores.view(_BITS[scores.dtype]))
 
@@ -327,20 +316,36 @@ def _ranks(scores: Tensor) -> Tensor:
 def _swap(bits: Tensor) -> Tensor:
     """Return the bits of floats as integers of the same order, or these as the bits of floats."""
     limits = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # among negatives, turn the order
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)  # negatives: the other way round
 
 
-def _largest(found: list[_Ranked], k: int) -> _Ranked:
-    """Return the k best, or all if they are fewer: the largest rank first, then the lowest key.
+def _pack(ranks: Tensor, keys: range) -> Tensor:
+    """Return candidates, int64 [1 or 2, rows, keys], of ranks [rows, keys].
 
-    The candidates of equal rank are in the order of their keys.
+    Ranks of 32 bits are the high half of a number whose low half is the key, inverted: no two of a
+    row are equal. Ranks of 64 bits and keys are numbers of their own.
     """
-    ranks, keys = (torch.cat(each, 1) for each in zip(*found, strict=True))
-    count = min(k, ranks.shape[1])
+    places = torch.arange(keys.start, keys.stop, device=ranks.device)
     if ranks.dtype is torch.int64:
-        ranks, order = ranks.sort(dim=1, descending=True, stable=True)
-        return _Ranked(ranks[:, :count], keys.gather(1, order[:, :count]))
-    # No two are equal: the rank is the high half, and the key, turned round, the low one.
-    both = (ranks.long() << 32).bitwise_or_((~keys).long() & 0xFFFFFFFF)
-    both = both.topk(count, dim=1).values
-    return _Ranked((both >> 32).int(), (~both).int())
+        return torch.stack((ranks, places.expand(ranks.shape)))
+    return (ranks.long() << 32).bitwise_or_(_LOW_HALF - places)[None]
+
+
+def _unpack(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the ranks and the keys (int32) of candidates, both [rows, n]."""
+    if dtype is torch.float64:
+        return found[0], found[1].int()
+    return (found[0] >> 32).int(), (~found[0]).int()
+
+
+def _largest(found: list[Tensor], k: int, in_order: bool) -> Tensor:
+    """Return the k best candidates, or all if they are fewer: the best first, if ``in_order``.
+
+    Candidates of equal rank come in the order of their keys.
+    """
+    every = torch.cat(found, 2)
+    count = min(k, every.shape[2])
+    if len(every) == 1:
+        return every.topk(count, sorted=in_order).values
+    ranks, order = every[0].sort(descending=True, stable=True)
+    return torch.stack((ranks[:, :count], every[1].gather(1, order[:, :count])))

@@ -111,7 +111,7 @@ def test_any_scale(scale: float) -> None:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nan_is_the_largest_and_zeros_of_both_signs_are_equal(dtype: torch.dtype) -> None:
+def test_nan_is_the_largest(dtype: torch.dtype) -> None:
     queries, keys = torch.ones(1, 1, 1, 1, dtype=dtype), torch.zeros(1, 1, 300, 1, dtype=dtype)
     at = {3: -math.nan, 280: math.nan, 150: math.inf, 299: 5.0, 40: 5.0, 1: -5.0}
     for n, value in at.items():
@@ -120,12 +120,19 @@ def test_nan_is_the_largest_and_zeros_of_both_signs_are_equal(dtype: torch.dtype
     assert found.keys.flatten().tolist() == [3, 280, 150, 40, 299, 0, 1]
     expected = torch.tensor([math.nan, math.nan, math.inf, 5, 5, 0, 0], dtype=dtype)
     assert_same_bits(found.scores.flatten(), expected, "scores")
-    # A weight below 0 makes -0.0 of what ReLU cut off, and -inf of inf.
+    # A weight below 0 makes -inf of inf.
     found = tilewise.top_keys(queries, keys, -torch.ones(1, 1, 1), 300, return_scores=True)
     zeros = [n for n in range(300) if n not in at or n == 1]
     assert found.keys.flatten().tolist() == [3, 280, *zeros, 40, 299, 150]
     assert found.scores.flatten()[-1] == -math.inf
-    assert not found.scores.flatten()[2:-3].signbit().any()
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    queries, keys, weights = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 6, 1), -torch.ones(1, 1, 1)
+    keys[0, 0, 1::2] = 1e-20  # their scores are below 0 by less than float32 has: -0.0
+    found = tilewise.top_keys(queries, keys, weights, 6, scale=1e-30, return_scores=True)
+    assert found.keys.flatten().tolist() == list(range(6))
+    assert not found.scores.signbit().any()
 
 
 def test_a_hidden_key_is_not_chosen_whatever_it_holds() -> None:
@@ -148,8 +155,9 @@ def test_strides_gradients_and_dtypes_of_each_operand() -> None:
     cached = keys.repeat_interleave(2, 3)[..., ::2]
     turned = weights.transpose(1, 2).contiguous().transpose(1, 2)
     assert not any(each.is_contiguous() for each in (strided, cached, turned))
-    leaves = [each.requires_grad_() for each in (strided, cached, turned)]
-    found = tilewise.top_keys(*leaves, 30, mask=masks.causal(), return_scores=True)
+    for each in (strided, cached, turned):
+        each.requires_grad_()
+    found = tilewise.top_keys(strided, cached, turned, 30, mask=masks.causal(), return_scores=True)
     assert torch.equal(found.keys, expected)
     assert not found.scores.requires_grad
     mixed = tilewise.top_keys(queries.bfloat16(), keys.half(), weights, 30, mask=masks.causal())

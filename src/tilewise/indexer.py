@@ -114,9 +114,12 @@ def top_keys(
     chosen, whatever it holds.
 
     Scores are float32, or float64 if an operand is float64; 16-bit operands are widened, under
-    autocast too. Memory beyond operands and result is bounded: on a CPU 2 MiB of products (more
-    from 128 heads on) and some 15 MiB for the scores of 32 rows and 8,192 keys (k keys if that is
-    more). The number of threads changes no bit. The result has no gradient.
+    autocast too. The number of threads changes no bit. The result has no gradient.
+
+    Memory beyond operands and result does not grow with M, nor with N beyond 16,384 keys. On a CPU
+    it is 2 MiB of products (more from 129 heads on) and the scores of 32 rows and 16,384 keys, or k
+    if that is more: 15 MiB in all at k = 2,048, 33 MiB in float64. Elsewhere products take 256 MiB.
+    Not yet run on a GPU.
 
     Source: the lightning indexer of DeepSeek-V3.2-Exp, 2025, equation 1.
 
@@ -166,8 +169,8 @@ def _check(queries: Tensor, keys: Tensor, weights: Tensor) -> torch.dtype:
     device = queries.device.type
     required = f"a floating tensor [B, 1, N, Di] = [{batch}, 1, N, {width}] on {queries.device}"
     fix = "Keys [B, N, Di] are passed as keys[:, None]."
-    shape = (batch, 1, None, width)
-    check_tensor("keys", keys, required, _DTYPES, shape=shape, device=device, fix=fix)
+    every = (batch, 1, None, width)
+    check_tensor("keys", keys, required, _DTYPES, shape=every, device=device, fix=fix)
     required = f"a floating tensor [B, M, Hi] = {[batch, rows, heads]} on {queries.device}"
     fix = "Weights [B, Hi, M] are passed as weights.transpose(1, 2)."
     shape = (batch, rows, heads)
@@ -303,7 +306,7 @@ class _Item(NamedTuple):
         # Whole tiles: libraries round what remains of one in another way than the rest.
         some = functional.pad(some, (0, 0, 0, -len(keys) % _WHOLE))
         products = (queries.flatten(0, 1) @ some.T).relu_()
-        sums = (weights @ products.unflatten(0, queries.shape[:2]))[:, 0, : len(keys)]
+        sums: Tensor = (weights @ products.view(*queries.shape[:2], -1))[:, 0, : len(keys)]
         return sums * abs(self.scale)  # once, so that its rounding parts no equal scores
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.checks import check_tensor, check_whole
+from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import MaskLike
 from tilewise.reference.blocks import Block, cut
@@ -63,7 +64,7 @@ class _Sizes(NamedTuple):
 
 
 # On a CPU a tile stays in its cache (notes/performance-log.md). Elsewhere it hides launches.
-_CPU = _Sizes(32, 2 * 1024 * 1024, 1024)
+_CPU = _Sizes(32, 2 * 1024 * 1024, 2048)
 _ELSEWHERE = _Sizes(256, 256 * 1024 * 1024, 8192)
 
 
@@ -153,9 +154,9 @@ def top_keys(
         raise InvalidArgument("mask", "a mask that depends on the head h", required)
     operands = (queries.detach(), keys.detach(), weights.detach())
     captured = [each.detach() for each in read.captured]
-    found, scores = torch.ops.tilewise.top_keys(
-        *operands, captured, read.text, count, factor, return_scores
-    )
+    # An op written in Python loads the compiler at its first eager call: seconds, and 150 MB.
+    call = _search if road(*operands) == "eager" else torch.ops.tilewise.top_keys
+    found, scores = call(*operands, captured, read.text, count, factor, return_scores)
     return TopKeys(found, scores) if return_scores else found
 
 
@@ -183,8 +184,7 @@ def _scores_dtype(*operands: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-@torch.library.custom_op("tilewise::top_keys", mutates_args=())
-def _op(
+def _search(
     queries: Tensor,
     keys: Tensor,
     weights: Tensor,
@@ -209,6 +209,9 @@ def _op(
             item = _Item(b, queries[b], keys[b, 0], weights[b], scale, dtype, program, tensors)
             item.search(k, found[b, 0], scores[b, 0] if return_scores else None)
     return found, scores
+
+
+_op = torch.library.custom_op("tilewise::top_keys", _search, mutates_args=())
 
 
 @_op.register_fake

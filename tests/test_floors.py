@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.kernels",),
     ("tilewise.engine",),
     ("tilewise.cross_entropy", "tilewise.functional", "tilewise.sparse"),
-    ("tilewise.merging",),
+    ("tilewise.indexer", "tilewise.merging"),
     ("tilewise.serving", "tilewise.distributed"),
     ("tilewise.nn",),
     ("tilewise.compat",),

@@ -27,7 +27,8 @@ STEPS: dict[str, tuple[str, str, str]] = {
     # torch._dynamo takes a second and 100 MB to import.
     "nor the compiler, for an eager call": (
         "q = torch.ones(1, 1, 2, 4, requires_grad=True)\n"
-        "tilewise.attention(q, q, q, backend='tiled').sum().backward()",
+        "tilewise.attention(q, q, q, backend='tiled').sum().backward()\n"
+        "tilewise.top_keys(q, q, q[0, ..., :1], 1)",
         "'torch._dynamo' in sys.modules",
         "False",
     ),

@@ -20,6 +20,7 @@ with ending_at_once(command_loads()):  # torch takes its time
         plan,
         visible_pairs,
     )
+    from tilewise.indexer import TopKeys, top_keys
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
     from tilewise.sparse.block_mask import BlockMask
@@ -36,6 +37,7 @@ __all__ = [
     "KeyBlocks",
     "Plan",
     "SoftmaxStats",
+    "TopKeys",
     "__version__",
     "attention",
     "attention_paged",
@@ -52,6 +54,7 @@ __all__ = [
     "patterns",
     "plan",
     "scores",
+    "top_keys",
     "visible_pairs",
     "where",
 ]

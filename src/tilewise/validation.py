@@ -235,16 +235,21 @@ def _check_pairing(q: Tensor, k: Tensor, v: Tensor, *, keys_dim: int, paged: boo
             raise InvalidArgument(name, "width 0", "a width of at least 1")
 
 
-def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
+def check_scale(scale: object, width: int, dtype: torch.dtype) -> float:
+    """Return the scale of a call, 1/sqrt(width) for None; finite in what ``dtype`` computes in."""
     if scale is None:
-        number = 1.0 / math.sqrt(q.shape[-1])
-    else:
-        number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
-        largest = largest_factor(q.dtype)
-        # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
-        if not -largest <= number <= largest:
-            required = f"a finite number, for {q.dtype} up to {largest:.2g}"
-            raise InvalidArgument("scale", str(number), required)
+        return 1.0 / math.sqrt(width)
+    number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
+    largest = largest_factor(dtype)
+    # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
+    if not -largest <= number <= largest:
+        required = f"a finite number, for {dtype} up to {largest:.2g}"
+        raise InvalidArgument("scale", str(number), required)
+    return number
+
+
+def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
+    number = check_scale(scale, q.shape[-1], q.dtype)
     rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0.0 <= rate < 1.0:
         raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")

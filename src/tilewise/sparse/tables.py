@@ -103,7 +103,7 @@ def build(mask: Mask, extents: Sizes, block: tuple[int, int]) -> Table:
         InvalidArgument: the mask depends on the batch item or the head and their number is not
             given, or what it captures does not fit.
     """
-    by_batch, by_head = _depends(mask)
+    by_batch, by_head = depends_on(mask)
     by_batch = by_batch or extents.cu_seqlens is not None
     for name, letter, depends, given in (
         ("batch", "B", by_batch, extents.batch),
@@ -147,7 +147,7 @@ def _covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
     return covers(problem, operands, grid)
 
 
-def _depends(mask: Mask) -> tuple[bool, bool]:
+def depends_on(mask: Mask) -> tuple[bool, bool]:
     """Return whether what a mask says depends on the batch item, and on the head."""
     found = [_instr_depends(instr, mask.captured) for instr in mask.program]
     return any(batch for batch, _ in found), any(head for _, head in found)

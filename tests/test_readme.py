@@ -32,13 +32,14 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "backend" in capsys.readouterr().out
 
 
-def test_the_examples_of_serving_run() -> None:
-    text = (ROOT / "docs" / "serving.md").read_text()
+@pytest.mark.parametrize(("page", "count"), [("serving", 3), ("key-lists", 1)])
+def test_the_examples_of_pages_run(page: str, count: int) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == count
     for example in examples:
         names: dict[str, object] = {}
-        exec(compile(example, "docs/serving.md", "exec"), names)
+        exec(compile(example, page, "exec"), names)
         found = names.get("tokens")
         if isinstance(found, list):
             assert [len(each) for each in found] == [20, 5]

@@ -198,6 +198,12 @@ def test_a_variant_has_a_tensor_for_each_slot(tensors: int) -> None:
         Mask(program, (torch.zeros(3),) * tensors)
 
 
+def test_pairs_are_shown_on_the_device_that_is_named() -> None:
+    for mask in (None, masks.causal()):
+        shown = tilewise.visible_pairs(mask, M, N, device="meta")
+        assert (shown.device.type, shown.shape) == ("meta", (1, 1, M, N))
+
+
 def test_causal_masks_are_built_once() -> None:
     assert masks.causal() is masks.causal()
 

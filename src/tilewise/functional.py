@@ -368,7 +368,13 @@ def _with_stats(result: Result, return_lse: bool) -> AttentionResult:
 
 
 def visible_pairs(
-    mask: MaskLike, queries: int, keys: int, *, batch: int = 1, heads: int = 1
+    mask: MaskLike,
+    queries: int,
+    keys: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Return which pairs a mask lets attend as a full tensor, to inspect or to test with.
 
@@ -378,19 +384,21 @@ def visible_pairs(
         keys: N.
         batch: B.
         heads: Hq.
+        device: where the mask's tensors are.
 
     Returns:
-        bool [B, Hq, M, N] on the CPU.
+        bool [B, Hq, M, N] on the device.
 
     Raises:
         InvalidArgument, InvalidType: it is no mask, or captures tensors of other sizes.
     """
     shape = (batch, heads, queries, keys)
     if mask is None:
-        return torch.ones(shape, dtype=torch.bool)
-    read = as_mask(mask)
-    device = torch.device("cpu")
-    captured = lower_mask(read.program, read.captured, Extent(*shape), device)
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    read, device = as_mask(mask), torch.device(device)
+    read_values = device.type == "cpu" and not torch.compiler.is_compiling()
+    extent = Extent(*shape, check_values=read_values)
+    captured = lower_mask(read.program, read.captured, extent, device)
     block = Block(range(queries), range(keys), queries, keys, range(batch), range(heads))
     return visible(read.program, captured, block, device).expand(shape).clone()
 

@@ -52,7 +52,9 @@ def padded(name: str, side: str) -> tuple[dict[str, Any], Tensor]:
 
 # gpt-oss is not here: its experts loop over what is in a tensor.
 @pytest.mark.parametrize("side", ["both", "none"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "bert", "t5", "deepseek_v32", "minimax_m3_vl"]
+)
 def test_one_graph(name: str, side: str) -> None:
     torch.compiler.reset()
     _, ours = both(name)

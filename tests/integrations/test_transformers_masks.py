@@ -83,9 +83,9 @@ def test_the_pairs_of_transformers_own_mask(name: str, place: str, padding: str)
     expected = sdpa_mask(**sizes, allow_is_causal_skip=False).expand(2, 1, queries, keys)
     found = make_mask(**sizes)
     assert found.shape == (2, 1, queries, keys)
-    pairs = tilewise.visible_pairs(found.mask, queries, found.keys, batch=2)
-    hidden = (0, keys - found.keys)
-    assert torch.equal(torch.nn.functional.pad(pairs, hidden), expected)
+    assert torch.equal(found[:, 0], expected[:, 0]), "as an indexer asks for them"
+    assert torch.equal(found[:, 0, :, :], expected[:, 0])
+    assert found[:, 0].shape == (2, queries, keys)
 
 
 def text(*sizes: Any, **more: Any) -> str:
@@ -158,3 +158,5 @@ def test_what_is_refused() -> None:
         made.dtype  # noqa: B018
     with pytest.raises(Unsupported, match="looks into its mask"):
         made[..., :2]
+    with pytest.raises(Unsupported, match="the index 0 of a mask"):
+        made[0]

@@ -1,6 +1,7 @@
 """Models of transformers by tilewise give what they give by eager.
 
-Ten families with random weights: logits, gradients, and greedy generate with every kind of cache.
+Families with random weights, eight of them with an indexer: logits, gradients, and greedy generate
+with every kind of cache.
 A pretrained sentence encoder from its files to its embeddings.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tests.integrations.tiny_models import (
     DECODERS,
+    INDEXED,
     MODELS,
     assert_equal_to_float32,
     both,
@@ -66,8 +68,16 @@ def test_logits_and_gradients(name: str) -> None:
     compare(*both(name), inputs(name))
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+# MiniMax-M3 is for padding on the right: its indexer scores padding on the left like any token.
+PADDED = [
+    (name, side)
+    for name in (*DECODERS, *INDEXED, "bert")
+    for side in ("left", "right", "both")
+    if name != "minimax_m3_vl" or side == "right"
+]
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
 def test_padded_batches(name: str, side: str) -> None:
     given: dict[str, Any] = inputs(name)
     mask = torch.ones_like(given["input_ids"])
@@ -75,7 +85,7 @@ def test_padded_batches(name: str, side: str) -> None:
         mask[0, :5] = 0
     if side != "left":
         mask[2, 11:] = 0
-    if name in DECODERS:  # positions that generate would give
+    if name != "bert":  # positions that generate would give
         given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     compare(*both(name), {**given, "attention_mask": mask}, mask.bool())
 
@@ -89,7 +99,10 @@ def test_padding_of_an_encoder_and_its_decoder() -> None:
 
 
 # gpt-oss gives its mask functions no positions: there eager does not separate sequences either.
-@pytest.mark.parametrize("name", [each for each in DECODERS if each != "gpt_oss"])
+# GLM-5-Next has no mask but padding, and MiniMax-M3 takes positions for places of keys.
+@pytest.mark.parametrize(
+    "name", sorted({*DECODERS, *INDEXED} - {"gpt_oss", "glm5_next", "minimax_m3_vl"})
+)
 def test_packed_sequences(name: str) -> None:
     lengths = [9, 5, 3]
     eager, ours = both(name)
@@ -175,13 +188,13 @@ def test_dropout_is_repeated_by_the_seed() -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", [*DECODERS, "t5"])
+@pytest.mark.parametrize("name", [*DECODERS, *INDEXED, "t5"])
 def test_generate(name: str, cache: str) -> None:
     ids = tokens(3, 9)
     mask = torch.ones_like(ids)
     if name == "t5":
         mask[0, 5:] = 0
-    else:
+    elif name != "minimax_m3_vl":  # see PADDED
         mask[0, :4] = mask[1, :1] = 0
     ids = ids * mask
     said: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -192,7 +205,7 @@ def test_generate(name: str, cache: str) -> None:
     assert len(set(found[0][:, -12:].flatten().tolist())) > 1, "the test would see nothing"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper", *INDEXED])
 def test_a_cache_filled_in_pieces(name: str) -> None:
     """Chunked prefill: later queries, more than one, see what is in the cache."""
     given = inputs(name)

@@ -102,6 +102,7 @@ def test_what_is_refused() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"attention_mask": q}, "attention_mask"),
         ({"dropout": 0.5}, "dropout"),
+        ({"indices": q}, "indices"),
         ({"is_causal": False}, "not causal"),
     ):
         with pytest.raises(Unsupported, match=f"{said} over paged caches"):

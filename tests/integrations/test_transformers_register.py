@@ -99,6 +99,11 @@ def test_what_the_attention_function_refuses() -> None:
         call(cu_seq_lens_q=torch.tensor([0, 2, 5]))
     with pytest.raises(InvalidArgument, match="cu_seq_lens_q: got one with a bias"):
         call(cu_seq_lens_q=torch.tensor([0, 2, 5]), position_bias=torch.zeros(1, 4, 5, 5))
+    chosen = torch.zeros(2, 5, 1, dtype=torch.int32)
+    with pytest.raises(InvalidArgument, match="cu_seq_lens_q: got one with an indexer"):
+        call(cu_seq_lens_q=torch.tensor([0, 2, 5]), indices=chosen)
+    with pytest.raises(Unsupported, match="no dropout with key lists"):
+        call(dropout=0.5, indices=chosen)
 
 
 @pytest.mark.usefixtures("transformers_with_tilewise")

@@ -40,6 +40,105 @@ _ENCODER = {
     "num_attention_heads": 4,
     "initializer_range": 0.2,
 }
+# Layers whose indexer chooses keys for each query: fewer than the queries of the tests see.
+_INDEXED = {
+    **_LLAMA,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    # So many that no key has a score of 0 by all of them: of equal ones any may be chosen.
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 5,
+}
+_SHARING = {**_INDEXED, "indexer_types": ["full", "shared", "full"]}
+INDEXED = {
+    "deepseek_v32": Tiny("DeepseekV32ForCausalLM", "DeepseekV32Config", _INDEXED),
+    "axk2": Tiny("AXK2ForCausalLM", "AXK2Config", _INDEXED),
+    "glm_moe_dsa": Tiny("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", _SHARING),
+    "hy_v4": Tiny(
+        "HYV4ForCausalLM",
+        "HYV4Config",
+        {**_SHARING, "head_dim": 16, "learnable_sink_init": 0.5},
+    ),
+    "dots3_note": Tiny(
+        "Dots3NoteForCausalLM",
+        "Dots3NoteTextConfig",
+        {
+            **_INDEXED,
+            "head_dim": 16,
+            "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+            "sliding_window": WINDOW,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 32,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 12,
+        },
+    ),
+    "mistral_large4": Tiny(
+        "MistralLarge4ForConditionalGeneration",
+        "MistralLarge4Config",
+        {
+            "text_config": {**_SHARING, "kv_source_layers": [0, 0, 2]},
+            "vision_config": {**_ENCODER, "model_type": "pixtral", "image_size": 28},
+        },
+    ),
+    "minimax_m3_vl": Tiny(
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+        },
+    ),
+    "glm5_next": Tiny(
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        {
+            "text_config": {
+                **_SHARING,
+                "qk_rope_head_dim": 0,
+                "index_topk": 6,
+                "index_kpool": 2,
+                "layer_types": ["indexed_attention"] * 3,
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "image_size": 28,
+                "intermediate_size": 32,
+                "out_hidden_size": 64,
+                "projection_intermediate_size": 32,
+            },
+        },
+    ),
+}
 DECODERS = {
     "llama": Tiny("LlamaForCausalLM", "LlamaConfig", _LLAMA),
     "mistral": Tiny("MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": WINDOW}),
@@ -125,6 +224,7 @@ _WHISPER = {
 }
 MODELS = {
     **DECODERS,
+    **INDEXED,
     "bert": Tiny(
         "BertForMaskedLM",
         "BertConfig",

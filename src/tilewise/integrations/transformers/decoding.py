@@ -23,7 +23,14 @@ PAGED_NAME = "tilewise_paged"
 _CAUSAL = masks.causal()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a layer may hand over and pages have no place for.
-_CHANGES = ("position_bias", "head_mask", "output_attentions", "cache")
+_CHANGES = (
+    "position_bias",
+    "head_mask",
+    "output_attentions",
+    "cache",
+    "indices",
+    "block_indices",
+)
 
 
 def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:

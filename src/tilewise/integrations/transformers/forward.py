@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention, attention_varlen
@@ -64,22 +65,27 @@ def attention_forward(
         softcap: scores are kept inside (-softcap, softcap).
         s_aux: [Hq], attention sinks.
         kwargs: what the model says beside: sliding_window is in the mask already; cu_seq_lens_q and
-            cu_seq_lens_k pack sequences where the mask does not.
+            cu_seq_lens_k pack sequences where the mask does not. An indexer's choice is all that a
+            query reads, where the mask lets it: indices [B, M, K], keys for all heads, or
+            block_indices [B, Hk or 1, M, K], blocks of module.indexer.block_size keys; -1 is none.
 
     Returns:
         ([B, M, Hq, Dv], None): weights are never there.
 
     Raises:
         InvalidArgument, InvalidType: attention_mask is none of these, or for other lengths.
-        Unsupported: attention weights, a head mask or a paged cache is asked for.
+        Unsupported: attention weights, a head mask or a paged cache is asked for; or dropout of
+            keys that an indexer chose.
     """
     _refuse(kwargs)
     # A model may have normalized q and k in float32, and not v.
     query, key, value = autocast(query, key, value)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen = _read(attention_mask, query, key, causal, kwargs)
+    chosen = _chosen(module, kwargs)
     if seen.keys < key.shape[2]:
         key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
+        chosen = None if chosen is None else _among(chosen, seen.keys)
     if position_bias is not None:
         position_bias = position_bias[..., : seen.keys]
     steps: list[Score] = [] if softcap is None else [scores.softcap(softcap)]
@@ -90,6 +96,7 @@ def attention_forward(
         "scale": scaling,
         "sinks": s_aux,
         "dropout_p": float(dropout),
+        "keys": chosen,
     }
     lengths = _packed(seen.mask, kwargs)
     if lengths is not None:
@@ -190,6 +197,20 @@ def _read(
     return _Seen(None, given, keys)
 
 
+def _chosen(module: Any, kwargs: Mapping[str, Any]) -> KeyBlocks | None:
+    """Return the keys that an indexer chose for each query; None where there is no indexer."""
+    indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    if indices is not None:
+        return KeyBlocks(indices[:, None], 1)
+    return None if blocks is None else KeyBlocks(blocks, module.indexer.block_size)
+
+
+def _among(chosen: KeyBlocks, keys: int) -> KeyBlocks:
+    """Keep the first keys alone. An indexer with too few to choose from names later ones, too."""
+    indices, block, _ = chosen
+    return KeyBlocks(torch.where(indices * block < keys, indices, -1), block)
+
+
 def _packed(mask: Mask | None, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return where packed sequences begin, from position_ids or padding, unless the mask knows."""
     begins = kwargs.get("cu_seq_lens_q")
@@ -208,9 +229,11 @@ def _of_packed(
 ) -> Tensor:
     """[1, T, Hq, Dv] of sequences that lie one after the other; masks count within each."""
     biased = any("bias" in step.text for step in keywords["score"] or ())
-    if query.shape[0] != 1 or biased:
-        came = "one with a bias" if biased else f"one for {query.shape[0]} batch items"
-        required = "one batch item, which holds all sequences, and no bias"
+    chosen = keywords["keys"] is not None
+    if query.shape[0] != 1 or biased or chosen:
+        came = f"one for {query.shape[0]} batch items"
+        came = "one with a bias" if biased else "one with an indexer" if chosen else came
+        required = "one batch item, which holds all sequences, no bias and no indexer"
         raise InvalidArgument("cu_seq_lens_q", came, required)
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     out: Tensor = attention_varlen(q, k, v, *lengths, **keywords)

@@ -20,12 +20,17 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.functional import visible_pairs
 from tilewise.variants import masks
 from tilewise.variants.guidance import not_expressed
 from tilewise.variants.program import Program
 from tilewise.variants.values import Mask
 
 MaskFunction = Callable[..., Any]
+
+
+_ALL = slice(None)
+_OF_INDEXERS = ((_ALL, 0), (_ALL, 0, _ALL, _ALL))
 
 
 class Pairs:
@@ -38,14 +43,21 @@ class Pairs:
         mask: over the queries and the first ``keys`` keys; None for every pair of them.
         shape: (B, 1, M, N), as of the tensor that it stands for.
         keys: how many of the N keys a query may see: fewer in a static cache that is not full.
+        device: where it is.
     """
 
-    __slots__ = ("keys", "mask", "shape")
+    __slots__ = ("device", "keys", "mask", "shape")
 
     ndim = 4
 
-    def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int], keys: int) -> None:
-        self.mask, self.shape, self.keys = mask, shape, keys
+    def __init__(
+        self,
+        mask: Mask | None,
+        shape: tuple[int, int, int, int],
+        keys: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.mask, self.shape, self.keys, self.device = mask, shape, keys, device
 
     def __repr__(self) -> str:
         return f"Pairs({self.mask!r}, shape={self.shape}, keys={self.keys})"
@@ -60,7 +72,15 @@ class Pairs:
             f".{name}. This model looks into its mask: use attn_implementation='sdpa' for it"
         )
 
-    def __getitem__(self, index: object) -> NoReturn:
+    def __getitem__(self, index: object) -> Tensor:
+        """Write out the pairs, bool [B, M, N], for ``[:, 0]`` or ``[:, 0, :, :]``.
+
+        An indexer asks for them, which writes a score for each of them anyway.
+        """
+        if index in _OF_INDEXERS:
+            batch, _, queries, keys = self.shape
+            seen = visible_pairs(self.mask, queries, self.keys, batch=batch, device=self.device)
+            return torch.nn.functional.pad(seen[:, 0], (0, keys - self.keys))
         raise Unsupported(
             f"the index {index} of a mask, which is an expression and no tensor",
             fix="this model looks into its mask: use attn_implementation='sdpa' for it",
@@ -79,6 +99,7 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = _causal,
     attention_mask: Tensor | Pairs | None = None,
+    device: torch.device | str = "cpu",
     **_: Any,
 ) -> Pairs:
     """The mask function of ``AttentionMaskInterface``: query q_offset + m sees key kv_offset + n.
@@ -93,6 +114,7 @@ def make_mask(
         mask_function: ``(batch, head, q, kv) -> bool`` over positions.
         attention_mask: [B, positions], True or not 0 for what is no padding; or a result of this
             function, which is given back: generate makes masks before the forward does.
+        device: of the model.
         _: what transformers says for other implementations.
 
     Returns:
@@ -113,7 +135,7 @@ def make_mask(
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
     if padding is not None:
         mask = mask & padding
-    return Pairs(mask if mask.program else None, shape, keys)
+    return Pairs(mask if mask.program else None, shape, keys, device)
 
 
 def _over_positions(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,8 +34,10 @@ def test_values_that_are_a_part_of_the_keys(
         )
 
     def plain(q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        seen = {"mask": lambda b, h, m, n: n <= m + 70 - queries, "scale": SCALE}
-        return attend(q, latent, latent[..., :VALUES], **seen).out
+        def seen(b: Any, h: Any, m: Any, n: Any) -> Any:
+            return n <= m + 70 - queries
+
+        return attend(q, latent, latent[..., :VALUES], mask=seen, scale=SCALE).out
 
     assert_exact(got, plain(q, latent), plain(q.double(), latent.double()), "out")
 
@@ -60,8 +64,9 @@ def test_listed_latents() -> None:
     seen = torch.zeros(1, 1, 6, 41, dtype=torch.bool)
     seen = seen.scatter(-1, torch.where(lists < 0, 40, lists), True)[..., :40]
     found = []
-    for given in ({"keys": lists}, {"mask": seen}):
-        out = tilewise.attention(q, latent, latent[..., :VALUES], scale=SCALE, **given)
+    for keys, mask in ((lists, None), (None, seen)):
+        values = latent[..., :VALUES]
+        out = tilewise.attention(q, latent, values, keys=keys, mask=mask, scale=SCALE)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, latent))))
     for got, due in zip(*found, strict=True):
         torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-5)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.engine.listed_memory import Lists, Table
+from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype
@@ -31,6 +32,7 @@ _CACHED_BYTES = 1 << 20
 _LEAST_FLOPS = 1 << 24
 _DEVICE_BYTES = 1 << 28
 _NUMBERS = 1 << 20  # of keys in the lists of one forward call
+_MOST_PAGES = (1 << 31) - 1  # block tables are int32
 
 
 class Variant(NamedTuple):
@@ -142,8 +144,11 @@ class Gathering:
     def _tables(self, size: int) -> tuple[Table, Table]:
         """Return keys and values as tables with pages that have the same numbers in both."""
         k, v = Table.of(self.k, size), Table.of(self.v, size)
-        if k.steps != v.steps:
+        if k.steps != v.steps or len(k.pages) > _MOST_PAGES:
             k, v = (Table.of(x.contiguous(), size) for x in (self.k, self.v))
+        if len(k.pages) > _MOST_PAGES:
+            what = f"{len(k.pages)} keys in all batch items and heads, with key lists"
+            raise Unsupported(what, fix=f"call with {_MOST_PAGES} or fewer, e.g. one batch item")
         return k, v
 
     def forward(self, statistics: Statistics, for_backward: bool) -> Result:
@@ -207,9 +212,10 @@ class Gathering:
         found: Result = self._plan(small, self._backend).forward(operands, statistics)
         return found
 
-    def _copies(self, backend: str) -> Iterator[_Copied]:
+    def _copies(self, backend: str, summed: int) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
-        total, size, width = self.q.shape[0], self._at_once(), self.lists.width
+        total = self.q.shape[0] if self.k.shape[2] else 0
+        size, width = self._at_once(summed), self.lists.width
         # On a device nobody waits to know whether all lists are full.
         full = self.q.is_cpu and bool((self.lists.listed.counts == width).all())
         tables = [Table.of(x) for x in (self.k, self.v)] if total else []
@@ -237,13 +243,20 @@ class Gathering:
             )
             yield _Copied(lists, self._plan(small, backend), operands, *places)
 
-    def _at_once(self) -> int:
-        """Return how many lists to copy at a time."""
+    def _at_once(self, summed: int) -> int:
+        """Return how many lists to copy at a time.
+
+        Args:
+            summed: bytes of the score's gradients. Each time adds up all of them, so the copies
+                are as large; and their sums may not depend on the number of threads.
+        """
         problem, many = self.problem, self._heads * self.lists.width
         widths = problem.head_dim + problem.value_dim
         of_one = max(1, many * widths * self.q.element_size())
         if not self.q.is_cpu:
-            return max(1, _DEVICE_BYTES // of_one)
+            return max(1, max(_DEVICE_BYTES, summed) // of_one)
+        if summed:
+            return max(1, max(8 * _CACHED_BYTES, summed) // of_one)
         threads = torch.get_num_threads()
         flops = max(1, 2 * many * widths * self.q.shape[2])
         wanted = max(_CACHED_BYTES // of_one, -(-_LEAST_FLOPS // flops), 1) * threads
@@ -256,7 +269,6 @@ class Gathering:
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
         needs: Needs,
-        shapes: tuple[torch.Size, torch.Size],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
         """Return the gradients of q (in its form here), k, v and the score's tensors.
 
@@ -266,13 +278,12 @@ class Gathering:
             grad_lse: [T, Hk, rows], or None.
             grad_entropy: [T, Hk, rows], or None.
             needs: which are wanted.
-            shapes: of k and v.
         """
         dtype, q = statistics_dtype(self.q.dtype), self.q
-        by_q = torch.empty_like(q) if needs.q else None
+        by_q = torch.zeros_like(q) if needs.q else None
         sums = [
-            Table.of(q.new_zeros(shape, dtype=dtype)) if need else None
-            for shape, need in zip(shapes, (needs.k, needs.v), strict=True)
+            Table.of(torch.zeros(x.shape, dtype=dtype, device=x.device)) if need else None
+            for x, need in zip((self.k, self.v), (needs.k, needs.v), strict=True)
         ]
         of_score: list[Tensor | None] = [
             torch.zeros_like(each) if need else None
@@ -282,7 +293,8 @@ class Gathering:
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
         # The backend that the forward pass took: it reads its statistics.
         paged = self._small(slice(0, 1))._replace(page_size=self.lists.page_of(self.k.shape[2]))
-        for part in self._copies(self._plan(paged, self._backend).backend):
+        summed = sum(total.nbytes for total in of_score if total is not None)
+        for part in self._copies(self._plan(paged, self._backend).backend, summed):
             lists, flat = part.lists, (part.operands.q.shape[0], 1, -1)
             grads = part.plan.backward(
                 part.operands,
@@ -306,8 +318,8 @@ class Gathering:
                 if total is not None and found is not None:
                     total += found
         by_k, by_v = (
-            None if table is None else table.rows.view(shape).to(q.dtype)
-            for table, shape in zip(sums, shapes, strict=True)
+            None if table is None else table.rows.view(x.shape).to(q.dtype)
+            for table, x in zip(sums, (self.k, self.v), strict=True)
         )
         return by_q, by_k, by_v, of_score
 

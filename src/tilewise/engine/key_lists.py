@@ -57,13 +57,13 @@ def read_key_lists(keys: object) -> KeyBlocks:
     return keys
 
 
-def check_key_lists(lists: KeyBlocks, problem: Problem, device: torch.device) -> None:
-    """Shape and device of key lists are those of the call.
+def checked_key_lists(lists: KeyBlocks, problem: Problem, device: torch.device) -> KeyBlocks:
+    """Return key lists with blocks no longer than the call.
 
     Raises:
-        InvalidArgument: they are not.
+        InvalidArgument: shape or device are not those of the call.
     """
-    indices, _, rows = lists
+    indices, block, rows = lists
     if problem.layout == "varlen":
         required = f"[Hk or 1, Tq, K] with Hk = {problem.kv_heads}, Tq = {problem.queries}"
         shape: tuple[int, ...] = (problem.queries,)
@@ -77,10 +77,16 @@ def check_key_lists(lists: KeyBlocks, problem: Problem, device: torch.device) ->
         shape = (problem.batch, groups)
     came = tuple(indices.shape)
     fits = len(came) == len(shape) + 2 and (*came[:-3], came[-2]) == shape
-    if not fits or came[-3] not in (1, problem.kv_heads):
+    # torch.compile, whose sizes may be symbols, gets `came[-3] not in (...)` wrong.
+    if not fits or not (came[-3] == 1 or came[-3] == problem.kv_heads):
         raise InvalidArgument("keys", f"shape {came}", f"a tensor {required}")
     if indices.device != device:
         raise InvalidArgument("keys", f"a tensor on {indices.device}", f"on q's device, {device}")
+    if block > problem.keys:
+        block = max(problem.keys, 1)
+    if rows > problem.queries:
+        rows = max(problem.queries, 1)
+    return KeyBlocks(indices, block, rows)
 
 
 def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
@@ -89,7 +95,7 @@ def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
     On a device values are not looked at: there an index beyond the sequence's keys counts as none.
 
     Args:
-        lists: checked by ``check_key_lists``.
+        lists: of ``checked_key_lists``.
         lengths: int64 [T], the keys of each row group's sequence.
 
     Raises:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilewise.chips import Chip
 from tilewise.engine import registry
@@ -17,10 +16,11 @@ from tilewise.engine.call import Keywords, build_problem
 from tilewise.engine.dispatch import candidates, plan_problem
 from tilewise.engine.explanation import Explanation
 from tilewise.engine.gathered import small_problem
-from tilewise.engine.key_lists import KeyBlocks, Listed, check_key_lists
+from tilewise.engine.key_lists import KeyBlocks, Listed, checked_key_lists
 from tilewise.engine.listed_work import ListedWork, OfLists
-from tilewise.engine.modes import refuse_second_derivative, refuse_vmap, transforms_active
+from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
+from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
 from tilewise.errors import Unsupported
 from tilewise.plan.traffic.gathered import gathered_account
@@ -52,7 +52,9 @@ def attend_lists(
     problem = build_problem(q, k, v, keywords)
     if sinks is not None:  # as one more set of keys, below
         build_problem(q, k, v, keywords._replace(sinks=sinks))
-    check_key_lists(lists, problem, q.device)
+    if keywords.pages is not None:
+        check_undifferentiated(q, k, v, keywords._replace(sinks=sinks))
+    lists = checked_key_lists(lists, problem, q.device)
     packed = problem.layout == "varlen"
     extent = Extent(problem.batch, problem.heads, 0, 0, ragged=True, check_values=False)
     if not packed and keywords.pages is None:
@@ -63,8 +65,6 @@ def attend_lists(
     wide = statistics_dtype(q.dtype)
     score_tensors = tuple([x.to(wide) if x.is_floating_point() else x for x in score_tensors])
     indices = lists.indices
-    if k.shape[-2 if not packed else 0] == 0 and keywords.pages is None:
-        k, v = (functional.pad(x, (0, 0, *(0,) * (2 * packed), 0, 1)) for x in (k, v))
     cu_q, cu_k = keywords.cu_seqlens or (None, None)
     pages = keywords.pages or Pages(absent(indices), absent(indices), None)
     out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
@@ -106,8 +106,7 @@ def explain_lists(
         InvalidArgument, Unsupported: as the call.
     """
     _refuse_others(problem.dtype, keywords)
-    check_key_lists(lists, problem, device)
-    indices, block, rows = lists
+    indices, block, rows = checked_key_lists(lists, problem, device)
     many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)
     share, width = problem.heads // problem.kv_heads, max(indices.shape[-1], 1) * block
     small = small_problem(problem, many * problem.kv_heads, rows * share, width)
@@ -150,11 +149,10 @@ def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
     sink = (sink[:, None] if packed else sink[None, :, None]).expand(lse.shape)
     merged, total = merge_partial((out, torch.zeros_like(out)), (lse, sink))
     if entropy is not None:
-        seen = lse != -math.inf
+        seen, there = lse != -math.inf, sink != -math.inf
         log_keys = torch.where(seen, lse - total, 0.0)
-        keys = torch.where(seen, log_keys.exp(), 0.0)
-        log_sink = sink - total
-        entropy = keys * (entropy - log_keys) - log_sink.exp() * log_sink
+        log_sink = torch.where(there, sink - total, 0.0)
+        entropy = log_keys.exp() * (entropy - log_keys) - log_sink.exp() * log_sink
         entropy = torch.where(seen, entropy, 0.0)
     return Result(merged, total, stats, max_logit, entropy, top_key)
 
@@ -250,7 +248,6 @@ def _backward(*arguments: Any) -> list[Tensor]:
         work.per_row(given.grad_lse),
         work.per_row(given.grad_entropy),
         needs,
-        work.shapes,
     )
     if by_q is not None:
         by_q = work.ungrouped(by_q)
@@ -298,10 +295,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> Any:
     out, lse, stats, sets, counts, cu_q, cu_k, indices, table, lengths, *x = ctx.saved_tensors
     if table.dim() == 2:
-        raise Unsupported(
-            "tilewise has no gradients of paged keys",
-            fix="call attention_paged in torch.no_grad(), or detach",
-        )
+        refuse_gradient()
     masks, scores = ctx.sizes
     needs = ctx.needs_input_grad
     of_scores = list(needs[4]) if scores else []
@@ -327,7 +321,11 @@ def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> An
     )
 
 
+def _refuse_second(*_: Any) -> NoReturn:
+    _refuse("second derivative", "take one gradient, without create_graph=True")
+
+
 _attention_lists.register_autograd(_op_backward, setup_context=_setup_context)
-_backward.register_autograd(refuse_second_derivative)
+_backward.register_autograd(_refuse_second)
 _attention_lists.register_vmap(refuse_vmap)
 _backward.register_vmap(refuse_vmap)

@@ -103,13 +103,15 @@ class Table(NamedTuple):
     def of(x: Tensor, size: int = 1) -> Table:
         """Return a table with pages of so many keys, which divides all of them."""
         x = x if x.stride(3) == 1 else x.contiguous()
-        outer, head, key, _ = x.stride()
-        steps = (outer, head, key * size)
+        counts, key = (x.shape[0], x.shape[1], x.shape[2] // size), x.stride(2)
+        strides = (x.stride(0), x.stride(1), key * size)
+        # Nobody takes a step along one place, whose stride may be any number.
+        steps = [step if many > 1 else 0 for step, many in zip(strides, counts, strict=True)]
         unit = math.gcd(*steps) or x.shape[3]
-        counts = (x.shape[0], x.shape[1], x.shape[2] // size)
         last = sum((count - 1) * step for count, step in zip(counts, steps, strict=True))
-        sizes, strides = (last // unit + 1, 1, size, x.shape[3]), (unit, unit, key, 1)
-        return Table(x.as_strided(sizes, strides), *(step // unit for step in steps))
+        many = last // unit + 1 if x.numel() else 0
+        pages = x.as_strided((many, 1, size, x.shape[3]), (unit, unit, key, 1))
+        return Table(pages, *(step // unit for step in steps))
 
     @property
     def steps(self) -> tuple[int, int, int]:

@@ -43,7 +43,9 @@ class ListedWork:
         self.listed = listed(blocks, groups.keys) if found is None else found
         starts = paging = None
         if keywords.pages is not None:
-            paging = Paging(keywords.pages.block_table.to(q.device), problem.page_size)
+            table = keywords.pages.block_table.to(q.device)
+            table = table if table.shape[1] else functional.pad(table, (0, 1))
+            paging = Paging(table, problem.page_size)
         elif operands.cu_seqlens_k is not None:
             starts = operands.cu_seqlens_k.to(q.device)
             k, v = (x.transpose(0, 1)[None] for x in (k, v))
@@ -58,7 +60,6 @@ class ListedWork:
             self.rows,
             call.backend,
         )
-        self.shapes = (k.shape, v.shape)
 
     def _groups(self, keywords: Keywords, operands: Operands) -> Groups:
         problem, device = self.problem, operands.q.device
@@ -83,21 +84,22 @@ class ListedWork:
         """Return rows [B, Hq, M, W] or [Tq, Hq, W] by groups: [T, Hk, rows of a group, W]."""
         heads, width = self.problem.kv_heads, x.shape[-1]
         if self.packed:
-            return x.reshape(x.shape[0], heads, -1, width)
+            return x.reshape(x.shape[0], heads, x.shape[1] // heads, width)
         batch, all_heads, queries, _ = x.shape
-        x = functional.pad(x, (0, 0, 0, -queries % self.rows)) if self.rows > 1 else x
-        x = x.reshape(batch, heads, all_heads // heads, -1, self.rows, width)
-        x = x.permute(0, 3, 1, 4, 2, 5)
-        return x.reshape(-1, heads, self.rows * (all_heads // heads), width)
+        share, many = all_heads // heads, -(-queries // self.rows)
+        x = functional.pad(x, (0, 0, 0, many * self.rows - queries)) if self.rows > 1 else x
+        x = x.reshape(batch, heads, share, many, self.rows, width).permute(0, 3, 1, 4, 2, 5)
+        return x.reshape(batch * many, heads, self.rows * share, width)
 
     def ungrouped(self, x: Tensor) -> Tensor:
         """Return the inverse of ``grouped``."""
         problem, width = self.problem, x.shape[-1]
         if self.packed:
             return x.reshape(x.shape[0], problem.heads, width)
-        share = problem.heads // problem.kv_heads
-        x = x.view(problem.batch, -1, problem.kv_heads, self.rows, share, width)
-        x = x.permute(0, 2, 4, 1, 3, 5).reshape(problem.batch, problem.heads, -1, width)
+        share, many = problem.heads // problem.kv_heads, -(-problem.queries // self.rows)
+        x = x.view(problem.batch, many, problem.kv_heads, self.rows, share, width)
+        x = x.permute(0, 2, 4, 1, 3, 5)
+        x = x.reshape(problem.batch, problem.heads, many * self.rows, width)
         return x[:, :, : problem.queries]
 
     def per_row(self, x: Tensor | None) -> Tensor | None:

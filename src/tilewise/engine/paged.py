@@ -30,14 +30,15 @@ def refuse_paged_transforms() -> None:
         )
 
 
-def _check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
+def check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> None:
     """Refuse a call that could want a gradient."""
     tensors = (q, k, v, keywords.sinks, *keywords.scales, *keywords.score.captured)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        _refuse_gradient()
+        refuse_gradient()
 
 
-def _refuse_gradient(*_: Any) -> NoReturn:
+def refuse_gradient(*_: Any) -> NoReturn:
+    """Raise Unsupported: the derivative of calls with pages."""
     raise Unsupported(
         "tilewise has no gradients of paged keys",
         fix="call attention_paged in torch.no_grad() or inference_mode(), or detach; to "
@@ -57,7 +58,7 @@ def attend_pages(
     """Attention over plain tensors, by a held plan if one is given."""
     if plan is None:
         plan = cached_plan(q, k, v, keywords)
-    _check_undifferentiated(q, k, v, keywords)
+    check_undifferentiated(q, k, v, keywords)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     operands = build_operands(plan.problem, q, k, v, keywords, None, out_alone)
     result: Result = plan.forward(operands, statistics)
@@ -69,7 +70,7 @@ def call_paged(
 ) -> Result:
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, keywords)
-    _check_undifferentiated(q, k, v, keywords)
+    check_undifferentiated(q, k, v, keywords)
     assert keywords.pages is not None
     found = torch.ops.tilewise.attention_paged(
         q,
@@ -139,5 +140,5 @@ def _attention_paged_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tens
     return promised(call.q, call.v_pages.shape[-1], call.statistics)
 
 
-_attention_paged.register_autograd(_refuse_gradient)
+_attention_paged.register_autograd(refuse_gradient)
 _attention_paged.register_vmap(refuse_vmap)

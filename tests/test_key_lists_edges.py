@@ -1,0 +1,221 @@
+"""Key lists at their edges: nothing to read, memory of odd strides, wide blocks, symbols."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.contract import assert_same_bits
+from tests.test_key_lists import SIZES, lists_of, seen_by
+from tests.variants_catalogue import assert_all_close
+from tilewise import KeyBlocks, masks, scores
+from tilewise.errors import InvalidArgument, Unsupported
+
+NO_LIST = torch.full((2, 1, 37, 3), -1)
+
+
+def drawn(batch: int = 2, queries: int = 37, keys: int = 53, heads: int = 4) -> list[Tensor]:
+    """Return q [B, Hq, M, 8], k [B, 2, N, 8] and v [B, 2, N, 5], each a leaf."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = (batch, heads, queries, 8), (batch, 2, keys, 8), (batch, 2, keys, 5)
+    leaves = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+@pytest.mark.parametrize("query_block", [1, 8])
+def test_no_batch_items(query_block: int) -> None:
+    """Nothing comes back, in the right shapes, and so do gradients."""
+    leaves = drawn(batch=0)
+    lists = torch.zeros(0, 2, -(-37 // query_block), 3, dtype=torch.int32)
+    given: dict[str, Any] = {"keys": KeyBlocks(lists, 1, query_block), "return_lse": True}
+    out, lse, _ = tilewise.attention(*leaves, **given)
+    out.sum().backward()
+    assert (out.shape, lse.shape) == ((0, 4, 37, 5), (0, 4, 37))
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_keys(packed: bool) -> None:
+    """With a mask and a bias, which have no columns; and no index names a key."""
+    q, k, v = drawn(batch=1, keys=0)
+    bias = torch.zeros(37, 0, dtype=torch.float64, requires_grad=True)
+    lists = NO_LIST[:1, 0] if packed else NO_LIST[:1]
+    given: dict[str, Any] = {"mask": torch.ones(37, 0, dtype=torch.bool), "return_lse": True}
+    given["score"] = scores.bias(bias)
+
+    def call(keys: Tensor) -> Any:
+        if not packed:
+            return tilewise.attention(q, k, v, keys=keys, **given)
+        q1, k1, v1 = (x[0].transpose(0, 1) for x in (q, k, v))
+        ends = torch.tensor([0, 37]), torch.tensor([0, 0])
+        return tilewise.attention_varlen(q1, k1, v1, *ends, keys=keys, **given)
+
+    out, lse, _ = call(lists)
+    out.sum().backward()
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
+    for leaf in (q, k, v, bias):
+        assert leaf.grad is not None
+        assert bool((leaf.grad == 0).all())
+    with pytest.raises(InvalidArgument, match="got 0 in list 0"):
+        call(torch.zeros_like(lists))
+
+
+def test_packed_queries_of_none() -> None:
+    """No query rows in all."""
+    q, k, v = (x[0].transpose(0, 1) for x in drawn(queries=0))
+    ends = torch.tensor([0, 0]), torch.tensor([0, 53])
+    lists = torch.full((1, 0, 3), -1)
+    assert tilewise.attention_varlen(q, k, v, *ends, keys=lists).shape == (0, 4, 5)
+
+
+@pytest.mark.parametrize("pages", [(3, 0), (0, 1)])
+def test_no_pages(pages: tuple[int, int]) -> None:
+    """A block table without columns, and no pages: no sequence has keys."""
+    many, columns = pages
+    q = drawn()[0].detach()
+    k, v = torch.zeros(many, 2, 4, 8).double(), torch.zeros(many, 2, 4, 5).double()
+    table, lengths = torch.zeros(2, columns, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    assert bool((tilewise.attention_paged(q, k, v, table, lengths, keys=NO_LIST) == 0).all())
+
+
+def test_gradients_of_pages_are_refused_at_once() -> None:
+    """By the call, as without lists, and not by its backward."""
+    q, k, v = drawn()
+    table, lengths = torch.tensor([[0], [1]]), torch.tensor([53, 53])
+    with pytest.raises(Unsupported, match="gradients of paged keys"):
+        tilewise.attention_paged(q, k, v, table, lengths, keys=NO_LIST)
+
+
+def _strided(x: Tensor, *strides: int) -> Tensor:
+    buffer = x.new_full((2 * x.numel() + sum(strides),), math.nan)
+    return buffer.as_strided(x.shape, strides).copy_(x)
+
+
+def test_the_stride_of_one_item_means_nothing() -> None:
+    """One batch item, head or key may have any stride: it is never taken."""
+    q, k, v = (x.detach() for x in drawn())
+    one_key = torch.tensor([0, -1]).expand(2, 1, 37, 2)
+    for queries, keys, values, lists in (
+        (q[:1], _strided(k[:1], 7, 53 * 8, 8, 1), v[:1], lists_of(SIZES, 1)[:1]),
+        (q, _strided(k[:, :1], 53 * 8, 3, 8, 1), v[:, :1], lists_of(SIZES, 1)),
+        (q, _strided(k[:, :, :1], 16, 8, 5, 1), v[:, :, :1], one_key),
+        (q[:1], k[:1], _strided(v[:1], 11, 53 * 5, 5, 1), lists_of(SIZES, 1)[:1]),
+    ):
+        got = tilewise.attention(queries, keys, values, keys=lists)
+        compact = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
+        assert_same_bits(got, tilewise.attention(queries, *compact, keys=lists), "out")
+
+
+def test_keys_beyond_what_int32_counts() -> None:
+    """Batch items that lie 2^31 numbers and more apart, in steps of one number."""
+    step = 2**31 + 9
+    memory = torch.empty(step + 32, dtype=torch.float16)  # of which four pages are touched
+    k = memory.as_strided((2, 1, 4, 8), (step, 8, 8, 1)).copy_(torch.randn(2, 1, 4, 8))
+    q, lists = torch.randn(2, 4, 3, 8).half(), torch.tensor([3, 1]).expand(2, 1, 3, 2)
+    due = tilewise.attention(q, k.contiguous(), k.contiguous(), keys=lists)
+    assert_same_bits(tilewise.attention(q, k, k, keys=lists), due, "out")
+
+
+def test_blocks_that_are_longer_than_the_call() -> None:
+    """They are one block, and take no memory for what is not there."""
+    q, k, v = drawn()
+    whole = torch.zeros(2, 1, 1, 1, dtype=torch.int32)
+    got = tilewise.attention(q, k, v, keys=KeyBlocks(whole, 2**40, 2**40))
+    assert_all_close({"out": got}, {"out": tilewise.attention(q, k, v)})
+    assert "2 of 53 keys" in str(tilewise.explain(q, k, v, keys=KeyBlocks(whole, 2**40, 2**40)))
+
+
+def test_sinks_of_minus_infinity() -> None:
+    """Such a sink is none, also for the entropy and its gradients, and in rows without keys."""
+    lists, results = lists_of(SIZES, 2), []
+    seen = seen_by(lists, SIZES.keys).repeat_interleave(2, 1)
+    ways: tuple[dict[str, Any], ...] = {"keys": lists}, {"mask": seen}
+    for given in ways:
+        leaves = [*drawn(), torch.tensor([0.5, -math.inf, 2.0, -math.inf]).double()]
+        sinks = leaves[3].requires_grad_()
+        found = tilewise.attention(*leaves[:3], sinks=sinks, return_stats=True, **given)
+        grads = torch.autograd.grad(found.out.sum() + found.stats.entropy.sum(), leaves)
+        by_name = dict(zip("qkvs", grads, strict=True))
+        results.append({"entropy": found.stats.entropy.detach(), **by_name})
+    assert_all_close(*results)
+
+
+def test_threads_change_no_bit_of_a_bias_gradient() -> None:
+    """The gradient of a bias is a sum over all lists; 64 rows a list make parts of many sizes."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(1, h, 512, 16, generator=generator) for h in (64, 1))
+    lists = torch.randint(0, 512, (1, 1, 512, 128), generator=generator)
+    found: list[Tensor] = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            bias = torch.zeros(64, 1, 1, requires_grad=True)
+            out = tilewise.attention(q, k, k, keys=lists, score=scores.bias(bias))
+            found += torch.autograd.grad(out.square().sum(), bias)
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(found[1], found[0], "bias")
+
+
+def test_order_changes_no_bit() -> None:
+    """A list is sorted first."""
+    q, k, v = drawn()
+    lists = lists_of(SIZES, 1)
+    found = [
+        torch.autograd.grad(tilewise.attention(q, k, v, keys=keys).square().sum(), (q, k, v))
+        for keys in (lists, lists.flip(-1))
+    ]
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other, "gradient")
+
+
+def test_what_no_list_names_may_hold_anything() -> None:
+    """NaN in the first and the last keys reaches neither the output nor a gradient."""
+    q, k, v = drawn()
+    lists = lists_of(SIZES, 1) + 1
+    lists[(lists == 0) | (lists > 50)] = -1
+    with torch.no_grad():
+        for x in (k, v):
+            x[:, :, [0, 51, 52]] = math.nan
+    for mask in (None, masks.causal()):
+        out = tilewise.attention(q, k, v, keys=lists, mask=mask)
+        for found in (out, *torch.autograd.grad(out.sum(), (q, k, v))):
+            assert bool(found.isfinite().all())
+
+
+def test_symbolic_sizes() -> None:
+    """torch.compile with symbols for sizes: as many keys in a list as heads."""
+
+    def call(*tensors: Tensor) -> Any:
+        q, k, v, keys, bias, sinks = tensors
+        asked: dict[str, Any] = {"mask": masks.causal(), "return_stats": True}
+        score = scores.bias(bias)
+        return tilewise.attention(q, k, v, keys=keys, sinks=sinks, score=score, **asked).out
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    sinks = torch.zeros(4, requires_grad=True)
+    for queries, keys in ((5, 12), (9, 20)):
+        leaves = drawn(queries=queries, keys=keys)
+        bias = torch.randn(queries, keys, dtype=torch.float64, requires_grad=True)
+        lists = torch.randint(-1, keys, (2, 2, queries, 4))
+        given = (*leaves, lists, bias, sinks)
+        eager, traced = call(*given), compiled(*given)
+        assert_same_bits(traced, eager, "out")
+
+
+def test_second_derivatives_say_what_there_is() -> None:
+    """The fix is not to call eagerly: eager calls with lists have none either."""
+    q, k, v = drawn()
+    out = tilewise.attention(q, k, v, keys=NO_LIST).sum()
+    (grad,) = torch.autograd.grad(out, (q,), create_graph=True)
+    with pytest.raises(Unsupported, match="second derivative with key lists"):
+        grad.sum().backward()

@@ -104,7 +104,7 @@ def lists(stored: Path) -> str:
         direction, share = case.split(", 1 of ")
         ours = medians[OURS] or math.inf
         beside = [
-            "does not fit" if (other := medians[name]) is None else f"{other / ours:.1f}x as long"
+            "not measured" if (other := medians[name]) is None else f"{other / ours:.1f}x as long"
             for name in others
         ]
         keys = length // int(share.split()[0])
@@ -112,8 +112,8 @@ def lists(stored: Path) -> str:
         lines.append(f"| {' | '.join(row)} |")
     machine, *_ = suite_heading(record)
     return (
-        f"Time of a query row with {LIST_HEADS} heads of width {LIST_WIDTH} that share one key head, "
-        f"float32, one thread. {machine}.\n\n" + "\n".join(lines)
+        f"Time of a query row with {LIST_HEADS} heads of width {LIST_WIDTH} that share one key "
+        f"head, float32, one thread. {machine}.\n\n" + "\n".join(lines)
     )
 
 

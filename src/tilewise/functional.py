@@ -126,7 +126,8 @@ def attention(
         v: [B, Hk, N, Dv].
         keys: the keys that each row reads, int32 or int64 [B, Hk or 1, M, K]: in any order, -1 for
             none, each once however often it is named. A mask hides some of them. Or KeyBlocks, for
-            blocks of keys. Time and memory follow K, not N. See docs/key-lists.md.
+            blocks of keys. Time and memory follow K, not N. Not for nested tensors, dropout and
+            float8. See docs/key-lists.md.
         mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
             Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
             [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.

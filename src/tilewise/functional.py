@@ -100,9 +100,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
+    keys: KeyLists | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     q_scale: Tensor | None = None,
@@ -124,15 +124,15 @@ def attention(
             does, without padding; whatever is returned is nested as q is.
         k: [B, Hk, N, D]; Hq must be a multiple of Hk (grouped queries: head h reads h // (Hq/Hk)).
         v: [B, Hk, N, Dv].
-        keys: the keys that each row reads, int32 or int64 [B, Hk or 1, M, K]: in any order, -1 for
-            none, each once however often it is named. A mask hides some of them. Or KeyBlocks, for
-            blocks of keys. Time and memory follow K, not N. Not for nested tensors, dropout and
-            float8. See docs/key-lists.md.
         mask: which pairs attend: a function ``(b, h, m, n) -> bool`` (see ``masks.function``), a
             Mask of ``tilewise.masks``, or a boolean tensor (True = attend) that broadcasts to
             [B, Hq, M, N]. A row that sees no key gives 0 and lse -inf.
         score: a function ``(s, b, h, m, n) -> s``, a Score of ``tilewise.scores``, or a sequence
             of them, applied in order.
+        keys: the keys that each row reads, int32 or int64 [B, Hk or 1, M, K]: in any order, -1 for
+            none, each once however often it is named. A mask hides some of them. Or KeyBlocks, for
+            blocks of keys. Time and memory follow K, not N. Not for nested tensors, dropout and
+            float8. See docs/key-lists.md.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq]: one extra logit per query head in the denominator.
         q_scale: what the numbers of a float8 (e4m3fn) q are to be multiplied by: a floating tensor
@@ -191,9 +191,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
+    keys: KeyLists | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     q_scale: Tensor | None = None,
@@ -247,9 +247,9 @@ def attention_paged(
     key_lengths: Tensor,
     cu_seqlens_q: Tensor | None = None,
     *,
-    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
+    keys: KeyLists | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     q_scale: Tensor | None = None,
@@ -278,9 +278,9 @@ def attention_paged(
         block_table: int32 (or int64) [B, P], P pages for the longest sequence or more.
         key_lengths: int32 (or int64) [B], each at most P * page_size.
         cu_seqlens_q: int32 or int64 [B + 1], or None.
-        keys: as in ``attention``, or as in ``attention_varlen`` with cu_seqlens_q.
         mask: as in ``attention``; a BlockMask is one for a variable-length call of these lengths.
         score: as in ``attention``.
+        keys: as in ``attention``, or as in ``attention_varlen`` with cu_seqlens_q.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq], as in ``attention``.
         q_scale: of float8 queries, as in ``attention``; [B, Hq] has a row per sequence.
@@ -448,9 +448,9 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
-    keys: KeyLists | None = None,
     mask: MaskLike = None,
     score: ScoreLike = None,
+    keys: KeyLists | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,

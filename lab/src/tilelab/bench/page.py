@@ -226,8 +226,8 @@ ABOUT = {
     "models": "One attention layer of well-known models, end to end: projections, attention, "
     "output projection.",
     "variants": "Masks and scores of the catalogue, beside plain attention and FlexAttention.",
-    "lists": "Some keys of each row, 64 heads of width 128 that share keys: tilewise by key lists, "
-    "the others by a mask, and tilewise over all keys (its error is that of another result).",
+    "lists": "Each row reads some keys; 64 heads of width 128 share them. tilewise reads by key "
+    "lists, the others by a mask. tilewise over all keys computes something else: see its error.",
 }
 
 

@@ -105,7 +105,8 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         baseline=learns_well(source, TUNED_MB[0]),
         baseline_name="adamw+linear",
         arms=factorial({"float32": {"training.precision": "float32"}, "muon": MUON}),
-        seeds=numbers,
+        # The spreads of its arms differ too much to be pooled, so it needs more seeds.
+        seeds=tuple(range(max(seeds, 5))),
         smallest_effect=EFFECT_BITS_PER_BYTE,
     )
     experiments = (by_precision, by_length(source, longest, numbers), by_size)

@@ -176,6 +176,25 @@ struct CrossEntropy {
   double smoothing = 0, z_loss = 0, softcap = 0;  // softcap 0: none
 };
 
+// Rows of queries or keys [batch][heads][rows][width], normalised over their channels, of which the first `rotated` are
+// then turned in pairs by the angles of their positions. Channels of a row are neighbours in memory. Weights and angles
+// are in the computing type.
+struct HeadRows {
+  DType dtype = DType::f32;  // of x, grad and out
+  int threads = 1;
+  i64 batch = 0, heads = 0, rows = 0, width = 0;
+  View x, grad, out;  // without `grad` out becomes the result, else the gradient of x
+  int norm = 0;       // 0: none; 1: by the root of the mean square; 2: less the mean, by the standard deviation
+  double eps = 0;
+  const void *weight = nullptr, *bias = nullptr;        // [heads or 1][width]; or null
+  i64 weight_head = 0;                                  // stride of their heads; 0 where one row serves all
+  double *grad_weight = nullptr, *grad_bias = nullptr;  // of their shape; both are added to, or both are null
+  bool interleaved = false;                             // pairs are neighbours, else the halves of `rotated`
+  i64 rotated = 0;
+  const void *cos = nullptr, *sin = nullptr;  // [batch or 1][rows][rotated / 2]; interleaved each is there twice
+  i64 angle_batch = 0, angle_row = 0;         // strides
+};
+
 // One piece of an expression, by itself: for tests.
 struct ExprPiece {
   const ExprProgram* program = nullptr;
@@ -197,6 +216,7 @@ struct Kernels {
   bool (*load_backward)(const LoadBackward&);
   bool (*covers)(const Covers&);
   bool (*cross_entropy)(const CrossEntropy&);
+  bool (*head_rows)(const HeadRows&);
   bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
   double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none

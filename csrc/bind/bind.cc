@@ -688,6 +688,49 @@ void cross_entropy(int dtype, int threads, nb::tuple sizes, nb::tuple arrays, i6
   check(kernels.cross_entropy(f));
 }
 
+// sizes: batch, heads, rows, width, norm, rotated, interleaved. strides: batch, head and row of x, grad and out, then
+// head of the weights, batch and row of the angles. arrays: x, grad or 0, out, weight or 0, bias or 0, grad_weight or
+// 0, grad_bias or 0, cos, sin.
+void head_rows(int dtype, int threads, nb::tuple sizes, nb::tuple strides, nb::tuple arrays, double eps) {
+  HeadRows f;
+  f.dtype = dtype_of(dtype);
+  f.threads = threads;
+  require_length(sizes, 7, "sizes");
+  i64* numbers[] = {&f.batch, &f.heads, &f.rows, &f.width};
+  for (int i = 0; i < 4; i++)
+    if ((*numbers[i] = number(sizes, i)) < 0) bad("sizes must not be negative");
+  f.norm = static_cast<int>(number(sizes, 4)), f.rotated = number(sizes, 5), f.interleaved = number(sizes, 6) != 0;
+  if (threads < 1) bad("a call has at least one thread");
+  if (f.norm < 0 || f.norm > 2) bad("norm must be 0, 1 or 2");
+  if (f.rotated < 0 || f.rotated > f.width || f.rotated % 2 != 0) bad("rotated channels are an even part of the width");
+  i64 elements = 0;
+  if (__builtin_mul_overflow(f.batch, f.heads, &elements) || __builtin_mul_overflow(elements, f.rows, &elements) ||
+      __builtin_mul_overflow(elements, f.width, &elements) || elements > (i64{1} << 56))
+    bad("sizes are too large: B * H * M * D overflows");
+  require_length(strides, 12, "strides");
+  require_length(arrays, 9, "arrays");
+  if (elements == 0) return;
+  View* views[] = {&f.x, &f.grad, &f.out};
+  for (int i = 0; i < 3; i++) {
+    View& v = *views[i];
+    v.data = i == 1 ? reinterpret_cast<const void*>(static_cast<std::uintptr_t>(number(arrays, 1)))
+                    : address<const void>(arrays, i, "x or out");
+    v.batch = number(strides, 3 * i), v.head = number(strides, 3 * i + 1), v.row = number(strides, 3 * i + 2);
+  }
+  f.weight_head = number(strides, 9), f.angle_batch = number(strides, 10), f.angle_row = number(strides, 11);
+  const auto maybe = [&](i64 i) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(number(arrays, i))); };
+  f.weight = maybe(3), f.bias = maybe(4);
+  f.grad_weight = static_cast<double*>(maybe(5)), f.grad_bias = static_cast<double*>(maybe(6));
+  if ((f.grad_weight == nullptr) != (f.grad_bias == nullptr)) bad("weights and biases have their gradients together");
+  if (f.grad_weight != nullptr && f.norm == 0) bad("weights belong to a norm");
+  f.cos = maybe(7), f.sin = maybe(8);
+  if (f.rotated > 0 && (f.cos == nullptr || f.sin == nullptr)) bad("angles are needed where channels are rotated");
+  f.eps = eps;
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  check(kernels.head_rows(f));
+}
+
 std::vector<std::string> isa_available() {
   int count;
   const Kernels* const* kernels = available(count);
@@ -793,6 +836,7 @@ NB_MODULE(_core, m) {
   m.def("load_backward", &load_backward);
   m.def("covers", &covers);
   m.def("cross_entropy", &cross_entropy);
+  m.def("head_rows", &head_rows);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

@@ -16,6 +16,7 @@ const Kernels kernels_portable = {"portable",
                                   portable::load_backward,
                                   portable::covers,
                                   portable::cross_entropy,
+                                  portable::head_rows,
                                   portable::expr_piece,
                                   portable::multiply_add_flops<portable::PlainDot<float>>,
                                   nullptr};

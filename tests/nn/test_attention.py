@@ -55,6 +55,8 @@ SAID_BY_ALL: dict[str, Options] = {
     "grouped": lambda: {"kv_heads": 2, "head_dim": 10, "bias": True},
     "rotary": lambda: {"rotary": Rotary(base=500.0, dim=4), "mask": masks.causal()},
     "qk norm": lambda: {"qk_norm": True, "scale": 0.3, "kv_heads": 3},
+    "qk norm and rotary": lambda: {"qk_norm": True, "rotary": Rotary(), "kv_heads": 2},
+    "gate": lambda: {"gate": True, "bias": True},
 }
 NOT_BY_SDPA: dict[str, Options] = {
     "softcap": lambda: {"score": scores.softcap(1.5), "mask": masks.causal()},
@@ -186,6 +188,17 @@ def test_dropout_is_for_training_only(implementation: Any) -> None:
     # The kept probabilities are scaled up, so that the mean over draws is the undropped output.
     error = (draws.mean(dim=0) - exact).abs().max()
     assert error < 6 * draws.std(dim=0).max() / 60**0.5
+
+
+def test_a_gate_multiplies_the_heads_output() -> None:
+    layer, ungated = _layer(gate=True), _layer()
+    ungated.load_state_dict(layer.state_dict(), strict=False)
+    assert layer.gate is not None
+    rows: list[Tensor] = []
+    ungated.output.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0]))
+    ungated(_x())
+    gated = rows[0] / (1 + torch.exp(-_x() @ layer.gate.weight.T))
+    torch.testing.assert_close(layer(_x()), gated @ layer.output.weight.T)
 
 
 def test_rotary_is_a_product_of_complex_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from tilewise.nn.attention import Attention
 from tilewise.nn.conversion import Conversion, Place, convert
+from tilewise.nn.head_rows import HeadNorm
 from tilewise.nn.implementations import Implementation
 from tilewise.nn.multihead import MultiheadAttention
 from tilewise.nn.rotation import Rotary, rotary
@@ -19,6 +20,7 @@ __all__ = [
     "Attention",
     "Conversion",
     "DynamicNtkScaling",
+    "HeadNorm",
     "Implementation",
     "LinearScaling",
     "Llama3Scaling",

@@ -18,6 +18,7 @@ from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument
 from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.nn.caches import Cache, Past
+from tilewise.nn.head_rows import HeadNorm
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
@@ -35,10 +36,11 @@ class Attention(nn.Module):
         kv_heads: key/value heads Hk, a divisor of ``heads``; None for ``heads``.
         head_dim: width of one head; None for ``width / heads``.
         context_width: channels of ``context``; None for ``width``.
-        bias: whether the four projections have a bias.
+        bias: whether the projections have a bias.
         qk_norm: normalise queries and keys.
         rotary: rotate queries and keys by their positions; None for no rotation.
         sinks: learn one logit per query head that joins the softmax's denominator.
+        gate: multiply the heads' output by sigmoid(x Wg), Wg learned, before Wo (gated attention).
         mask: who sees whom, in every call; ``forward`` may narrow it further. A function is read
             anew in every call; one that is a module is a submodule. Tensors that a Mask or Score
             captures are no buffers: ``.to(device)`` does not move them.
@@ -57,7 +59,8 @@ class Attention(nn.Module):
         InvalidArgument, InvalidType: numbers that do not fit together, an unknown implementation.
 
     Sources: Vaswani et al. (2017), section 3.2; grouped heads: Ainslie et al. (2023); QK-norm:
-    Henry et al. (2020), with RMSNorm as in Qwen3; sinks: gpt-oss (2025).
+    Henry et al. (2020), with RMSNorm as in Qwen3; sinks: gpt-oss (2025); gate: Qiu et al., Gated
+    Attention for Large Language Models (2025).
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         rotary: Rotary | None = None,
         sinks: bool = False,
+        gate: bool = False,
         mask: MaskLike = None,
         score: ScoreLike = None,
         scale: float | None = None,
@@ -104,6 +108,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(source, inner_kv, bias=bias)
         self.value = nn.Linear(source, inner_kv, bias=bias)
         self.output = nn.Linear(inner, width, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias) if gate else None
         self.query_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
@@ -135,8 +140,9 @@ class Attention(nn.Module):
             context: [B, N, context_width]; None for ``x``.
             mask: a further mask for this call; it and the module's own must both allow a pair.
             score: further scores for this call, applied after the module's own.
-            positions: for the rotation of the queries, [M] or [B, M]; None for 0, 1, ...
-            context_positions: for the rotation of the keys, [N] or [B, N]; None for ``positions``.
+            positions: for the rotation of the queries, [M] or [B, M], on A axes [A, M] or
+                [A, B, M]; None for 0, 1, ...
+            context_positions: for the rotation of the keys, likewise; None for ``positions``.
                 With both ``rotary`` and ``context``, both must be given.
             cache: a ``KVCache`` or ``PagedKVCache`` of ``tilewise.serving`` for this layer alone,
                 with its kv_heads, head_dim and dtype. ``positions`` None then continue the cache's.
@@ -160,18 +166,18 @@ class Attention(nn.Module):
         q = self._heads(self.query(x), self.heads)
         k = self._heads(self.key(source), self.kv_heads)
         v = self._heads(self.value(source), self.kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            # In the dtype of the weights: under autocast q and k come in a narrower one.
-            q = self.query_norm(q.to(self.query_norm.weight.dtype))
-            k = self.key_norm(k.to(self.key_norm.weight.dtype))
+        (q, query_norm), (k, key_norm) = (
+            self._normed(q, self.query_norm),
+            self._normed(k, self.key_norm),
+        )
         if self.rotary is not None:
             if past is not None and positions is None:
-                positions = past.positions(x)
+                positions = self._on_axes(past.positions(x))
             at, at_keys = self._positions(x, context, positions, context_positions)
             how = self.rotary._asdict()
             if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
                 how["length"] = longest(at, at_keys)
-            q, k = rotary(q, at, **how), rotary(k, at_keys, **how)
+            q, k = rotary(q, at, norm=query_norm, **how), rotary(k, at_keys, norm=key_norm, **how)
         q, k = q.to(v.dtype), k.to(v.dtype)
         ask = Ask(
             _both(self.mask, mask),
@@ -187,7 +193,10 @@ class Attention(nn.Module):
             self.on_statistics(stats)
         else:
             out = implementation_of(self.implementation)(q, k, v, ask)
-        merged: Tensor = self.output(out.transpose(1, 2).flatten(2))
+        rows = out.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            rows = rows * torch.sigmoid(self.gate(x))
+        merged: Tensor = self.output(rows)
         return merged
 
     def extra_repr(self) -> str:
@@ -230,8 +239,24 @@ class Attention(nn.Module):
             required = "both positions and context_positions, with rotary and a context"
             raise InvalidArgument(missing, "None", required)
         if queries is None:
-            queries = torch.arange(x.shape[1], device=x.device)
+            queries = self._on_axes(torch.arange(x.shape[1], device=x.device))
         return queries, queries if keys is None else keys
+
+    def _on_axes(self, positions: Tensor) -> Tensor:
+        """Return positions of text, which are the same on every axis of M-RoPE."""
+        if self.rotary is None or self.rotary.axes is None:
+            return positions
+        return positions.expand(max(self.rotary.axes) + 1, *positions.shape)
+
+    def _normed(self, x: Tensor, norm: nn.RMSNorm | None) -> tuple[Tensor, HeadNorm | None]:
+        """Return heads and the norm that is left to the rotation, which does both at once."""
+        if norm is None:
+            return x, None
+        watched = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
+        if self.rotary is None or watched or norm.eps is None:
+            # In the dtype of the weights: under autocast q and k come in a narrower one.
+            return norm(x.to(norm.weight.dtype)), None
+        return x, HeadNorm(norm.weight, eps=norm.eps)
 
 
 def _mask_to_keep(mask: MaskLike) -> MaskLike:

@@ -1,14 +1,16 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, with the norm of heads before it where a model has one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
+from tilewise.nn.head_rows import HeadNorm, turned
 from tilewise.nn.scaling import RotaryScaling
 
 
@@ -20,11 +22,15 @@ class Rotary(NamedTuple):
         dim: how many leading channels of a head are rotated, even; None for all of them.
         scaling: how angles are stretched to longer contexts: ``LinearScaling``, ``NtkScaling``,
             ``DynamicNtkScaling``, ``YarnScaling`` or ``Llama3Scaling``; None for not at all.
+        interleaved: pairs are channels 0 and 1, 2 and 3, ...; else 0 and dim/2, ...
+        axes: of positions on several axes (M-RoPE): which one each of the dim/2 pairs takes.
     """
 
     base: float = 10000.0
     dim: int | None = None
     scaling: RotaryScaling | None = None
+    interleaved: bool = False
+    axes: tuple[int, ...] | None = None
 
 
 def rotary(
@@ -35,6 +41,9 @@ def rotary(
     dim: int | None = None,
     scaling: RotaryScaling | None = None,
     length: Tensor | None = None,
+    interleaved: bool = False,
+    axes: Sequence[int] | None = None,
+    norm: HeadNorm | None = None,
 ) -> Tensor:
     """Rotary position embedding: turn channel pairs by an angle proportional to the position.
 
@@ -43,26 +52,38 @@ def rotary(
         out[i]         = x[i] * cos(angle) - x[i + dim/2] * sin(angle)
         out[i + dim/2] = x[i + dim/2] * cos(angle) + x[i] * sin(angle)
 
-    Channels from ``dim`` on are copied. This pairing of halves is that of GPT-NeoX and Llama.
-    Angles are computed in float32 (float64 for float64), as is the rotation of half types.
+    Channels from ``dim`` on are copied. This pairing of halves is that of GPT-NeoX and Llama;
+    ``interleaved`` pairs channels 2 i and 2 i + 1, as GPT-J does. Angles are computed in float32
+    (float64 for float64), as are norm and rotation of half types.
+
+    With positions on several axes (M-RoPE: time, height and width of a patch), pair i takes the
+    position on axis ``axes[i]``. Qwen2-VL's sections (16, 24, 24) are
+    ``axes=[0] * 16 + [1] * 24 + [2] * 24``.
+
+    Eager calls on a CPU go over the rows once, norm included, in the compiled core; other calls
+    take operations of torch. Differentiable any number of times, in ``x``, the norm's tensors and
+    floating positions.
 
     Args:
         x: queries or keys, [B, H, S, D].
-        positions: integer or floating, [S] or [B, S].
+        positions: integer or floating, [S] or [B, S]; with ``axes`` [A, S] or [A, B, S].
         base: the base of the geometric series, above 0.
         dim: rotated channels, even, in [2, D]; None for D.
         scaling: changes the angle per position, and may lengthen what is rotated.
         length: of the sequences, [1] or [B, 1], for a scaling that depends on it; None for the
             largest position and 1.
+        interleaved: which channels are pairs.
+        axes: dim/2 numbers below A; None for positions on one axis.
+        norm: of each row before the rotation; None for none.
 
     Returns:
         [B, H, S, D], the dtype of ``x``.
 
     Raises:
-        InvalidArgument: an odd or too large ``dim``, a ``base`` not above 0, or positions that do
-            not fit ``x``.
+        InvalidArgument: an odd or too large ``dim``, a ``base`` not above 0, positions, axes or a
+            norm that do not fit ``x``, or axes beside a scaling that depends on the length.
 
-    Source: Su et al., RoFormer (2021), equation 15.
+    Sources: Su et al., RoFormer (2021), equation 15; M-RoPE: Wang et al., Qwen2-VL (2024).
     """
     width = x.shape[-1]
     dim = width if dim is None else dim
@@ -70,9 +91,16 @@ def rotary(
         raise InvalidArgument("dim", str(dim), f"an even number from 2 to the head width {width}")
     if not (math.isfinite(base) and base > 0):
         raise InvalidArgument("base", str(base), "a finite number above 0")
-    if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2])):
-        came, required = f"shape {list(positions.shape)}", f"[S] or [B, S] of x {list(x.shape)}"
-        raise InvalidArgument("positions", came, required)
+    if norm is not None:
+        norm.check(x)
+    shapes = ((x.shape[2],), (x.shape[0], x.shape[2]))
+    fits = positions.shape in shapes if axes is None else positions.shape[1:] in shapes
+    if not fits:
+        came = f"shape {list(positions.shape)}"
+        required = "[S] or [B, S]" if axes is None else "[A, S] or [A, B, S] with axes"
+        raise InvalidArgument("positions", came, f"{required} of x {list(x.shape)}")
+    if axes is not None:
+        _check_axes(axes, dim // 2, positions.shape[0], scaling)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, dim, 2, device=x.device, dtype=work) / dim
     frequencies: Tensor = base**-exponents
@@ -80,29 +108,23 @@ def rotary(
         if length is None and scaling.dynamic:
             length = longest(positions)
         frequencies = scaling.frequencies(base, exponents, length)
-    angles = positions.to(work)[..., None] * frequencies.unsqueeze(-2)  # [S, dim/2], [B, S, dim/2]
-    if positions.dim() == 2:
-        angles = angles[:, None]
+    at = positions.to(work)[..., None]
+    if axes is not None:
+        at = at[..., 0][torch.tensor(axes, device=x.device)].movedim(0, -1)
+    angles = at * frequencies.unsqueeze(-2)  # [S, dim/2], [B, S, dim/2]
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
-    return turned(x, cos, sin)
+    return turned(x, cos, sin, interleaved, norm)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn the first channel pairs of rows, [..., D], by angles, [..., dim/2]; copy the others.
-
-    Pairs are the halves of these channels; interleaved, those with even and with odd numbers.
-    """
-    dim = 2 * cos.shape[-1]
-    wide = x[..., :dim].to(cos.dtype)
-    if interleaved:
-        one, two = wide[..., 0::2], wide[..., 1::2]
-    else:
-        one, two = wide[..., : dim // 2], wide[..., dim // 2 :]
-    pair = (one * cos - two * sin, two * cos + one * sin)
-    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([both.to(x.dtype), x[..., dim:]], dim=-1)
+def _check_axes(axes: Sequence[int], pairs: int, most: int, scaling: RotaryScaling | None) -> None:
+    if len(axes) != pairs or not all(0 <= each < most for each in axes):
+        required = f"{pairs} numbers from 0 to {most - 1}, one for each pair of channels"
+        raise InvalidArgument("axes", str(list(axes)), required)
+    if scaling is not None and scaling.dynamic:
+        came = f"{type(scaling).__name__} beside axes"
+        raise InvalidArgument("scaling", came, "a scaling that does not depend on the length")
 
 
 def longest(*positions: Tensor) -> Tensor | None:

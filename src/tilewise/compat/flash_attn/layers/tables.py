@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.compat.flash_attn.arguments import check_rank
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.nn.rotation import turned
+from tilewise.nn.head_rows import turned_pairs
 from tilewise.variants.lower import statistics_dtype
 
 
@@ -126,7 +126,7 @@ def rotate_at(
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     wide = statistics_dtype(x.dtype)
-    return turned(x, cos.to(wide), sin.to(wide), interleaved)
+    return turned_pairs(x, cos.to(wide), sin.to(wide), interleaved)
 
 
 def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ def test_an_example_runs(file: Path) -> None:
 
 def test_every_example_is_in_the_table() -> None:
     listed = (FOLDER / "README.md").read_text()
-    assert len(FILES) == 9
+    assert len(FILES) == 10
     assert all(f"[{file.name}]({file.name})" in listed for file in FILES)
 
 

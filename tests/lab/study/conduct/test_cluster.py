@@ -137,7 +137,7 @@ def test_what_the_study_is_told_by_its_environment_runs_are_told_too(
     monkeypatch.chdir(place / "other")
     run = RunSpec("optimizers", "lion", 0, config_of(**{"data.source": "where"}))
     outcome = cluster._train(run.executed(execution))
-    assert outcome.lines == [f"data in {place / 'sets'}, works in {place}"]
+    assert outcome.lines == [f"keeps 1073741824, data in {place / 'sets'}, works in {place}"]
 
 
 def test_memory_of_a_gpu_is_not_asked_of_its_machine(

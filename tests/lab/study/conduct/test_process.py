@@ -116,6 +116,19 @@ def test_more_threads_are_not_pinned(tmp_path: Path, cores: Cores) -> None:
     assert record.start.environment["core"] is None
 
 
+def test_only_training_keeps_freed_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compared as users meet them; a variable that the user has set stays."""
+    compared = study_that("where", Arm(name="sdpa", kind="systems"), seeds=(0,))
+    trained = study_that("where", seeds=(0,))
+    for study, kept in ((compared, "None"), (trained, "1073741824"), (trained, "5")):
+        if kept == "5":
+            monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", kept)
+        with pytest.raises(RunError, match=f"keeps {kept}, "):
+            pool_in(tmp_path).work(Agenda(study, {}), [])
+
+
 def test_runs_that_compare_kernels_have_the_machine_to_themselves(tmp_path: Path) -> None:
     systems = study_that("", Arm(name="sdpa", kind="systems"), name="kernels", seeds=(0,))
     study = Study(

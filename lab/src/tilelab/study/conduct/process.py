@@ -36,6 +36,14 @@ _SCRIPT = "tilelab.study.conduct.script"
 _LAUNCH = "tilelab.study.train.launch"  # which starts several children
 _SERVE = "tilelab.study.train.serve"  # a child for several runs
 _LAST_LINES = 12
+# glibc gives the memory of a step back to the system, which fills it with zeros for the next step:
+# a quarter of the processor time of a small model. With these it keeps blocks of up to 32 MiB (the
+# largest that it lets us name). Peak memory is the same (notes/performance-log.md).
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(32 << 20),
+}
 _END_S = 5.0  # for a process that serves to end by itself
 
 
@@ -60,7 +68,10 @@ class Process:
         several = execution.processes > 1
         own = _SCRIPT if run.config.learning.external else _SERVE if serves else _CHILD
         modules = [*([_LAUNCH] if several else []), execution.module or own]
+        # Kernels are compared as users meet them, and a script of somebody's own is theirs.
+        kept = {} if run.alone or run.config.learning.external else _KEEP_MEMORY
         environment = {
+            **kept,
             **same_tilewise(),
             **execution.variables,
             "OMP_NUM_THREADS": threads,

@@ -94,6 +94,13 @@ def test_gradients_of_pages_are_refused_at_once() -> None:
         tilewise.attention_paged(q, k, v, table, lengths, keys=NO_LIST)
 
 
+def test_nested_tensors_are_refused_by_name() -> None:
+    """The error says which call takes their packed values."""
+    q = torch.nested.nested_tensor([torch.zeros(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(Unsupported, match=r"nested tensors with key lists[^$]*attention_varlen"):
+        tilewise.attention(q, q, q, keys=torch.zeros(1, 1, 3, 2, dtype=torch.int32))
+
+
 def _strided(x: Tensor, *strides: int) -> Tensor:
     buffer = x.new_full((2 * x.numel() + sum(strides),), math.nan)
     return buffer.as_strided(x.shape, strides).copy_(x)

@@ -21,6 +21,7 @@ from tilewise.engine.dispatch import candidates
 from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
 from tilewise.engine.listed import attend_lists, explain_lists
+from tilewise.engine.nested import any_nested
 from tilewise.engine.pages import Pages, packed_or_paged
 from tilewise.engine.run import autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -333,6 +334,9 @@ def _listed(
     if plan is not None:
         required = "None with keys=: each few lists have a plan of their own"
         raise InvalidArgument("plan", "a held plan", required)
+    if any_nested(q, k, v):
+        fix = "call attention_varlen with x.values().transpose(0, 1) and x.offsets() of each"
+        raise Unsupported("nested tensors with key lists (keys=)", fix=fix)
     q, k, v = autocast(q, k, v)
     result = attend_lists(q, k, v, keywords, read_key_lists(keys), statistics)
     if statistics:

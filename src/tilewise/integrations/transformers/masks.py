@@ -129,7 +129,8 @@ def make_mask(
     shape = (batch_size, 1, q_length, kv_length)
     sizes = (q_length, kv_length)
     if isinstance(q_offset, Tensor) and is_traced(q_offset):
-        mask, keys = _from_the_start(mask_function, q_offset, kv_offset), kv_length
+        # A copy: it is the length of a static cache, which counts on in place before layers attend.
+        mask, keys = _from_the_start(mask_function, q_offset.clone(), kv_offset), kv_length
     else:
         mask, keys = _over_positions(mask_function, *sizes, int(q_offset), kv_offset)
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)

@@ -114,7 +114,7 @@ def operands(
     # the widths of keys and values, of which the rotated part is common to both forms.
     if queries * reads * (2 * rank - width) >= (keys - queries) * rank * width:
         return query, *type(layer).expand_kv(layer, latent, rotated), None
-    nope, rope = query.split([down.shape[1], rotated.shape[-1]], -1)
+    nope, rope = torch.split(query, [down.shape[1], rotated.shape[-1]], -1)
     query = torch.cat((by_heads(nope, down), rope), -1)
     joined = _joined(latent, rotated)
     return query, joined, joined[..., :rank], up
@@ -122,9 +122,9 @@ def operands(
 
 def by_heads(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [B, H, M, K] times weight [H, K, L]: one product for each head, not B of them."""
-    batch, _, rows, _ = x.shape
+    batch, heads, rows, _ = x.shape
     out = torch.bmm(x.transpose(0, 1).flatten(1, 2), weight)
-    return out.unflatten(1, (batch, rows)).transpose(0, 1)
+    return out.view(heads, batch, rows, weight.shape[2]).transpose(0, 1)
 
 
 def _layers(model: nn.Module) -> list[Any]:

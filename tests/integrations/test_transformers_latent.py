@@ -206,6 +206,21 @@ def test_copies_other_implementations_and_the_way_back(forms: list[bool]) -> Non
     assert copy.state_dict().keys() == names
 
 
+def test_latents_wider_than_the_kernels_are_refused() -> None:
+    """When they are decoded: the prompt takes the naive form."""
+    import transformers
+
+    from tilewise.integrations.transformers import absorb
+
+    config = transformers.DeepseekV3Config(**{**REAL, "kv_lora_rank": 520})
+    kind = transformers.DeepseekV3ForCausalLM
+    model = kind._from_config(config, attn_implementation="tilewise").eval()
+    absorb(model)
+    cache = model(tokens(1, 9)).past_key_values
+    with pytest.raises(Unsupported, match="limit of 576"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
 def test_what_cannot_be_absorbed_is_refused() -> None:
     from tilewise.integrations.transformers import absorb, unabsorb
 

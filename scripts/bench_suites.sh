@@ -19,6 +19,7 @@ bench speed --minutes 10 --lengths 128,512,2048,8192,32768
 bench paper --minutes 9 --dtype float32 --lengths 128,256,512,1024,2048,4096,8192
 bench models --minutes 9 --dtype bfloat16 --lengths 512,2048 --no-flex
 bench variants --minutes 4 --dtype float32
+bench widths --minutes 4
 bench lists --minutes 6 --dtype float32 --lengths 65536 --no-flex
 
 # Of every page the figures that the README shows.

@@ -193,3 +193,26 @@ def test_a_step_in_a_static_cache() -> None:
         found = compiled(q, k, v, offset, real)
         torch.testing.assert_close(found, step(q, k, v, offset, real))
     assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_steps_of_a_model_with_a_static_cache(name: str) -> None:
+    """The cache's length, which the mask reads, counts on in place before the layers attend."""
+    import transformers
+
+    from tilewise.integrations.transformers import absorb
+
+    torch.compiler.reset()
+    eager, ours = both(name)
+    if name == "deepseek_v2":
+        absorb(ours)
+    ids, backend = tokens(2, 14), Counting()
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+    with torch.no_grad():
+        due = eager(ids, use_cache=False).logits
+        ours(ids[:, :11], past_key_values=cache)
+        for place in range(11, 14):
+            found = compiled(ids[:, place : place + 1], past_key_values=cache).logits
+            assert_equal_to_float32(found[:, 0], due[:, place])
+    assert backend.graphs == 1

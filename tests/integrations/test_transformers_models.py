@@ -1,7 +1,7 @@
 """Models of transformers by tilewise give what they give by eager.
 
-Families with random weights, eight of them with an indexer: logits, gradients, and greedy generate
-with every kind of cache.
+Families with random weights, 17 of them with latent attention and eight with an indexer: logits,
+gradients, and greedy generate with every kind of cache.
 A pretrained sentence encoder from its files to its embeddings.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.integrations.tiny_models import (
     DECODERS,
     INDEXED,
+    LATENT,
     MODELS,
     assert_equal_to_float32,
     both,
@@ -71,7 +72,7 @@ def test_logits_and_gradients(name: str) -> None:
 # MiniMax-M3 is for padding on the right: its indexer scores padding on the left like any token.
 PADDED = [
     (name, side)
-    for name in (*DECODERS, *INDEXED, "bert")
+    for name in (*DECODERS, *LATENT, *INDEXED, "bert")
     for side in ("left", "right", "both")
     if name != "minimax_m3_vl" or side == "right"
 ]
@@ -99,10 +100,12 @@ def test_padding_of_an_encoder_and_its_decoder() -> None:
 
 
 # gpt-oss gives its mask functions no positions: there eager does not separate sequences either.
-# GLM-5-Next has no mask but padding, and MiniMax-M3 takes positions for places of keys.
-@pytest.mark.parametrize(
-    "name", sorted({*DECODERS, *INDEXED} - {"gpt_oss", "glm5_next", "minimax_m3_vl"})
-)
+# GLM-5-Next has no mask but padding, and MiniMax-M3 takes positions for places of keys. The states
+# of linear layers run on from one sequence to the next.
+UNPACKED = {"gpt_oss", "glm5_next", "minimax_m3_vl", "bailing_hybrid", "kimi_linear"}
+
+
+@pytest.mark.parametrize("name", sorted({*DECODERS, *LATENT, *INDEXED} - UNPACKED))
 def test_packed_sequences(name: str) -> None:
     lengths = [9, 5, 3]
     eager, ours = both(name)
@@ -188,7 +191,7 @@ def test_dropout_is_repeated_by_the_seed() -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", [*DECODERS, *INDEXED, "t5"])
+@pytest.mark.parametrize("name", [*DECODERS, *LATENT, *INDEXED, "t5"])
 def test_generate(name: str, cache: str) -> None:
     ids = tokens(3, 9)
     mask = torch.ones_like(ids)
@@ -205,7 +208,7 @@ def test_generate(name: str, cache: str) -> None:
     assert len(set(found[0][:, -12:].flatten().tolist())) > 1, "the test would see nothing"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper", *INDEXED])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper", *LATENT, *INDEXED])
 def test_a_cache_filled_in_pieces(name: str) -> None:
     """Chunked prefill: later queries, more than one, see what is in the cache."""
     given = inputs(name)

@@ -91,6 +91,9 @@ def test_what_is_refused() -> None:
     for call in (paged_step, lambda model: paged_caches(model, pages=4, page_size=4)):
         with pytest.raises(Unsupported, match="layers of chunked_attention over paged caches"):
             call(ours)
+    _, latent = both("deepseek_v3")
+    with pytest.raises(Unsupported, match=r"(?s)latent attention \(MLA\) over paged.*latent_cache"):
+        paged_caches(latent, pages=4, page_size=4)
     _, whisper = both("whisper")
     whisper.set_attn_implementation("tilewise_paged")
     with pytest.raises(Unsupported, match="an encoder and decoder over paged caches"):

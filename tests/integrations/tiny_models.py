@@ -40,22 +40,66 @@ _ENCODER = {
     "num_attention_heads": 4,
     "initializer_range": 0.2,
 }
-# Layers whose indexer chooses keys for each query: fewer than the queries of the tests see.
-_INDEXED = {
-    **_LLAMA,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "mlp_layer_types": ["dense", "sparse", "dense"],
+_EXPERTS = {
+    "mlp_layer_types": ["dense", "sparse"],
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+}
+_LATENT = {
+    **_LLAMA,
+    "num_key_value_heads": 4,
     "q_lora_rank": 32,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+_LINEAR = {
+    **_LATENT,
+    **_EXPERTS,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 4,
+}
+LATENT = {
+    "deepseek_v2": Tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, **_EXPERTS}),
+    "deepseek_v3": Tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, **_EXPERTS}),
+    "axk1": Tiny("AXK1ForCausalLM", "AXK1Config", {**_LATENT, **_EXPERTS}),
+    "glm4_moe_lite": Tiny("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**_LATENT, **_EXPERTS}),
+    "mistral4": Tiny("Mistral4ForCausalLM", "Mistral4Config", {**_LATENT, **_EXPERTS}),
+    "minicpm3": Tiny("MiniCPM3ForCausalLM", "MiniCPM3Config", _LATENT),
+    "youtu": Tiny("YoutuForCausalLM", "YoutuConfig", _LATENT),
+    "longcat_flash": Tiny(
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        {
+            **{name: _LATENT[name] for name in _LATENT.keys() - {"num_hidden_layers"}},
+            "num_layers": 2,
+            "head_dim": 8,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
+    "bailing_hybrid": Tiny(
+        "BailingHybridForCausalLM", "BailingHybridConfig", {**_LINEAR, "head_dim": 16}
+    ),
+    "kimi_linear": Tiny(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {**_LINEAR, "linear_head_dim": 16, "linear_num_heads": 4},
+    ),
+}
+# Layers whose indexer chooses keys for each query: fewer than the queries of the tests see.
+_INDEXED = {
+    **_LATENT,
+    **_EXPERTS,
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
     # So many that no key has a score of 0 by all of them: of equal ones any may be chosen.
     "index_n_heads": 12,
     "index_head_dim": 16,
@@ -224,6 +268,7 @@ _WHISPER = {
 }
 MODELS = {
     **DECODERS,
+    **LATENT,
     **INDEXED,
     "bert": Tiny(
         "BertForMaskedLM",

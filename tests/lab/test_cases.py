@@ -47,6 +47,7 @@ def rooms() -> dict[Use, list[str]]:
         "sweep": [step.name for step in suites.speed(settings)],
         "paper": [step.name for step in suites.paper(settings)],
         "variants": [step.name for step in suites.variants(settings)],
+        "head widths": [step.name for step in suites.widths(settings)],
         "long": accuracy.long_jobs(setting),
         "one width": timed_in("one width"),
         "widths": timed_in("widths"),

@@ -26,10 +26,11 @@ from tilelab.bench.sentences import crossing, crossings_in_words, sentences
 from tilelab.bench.steps import Step
 from tilelab.bench.suites import FEW, catalogue, layer
 from tilelab.bench.tables import suite_tables
+from tilelab.cases.table import rows
 from tilelab.common.record import COMPLETE, INTERRUPTED
 from tilelab.peers.flex import flex_mask, flex_score
 from tilelab.peers.methods import OURS, own_masks, rivals
-from tilelab.peers.work import Work, draw
+from tilelab.peers.work import Work, draw, flops, work_of
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.kernels.cpu.core import absence
@@ -210,6 +211,22 @@ def test_variants(tmp_path: Path) -> None:
     names = {each.name for each in catalogue(64, "cpu")}
     assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
     assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
+
+
+@needs_core
+@pytest.mark.thorough
+def test_widths(tmp_path: Path) -> None:
+    """Every width of keys and values; latents whose values lie in the keys, forward alone."""
+    values = run("widths", tmp_path)
+    ours = {p["case"] for p in values["points"] if p["method"] == OURS and p["samples"]}
+    both = ("D80", "D96", "D112", "D192 Dv128", "D256", "D320 Dv256", "D512")
+    due = {f"{name}, {words}" for name in both for words in ("forward", "backward")}
+    assert ours == due | {"latent, 1 query, forward", "latent, 64 queries, forward"}
+    (latent,) = (each for each in rows("head widths") if each.name == "latent, 1 query")
+    given = draw(work_of(latent, keys=40))
+    assert given.v.shape[-1] == 512
+    assert given.v.data_ptr() == given.k.data_ptr()
+    assert flops(work_of(latent, keys=40)) == 2 * 16 * 40 * (576 + 512)
 
 
 @pytest.mark.parametrize("variant", catalogue(40, "cpu"), ids=lambda each: each.name)

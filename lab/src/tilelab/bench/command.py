@@ -43,6 +43,7 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "models": suites.models,
     "variants": suites.variants,
     "lists": suites.lists,
+    "widths": suites.widths,
 }
 _SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement
@@ -185,8 +186,8 @@ def _parser_of_goals() -> argparse.ArgumentParser:
         "one process, and against the machine's own peak.",
         epilog="The whole bench takes minutes and writes benchmarks/<chip>/cpu.json; a part of it "
         "writes only where --json says. Suites are beside it: tilewise bench speed, memory, "
-        "accuracy, paper, models, variants, lists or all (each with --help), tilewise bench show "
-        "FILE, and tilewise bench compare A.json B.json.",
+        "accuracy, paper, models, variants, lists, widths or all (each with --help), tilewise "
+        "bench show FILE, and tilewise bench compare A.json B.json.",
     )
     add = parser.add_argument
     add("what", nargs="?", choices=("cpu",), default="cpu", help="what to measure")

@@ -5,7 +5,7 @@ error of every exact method, and what the 2x rule allows. ``paper``: the runtime
 Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
 ``models``: one attention layer of well-known models, from its input to its output. ``variants``:
 masks and scores of the table, against none and against others. ``lists``: some keys of each row,
-by lists and by masks.
+by lists and by masks. ``widths``: other widths of heads than 64 and 128, and latent attention.
 """
 
 from __future__ import annotations
@@ -240,16 +240,36 @@ _LENGTHS = {"cpu": 1024, "cuda": 4096}  # the longest
 _HEADS = 4
 
 
+def _longest(settings: Settings) -> int:
+    """Return the one length of suites that have many cases."""
+    longest = _LENGTHS[settings.device]
+    return max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
+
+
 def variants(settings: Settings) -> list[Step]:
     """Return every variant, forward and backward, at one length."""
-    longest = _LENGTHS[settings.device]
-    length = max([n for n in settings.lengths if n <= longest], default=min(settings.lengths))
+    length = _longest(settings)
     works = [
         replace(each, name=f"{each.name}, {direction}", passes=direction)
         for dtype in (settings.dtypes[:1] if settings.quick else settings.dtypes)
         for direction in _PASSES
         for each in catalogue(length, settings.device, dtype)
     ]
+    return timed(works, exact(settings.device, with_flex=settings.flex))
+
+
+def widths(settings: Settings) -> list[Step]:
+    """Return every row of widths at one length, forward and backward; latents forward alone."""
+    length = _longest(settings)
+    works = []
+    for dtype, direction, row in product(settings.dtypes, _PASSES, rows("head widths")):
+        if row.passes in ("both", direction):
+            names = ("batch", "heads", "kv_heads", "head_dim", "value_dim")
+            sizes = {name: getattr(row, name) for name in names}
+            sizes["queries"] = row.queries if row.keys == -1 else length
+            name = f"{row.name}, {direction}"
+            more = {"name": name, "passes": direction, **sizes}
+            works.append(settings.work("widths", row, length, dtype, **more))
     return timed(works, exact(settings.device, with_flex=settings.flex))
 
 

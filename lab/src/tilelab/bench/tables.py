@@ -13,7 +13,7 @@ from tilelab.common.record import COMPLETE
 from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS
 
-BY_CASE = ("models", "variants")  # suites of many cases, at one length or two
+BY_CASE = ("models", "variants", "widths")  # suites of many cases, at one length or two
 TITLES: dict[Quantity, str] = {
     "seconds": "time of one call",
     "bytes": "memory at the highest, beyond the operands (predicted)",

@@ -21,6 +21,7 @@ Use = Literal[
     "sweep",  # of ``bench speed``: along the length
     "paper",  # of ``bench paper``: along the length
     "variants",  # of ``bench variants``: at one length
+    "head widths",  # of ``bench widths``: at one length, with heads and widths of their own
     "long",  # whole long problems of the GPU check
     "one width",  # timed by the GPU check
     "widths",  # timed by it at two widths
@@ -57,7 +58,8 @@ class Case:
         dropout_p: the probability of dropping a pair.
         scale: None for 1 / sqrt(D).
         layout: "contiguous", "bshd" (a transposed view), "strided" (gaps that hold NaN),
-            "expanded" (one head of one item for all) or "sliced" (cut out of a larger tensor).
+            "expanded" (one head of one item for all), "sliced" (cut out of a larger tensor) or
+            "latent" (values are the first numbers of the keys, in place).
         sequences: (queries, keys) of each sequence of a variable-length call; batch, queries and
             keys follow from it then. None for a dense call.
         gain: multiplies q and k.

@@ -206,7 +206,10 @@ def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inpu
     q_layout = "contiguous" if case.layout == "expanded" else case.layout
     q = tensor(case.heads, sum(queries), case.head_dim, q_layout, case.gain)
     k = tensor(case.kv_heads, sum(keys), case.head_dim, case.layout, case.gain)
-    v = tensor(case.kv_heads, sum(keys), case.value_dim, case.layout, 1.0)
+    if case.layout == "latent":
+        v = k.detach()[..., : case.value_dim].requires_grad_()
+    else:
+        v = tensor(case.kv_heads, sum(keys), case.value_dim, case.layout, 1.0)
     mask = _postfix(case.mask, drawn)
     score = as_score(steps) if (steps := _steps(case, drawn)) else None
     sinks = None

@@ -446,6 +446,27 @@ _GOALS = (
 )
 
 
+def _of_widths(width: int, values: int = 0, name: str = "", **more: Any) -> Case:
+    """Return a row for widths of keys and values, which are as wide as keys where they are 0."""
+    name = name or (f"D{width} Dv{values}" if values else f"D{width}")
+    fields = {"batch": 1, "heads": 2, "mask": _CAUSAL, "passes": "both", **more}
+    return _problem(name, head_dim=width, value_dim=values or width, **fields)
+
+
+# The absorbed form of latent attention, decoding and some queries at once: forward alone.
+_LATENT: dict[str, Any] = {"heads": 16, "kv_heads": 1, "keys": -1, "layout": "latent"}
+_LATENT |= {"passes": "forward"}
+_WIDTHS = _used(
+    "head widths",
+    *(_of_widths(width) for width in (80, 96, 112)),
+    _of_widths(192, 128),
+    _of_widths(256),
+    _of_widths(320, 256),
+    _of_widths(512),
+    _of_widths(576, 512, "latent, 1 query", queries=1, **_LATENT),
+    _of_widths(576, 512, "latent, 64 queries", queries=64, **_LATENT),
+)
+
 _FIFTHS, _UNEVEN = "documents_fifths", ("documents_uneven", "causal", "and")
 
 # Each room says batch, heads, lengths and widths.
@@ -510,4 +531,4 @@ _SIZED = (
     ),
 )
 
-ROWS = (*_TESTS, *_ACCURACY, *_TUNED, *chain(*_GATE, *_GOALS), *_SIZED)
+ROWS = (*_TESTS, *_ACCURACY, *_TUNED, *chain(*_GATE, *_GOALS), *_WIDTHS, *_SIZED)

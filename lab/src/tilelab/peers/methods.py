@@ -154,7 +154,7 @@ def sdpa(name: str = "") -> Method:
         keywords: dict[str, Any] = {"dropout_p": work.dropout_p}
         if work.heads != work.kv_heads:
             keywords["enable_gqa"] = True
-        if work.mask == _CAUSAL:
+        if work.mask == _CAUSAL and work.queries == work.keys:  # torch aligns the first rows
             keywords["is_causal"] = True
         elif work.mask:
             keywords["attn_mask"] = _shown(work, given, work.queries)

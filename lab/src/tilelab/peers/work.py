@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Work(Case):
-    """A dense case where it is measured; its values are as wide as its keys.
+    """A dense case where it is measured.
 
     Args:
         suite: whose it is.
@@ -74,7 +74,7 @@ def work_of(case: Case, suite: str = "", device: str = "cpu", **more: Any) -> Wo
 
 
 class Given(NamedTuple):
-    """The tensors: q [B, Hq, M, D], k and v [B, Hk, N, D], and the gradient of the output."""
+    """The tensors: q [B, Hq, M, D], k [B, Hk, N, D], v [B, Hk, N, Dv]; the output's gradient."""
 
     q: Tensor
     k: Tensor
@@ -97,16 +97,20 @@ def draw(work: Work, factor: float = 1.0) -> Given:
     generator = torch.Generator(work.device).manual_seed(0)
     packed = work.layout == "bshd"
 
-    def drawn(heads: int, rows: int, factor: float = 1.0) -> Tensor:
+    def drawn(heads: int, rows: int, width: int, factor: float = 1.0) -> Tensor:
         sizes = (rows, heads) if packed else (heads, rows)
-        shape = (work.batch, *sizes, work.head_dim)
+        shape = (work.batch, *sizes, width)
         made = torch.randn(shape, generator=generator, device=work.device) * factor
         made = made.to(work.dtype)
         return made.transpose(1, 2) if packed else made
 
-    q = drawn(work.heads, work.queries, factor)
-    k, v = (drawn(work.kv_heads, work.keys) for _ in range(2))
-    grad = drawn(work.heads, work.queries)
+    q = drawn(work.heads, work.queries, work.head_dim, factor)
+    k = drawn(work.kv_heads, work.keys, work.head_dim)
+    if work.layout == "latent":
+        v = k[..., : work.value_dim]
+    else:
+        v = drawn(work.kv_heads, work.keys, work.value_dim)
+    grad = drawn(work.heads, work.queries, work.value_dim)
     needed = work.passes != "forward"
     for x in (q, k, v):
         x.requires_grad_(needed)
@@ -158,10 +162,11 @@ def pairs(case: Case) -> float:
 
 
 def flops(case: Case) -> float:
-    """Return the operations of a pass: two products forward, and 2.5 times that backward.
+    """Return the operations of a pass: two products forward, and five backward.
 
-    Forward these are ``q k^T`` and ``p v``, 4 D for a visible pair. Backward there are five
-    (the scores again, dP, dV, dK, dQ), whatever a kernel does twice.
+    Forward these are ``q k^T`` and ``p v``, 2 D + 2 Dv for a visible pair. Backward they are the
+    scores again, dK and dQ, of 2 D each, and dP and dV, of 2 Dv, whatever a kernel does twice.
     """
-    forward = 4 * case.batch * pairs(case) * case.heads * case.head_dim
-    return 2.5 * forward if case.passes == "backward" else forward
+    of_keys, of_values = (3, 2) if case.passes == "backward" else (1, 1)
+    widths = of_keys * case.head_dim + of_values * case.value_dim
+    return 2 * case.batch * pairs(case) * case.heads * widths

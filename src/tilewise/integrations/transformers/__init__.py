@@ -6,7 +6,8 @@
 
 transformers asks two functions of an implementation: one makes masks (``masks.py``), the other
 computes attention with them (``forward.py``). ``attn_implementation="tilewise_paged"`` attends over
-paged caches, for ``tilewise.serving.generate`` (``decoding.py``). Importing this registers nothing,
+paged caches, for ``tilewise.serving.generate`` (``decoding.py``). ``absorb(model)`` lets a model
+with latent attention decode in its absorbed form (``latent.py``). Importing this registers nothing,
 and no module of transformers is changed.
 """
 
@@ -23,22 +24,25 @@ from tilewise.integrations.transformers.decoding import (
     paged_step,
 )
 from tilewise.integrations.transformers.forward import attention_forward
+from tilewise.integrations.transformers.latent import NAME, absorb, latent_cache, unabsorb
 from tilewise.integrations.transformers.masks import Pairs, make_mask
 
 __all__ = [
     "NAME",
     "PAGED_NAME",
     "Pairs",
+    "absorb",
     "attention_forward",
+    "latent_cache",
     "make_mask",
     "paged_caches",
     "paged_forward",
     "paged_step",
     "register",
+    "unabsorb",
     "unregister",
 ]
 
-NAME = "tilewise"
 _FIX = "pip install 'transformers>=5'; version 5.23 is tested"
 
 

@@ -180,6 +180,11 @@ def _absent(value: object) -> bool:
 
 def _windows(config: Any) -> list[int | None]:
     """Return the window of each layer; None for all keys."""
+    if getattr(config, "kv_lora_rank", None):
+        raise Unsupported(
+            "latent attention (MLA) over paged caches",
+            fix="use model.generate with attn_implementation='tilewise', absorb and latent_cache",
+        )
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:

@@ -13,6 +13,7 @@ from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention, attention_varlen
+from tilewise.integrations.transformers.latent import by_heads, is_absorbed, operands
 from tilewise.integrations.transformers.masks import Pairs
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
@@ -52,10 +53,10 @@ def attention_forward(
     where the layer is and there is more than one query, as transformers' sdpa has it.
 
     Args:
-        module: the layer; asked for ``is_causal``.
+        module: the layer; asked for ``is_causal``, and for its weights after ``absorb``.
         query: [B, Hq, M, D].
-        key: [B, Hk, N, D], each head for Hq / Hk of query's.
-        value: [B, Hk, N, Dv].
+        key: [B, Hk, N, D], each head for Hq / Hk of query's; latents of a layer after ``absorb``.
+        value: [B, Hk, N, Dv]; rotated keys of a layer after ``absorb``.
         attention_mask: of ``make_mask``; or a user's own [B, 1 or Hq, M, N], boolean (True: attend)
             or floating (added), which is dense by nature.
         scaling: 1/sqrt(D) if None.
@@ -88,6 +89,11 @@ def attention_forward(
         chosen = None if chosen is None else _among(chosen, seen.keys)
     if position_bias is not None:
         position_bias = position_bias[..., : seen.keys]
+    up = None
+    if is_absorbed(module):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        reads = seen.keys if chosen is None else min(seen.keys, chosen.indices.shape[-1])
+        query, key, value, up = operands(module, query, key, value, reads)
     steps: list[Score] = [] if softcap is None else [scores.softcap(softcap)]
     steps += [scores.bias(each) for each in (position_bias, seen.added) if each is not None]
     keywords: dict[str, Any] = {
@@ -99,9 +105,12 @@ def attention_forward(
         "keys": chosen,
     }
     lengths = _packed(seen.mask, kwargs)
-    if lengths is not None:
-        return _of_packed(query, key, value, lengths, keywords), None
-    out: Tensor = attention(query, key, value, **keywords)
+    out: Tensor
+    if lengths is None:
+        out = attention(query, key, value, **keywords)
+    else:
+        out = _of_packed(query, key, value, lengths, keywords)
+    out = out if up is None else by_heads(out, up)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -227,7 +236,7 @@ def _of_packed(
     lengths: tuple[Tensor, Tensor],
     keywords: dict[str, Any],
 ) -> Tensor:
-    """[1, T, Hq, Dv] of sequences that lie one after the other; masks count within each."""
+    """[1, Hq, T, Dv] of sequences that lie one after the other; masks count within each."""
     biased = any("bias" in step.text for step in keywords["score"] or ())
     chosen = keywords["keys"] is not None
     if query.shape[0] != 1 or biased or chosen:
@@ -237,4 +246,4 @@ def _of_packed(
         raise InvalidArgument("cu_seq_lens_q", came, required)
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     out: Tensor = attention_varlen(q, k, v, *lengths, **keywords)
-    return out[None].contiguous()
+    return out.transpose(0, 1)[None]

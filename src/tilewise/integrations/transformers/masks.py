@@ -128,8 +128,9 @@ def make_mask(
         return attention_mask
     shape = (batch_size, 1, q_length, kv_length)
     sizes = (q_length, kv_length)
-    if isinstance(q_offset, Tensor) and _is_traced(q_offset):
-        mask, keys = _from_the_start(mask_function, q_offset, kv_offset), kv_length
+    if isinstance(q_offset, Tensor) and is_traced(q_offset):
+        # A copy: it is the length of a static cache, which counts on in place before layers attend.
+        mask, keys = _from_the_start(mask_function, q_offset.clone(), kv_offset), kv_length
     else:
         mask, keys = _over_positions(mask_function, *sizes, int(q_offset), kv_offset)
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
@@ -198,7 +199,7 @@ def _traced(positioned: MaskFunction, function: MaskFunction) -> Mask:
         raise not_expressed("the mask function", function, error, instead) from error
 
 
-def _is_traced(tensor: Tensor) -> bool:
+def is_traced(tensor: Tensor) -> bool:
     """Return whether a tensor's values cannot be read, or would hold for one call alone."""
     jit: Any = torch.jit
     return torch.compiler.is_compiling() or jit.is_tracing() or type(tensor) is not Tensor
@@ -211,7 +212,7 @@ def _padding(real: Tensor, first: int, keys: int) -> Mask | None:
     real = real[:, first : first + keys].bool()
     if real.shape[1] < keys:  # of a static cache, what is not yet there
         real = torch.nn.functional.pad(real, (0, keys - real.shape[1]))
-    if not real.is_cpu or _is_traced(real):
+    if not real.is_cpu or is_traced(real):
         # One expression for every length and side. Kernels leave out what lies behind the last key.
         places = torch.arange(1, keys + 1, device=real.device)
         last = (real * places).amax(-1) if keys else real.sum(-1)

@@ -121,8 +121,11 @@ def test_the_lower_rungs_foretell_the_last() -> None:
     assert drop.predicted is None
 
 
-def timed(pace: float) -> dict[str, Any]:
-    """Losses -0.1 log(steps) by seed, wsd 0.02 below at equal steps, with so much of the speed."""
+def timed(pace: float, slower: int = 0) -> dict[str, Any]:
+    """Losses -0.1 log(steps) by seed, wsd 0.02 below at equal steps, with so much of the speed.
+
+    The rung of ``slower`` steps ran on a machine that takes three times as long.
+    """
     study, records = study_of(laddered(sweep=None)), {}
     for run in Agenda(study, {}).runs:
         wsd = run.arm == "wsd"
@@ -131,6 +134,7 @@ def timed(pace: float) -> dict[str, Any]:
         record = records[run.name] = record_of(run, behaviour)
         last = record.evaluations[-1]
         wall_s = 0.05 * run.config.steps / behaviour.pace
+        wall_s *= 3 if run.config.steps == slower else 1
         record.evaluations[-1] = replace(last, train_wall_s=wall_s, train_cpu_s=0.5 * wall_s)
     (ladder,) = judge(study, records).ladders
     return {f"{each.clock} {each.rung}": each for each in ladder.arms[0].equal_time}
@@ -151,6 +155,11 @@ def test_effects_at_equal_time() -> None:
         assert each.differences == pytest.approx([cost - 0.02] * 3)
         assert known(each.interval).low == pytest.approx(cost - 0.02)
     assert "cpu 80" not in timed(1.5), "after the end of the arm's last rung"
+    little = timed(1.04)["cpu 80"]
+    assert little.differences == pytest.approx([-0.02] * 3), "its last end, which is against it"
+    moved = timed(0.6, slower=40)
+    assert moved["cpu 40"].effect == pytest.approx(slow["cpu 40"].effect)
+    assert moved["cpu 40"].at_s == pytest.approx(3 * slow["cpu 40"].at_s)
     assert not timed(9.0)
 
 

@@ -178,9 +178,15 @@ def _equal_time(found: LadderVerdict, clock: Clock) -> Table:
         if known
     ]
     notes = [
-        f"Differences to {found.baseline} after the {_CLOCKS[clock]} that it takes for a rung. An "
-        "arm's result at that time lies on the straight line, by the logarithm of time, between "
-        "its own rungs. A dash, or no column: outside of its rungs nothing is extrapolated."
+        f"Differences to {found.baseline} after the {_CLOCKS[clock]} that it takes for a rung. "
+        + (
+            "An arm whose steps take longer has read less by then: its result lies on the straight "
+            "line, by the logarithm of the text read, between its own rungs. "
+            if found.axis != "parameters"
+            else "An arm's result at that time lies on the straight line, by the logarithm of "
+            "time, between its own rungs. "
+        )
+        + "A dash, or no column: outside of its rungs nothing is extrapolated."
     ]
     if clock == "wall":
         notes.append("Runs beside one another, and other load, move wall time.")

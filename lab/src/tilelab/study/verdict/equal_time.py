@@ -9,12 +9,15 @@ than 5 %, or whose ratio has 1 in its interval, say nothing.
 
 In a ladder, a run of a rung ends at its own time with its rate decayed: such ends compare, and
 points on the way do not. So for each seed the arm's ends at its rungs are a curve of the metric
-over the logarithm of time, straight between neighbours. Its value at the time at which the baseline
-ended a rung, less the baseline's, is the seed's difference. There is none at a time that lies
-before the arm's first end or after its last: nothing is extrapolated.
+over the logarithm of x, straight between neighbours. At a rung where the arm took r times as long
+as the baseline, it would have read 1/r of the tokens in the baseline's time. So x is the number of
+tokens, and the arm is read off at 1/r of the rung's. The two times come from one rung: other rungs
+may have run on another machine. On a ladder over the model's size x is the time itself.
 
-Loss falls ever more slowly with the logarithm of time, so the straight line lies above the curve.
-That is against the arm, the more so the further its ends are apart.
+There is no difference where x lies before the arm's first end or after its last: nothing is
+extrapolated. An arm that is faster by less than 5 % is read at its last end, which is against it.
+Loss falls ever more slowly with the logarithm of x, so the straight line lies above the curve. That
+is against the arm too, the more so the further its ends are apart.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import NamedTuple
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
 from tilelab.study.records.events import Evaluation, RunRecord
-from tilelab.study.verdict.measures import final_metric, metric_of
+from tilelab.study.verdict.measures import final_metric, learnt, metric_of
 from tilelab.study.verdict.result import Clock, EqualTime
 from tilelab.study.verdict.text import UNITS, duration, effect_text, interval_text
 
@@ -103,8 +106,9 @@ def _time_s(evaluation: Evaluation, clock: Clock) -> float:
 def _read(curve: Sequence[_End], time_s: float) -> float:
     """Return the metric at a time between the first and the last evaluation."""
     at = min(max(bisect_right([each.time_s for each in curve], time_s), 1), len(curve) - 1)
-    (low, before), (high, after) = curve[at - 1], curve[at]
-    return before + (time_s - low) / (high - low) * (after - before)
+    low, high = curve[at - 1], curve[at]
+    share = (time_s - low.time_s) / (high.time_s - low.time_s)
+    return low.metric + share * (high.metric - low.metric)
 
 
 class _End(NamedTuple):
@@ -112,6 +116,7 @@ class _End(NamedTuple):
 
     time_s: float  # in optimizer steps, those of a trunk that it shares too
     metric: float
+    x: float = 0.0  # where a ladder's curve has it
 
 
 def equal_time(
@@ -129,9 +134,14 @@ def _by(
     for name, planned in rungs.items():
         base, differences = [], []
         for seed, curve in curves.items():
-            end = _end(clock, planned, experiment.baseline_name, seed, records)
-            mine = None if end is None else _at(curve, end.time_s)
-            if end is not None and mine is not None:
+            end, own = (
+                _end(clock, experiment, planned, name_of, seed, records)
+                for name_of in (experiment.baseline_name, arm)
+            )
+            if end is None or own is None:
+                continue
+            mine = _at(curve, own.x * end.time_s / own.time_s)
+            if mine is not None:
                 base.append(end.time_s)
                 differences.append(mine - end.metric)
         if len(differences) < len(curves):
@@ -145,31 +155,38 @@ def _by(
 def _ends(
     clock: Clock, experiment: Experiment, arm: str, seed: int, records: Mapping[str, RunRecord]
 ) -> list[_End]:
-    """Return the ends of an arm's runs, the shortest first; none where time does not grow."""
+    """Return the ends of an arm's runs, the shortest first; none where x does not grow."""
     rungs = (each for each in experiment.rungs.values() if arm in each.arm_names)
-    ends = [_end(clock, each, arm, seed, records) for each in rungs]
+    ends = [_end(clock, experiment, each, arm, seed, records) for each in rungs]
     there = [each for each in ends if each is not None]
-    grows = all(one.time_s < other.time_s for one, other in pairwise(there))
+    grows = all(one.x < other.x for one, other in pairwise(there))
     return there if grows and len(there) == len(ends) else []
 
 
 def _end(
-    clock: Clock, planned: Experiment, arm: str, seed: int, records: Mapping[str, RunRecord]
+    clock: Clock,
+    experiment: Experiment,
+    planned: Experiment,
+    arm: str,
+    seed: int,
+    records: Mapping[str, RunRecord],
 ) -> _End | None:
     record = records.get(f"{planned.name}/{arm}/seed-{seed}")
     metric = None if record is None else final_metric(record, planned.metric)
     if record is None or metric is None:
         return None
-    last = record.evaluations[-1]
-    time_s = _time_s(last, clock)
-    return _End(time_s, metric) if time_s > 0 else None
+    time_s = _time_s(record.evaluations[-1], clock)
+    over_text = experiment.ladder is not None and experiment.ladder.axis == "tokens"
+    x = learnt(record, record.steps) if over_text else time_s
+    return _End(time_s, metric, x) if time_s > 0 else None
 
 
-def _at(curve: Sequence[_End], time_s: float) -> float | None:
-    """Return the metric at a time between two ends; None outside."""
-    if len(curve) < 2 or not curve[0].time_s <= time_s <= curve[-1].time_s:
+def _at(curve: Sequence[_End], x: float) -> float | None:
+    """Return the metric between two ends; None outside."""
+    if len(curve) < 2 or not curve[0].x <= x <= curve[-1].x * _APART:
         return None
-    at = min(bisect_right([each.time_s for each in curve], time_s), len(curve) - 1)
-    (low, before), (high, after) = curve[at - 1], curve[at]
-    share = math.log(time_s / low) / math.log(high / low)
-    return before + share * (after - before)
+    x = min(x, curve[-1].x)
+    at = min(bisect_right([each.x for each in curve], x), len(curve) - 1)
+    low, high = curve[at - 1], curve[at]
+    share = math.log(x / low.x) / math.log(high.x / low.x)
+    return low.metric + share * (high.metric - low.metric)

@@ -116,9 +116,7 @@ def test_more_threads_are_not_pinned(tmp_path: Path, cores: Cores) -> None:
     assert record.start.environment["core"] is None
 
 
-def test_only_training_keeps_freed_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_training_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compared as users meet them; a variable that the user has set stays."""
     compared = study_that("where", Arm(name="sdpa", kind="systems"), seeds=(0,))
     trained = study_that("where", seeds=(0,))

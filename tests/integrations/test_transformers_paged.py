@@ -50,6 +50,23 @@ def test_as_eager(name: str) -> None:
     assert all(cache.free_pages == 24 for cache in caches)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "youtu"])
+def test_latent_pages_as_eager(name: str) -> None:
+    """MLA in its absorbed form: pages hold one latent and one rotated key for each token."""
+    from tilewise.integrations.transformers import absorb, paged_caches, paged_step
+
+    eager, ours = both(name)  # in float32: torch's products of experts know no float64
+    ours.set_attn_implementation("tilewise_paged")
+    absorb(ours)
+    prompts = drawn_prompts(5, TOKENS, 20)
+    caches = paged_caches(ours, pages=24, page_size=4)
+    assert [each.k_pages.shape for each in caches] == [(24, 1, 4, 24)] * 2
+    assert all(each.v_pages.data_ptr() == each.k_pages.data_ptr() for each in caches)
+    found = generate(paged_step(ours), caches, prompts, new_tokens=9, stop=STOP, concurrent=3)
+    assert found == [by_eager(eager, prompt, 9) for prompt in prompts]
+    assert len({token for each in found for token in each}) > 3, "the test would see nothing"
+
+
 def test_sixty_four_at_once() -> None:
     from tilewise.integrations.transformers import paged_caches, paged_step
 
@@ -92,8 +109,9 @@ def test_what_is_refused() -> None:
         with pytest.raises(Unsupported, match="layers of chunked_attention over paged caches"):
             call(ours)
     _, latent = both("deepseek_v3")
-    with pytest.raises(Unsupported, match=r"(?s)latent attention \(MLA\) over paged.*latent_cache"):
-        paged_caches(latent, pages=4, page_size=4)
+    latent.set_attn_implementation("tilewise_paged")
+    with pytest.raises(Unsupported, match=r"(?s)naive form of latent .*absorb\(model\) first"):
+        paged_step(latent)
     _, whisper = both("whisper")
     whisper.set_attn_implementation("tilewise_paged")
     with pytest.raises(Unsupported, match="an encoder and decoder over paged caches"):

@@ -369,3 +369,49 @@ def test_wrong_counts() -> None:
         PageAllocator(3).take(-1)
     with pytest.raises(InvalidArgument, match=r"^pages: got page 3"):
         PageAllocator(3).holders(3)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_latent_pages_hold_keys_alone(window: int | None) -> None:
+    """Values are the first numbers of the keys, in forks and behind windows too: the same bits."""
+    shape: dict[str, Any] = {"pages": 12, "page_size": 4, "kv_heads": 2, "head_dim": 24}
+    shape |= {"value_dim": 16, "window": window}
+    latent, apart = PagedKVCache(latent=True, **shape), PagedKVCache(**shape)
+    assert latent.v_pages.data_ptr() == latent.k_pages.data_ptr()
+    found = []
+    for cache in (latent, apart):
+        first = cache.add()
+        prompt = drawn(1, 2, 9, 24)
+        cache.append([first], prompt, *([] if cache is latent else [prompt[..., :16]]))
+        both = [first, cache.fork(first)]
+        token = drawn(2, 2, 1, 24, seed=1)
+        cache.append(both, token, *([] if cache is latent else [token[..., :16]]))
+        found.append(cache.attend(both, drawn(2, 4, 1, 24, seed=2)))
+    assert found[0].shape == (2, 4, 1, 16)
+    assert_same_bits(found[0], found[1], "out")
+
+
+def test_latent_pages_in_8_bits() -> None:
+    """One scale serves a row as key and as value."""
+    keys, q = drawn(1, 1, 9, 24), drawn(1, 4, 1, 24, seed=2)
+    cache = PagedKVCache(
+        pages=4, page_size=4, kv_heads=1, head_dim=24, value_dim=16, latent=True, storage=torch.int8
+    )
+    sequence = cache.add()
+    cache.append([sequence], keys)
+    scales = keys.abs().amax(-1, keepdim=True) / 127
+    rounded = (keys / scales).round() * scales
+    due = tilewise.attention(q, rounded, rounded[..., :16])
+    torch.testing.assert_close(cache.attend([sequence], q), due, rtol=1e-5, atol=1e-6)
+
+
+def test_latent_pages_take_no_values() -> None:
+    cache = PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=8, value_dim=4, latent=True)
+    sequence = cache.add()
+    with pytest.raises(InvalidArgument, match=r"^v: got a tensor.*part of the keys"):
+        cache.append([sequence], drawn(1, 1, 2, 8), drawn(1, 1, 2, 4))
+    with pytest.raises(InvalidArgument, match=r"^value_dim: got 9; required: at most head_dim=8"):
+        PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=8, value_dim=9, latent=True)
+    apart = PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=8)
+    with pytest.raises(InvalidType, match=r"^v: got a NoneType"):
+        apart.append([apart.add()], drawn(1, 1, 2, 8))

@@ -15,14 +15,16 @@ from tilewise.serving.paged import PagedKVCache
 class Attend(Protocol):
     """A layer's attention in a step: appends the new keys and values, and attends over all."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, **keywords: Any
+    ) -> Tensor:
         """The output [T, Hq, Dv].
 
         Args:
             layer: which of the caches is its.
             q: [T, Hq, D], packed as the tokens are.
             k: [T, Hk, D].
-            v: [T, Hk, Dv].
+            v: [T, Hk, Dv]; None if its cache is latent.
             keywords: those of ``PagedKVCache.attend``.
         """
         ...
@@ -134,7 +136,7 @@ def _round(step: Step, caches: Sequence[PagedKVCache], running: list[_Running]) 
     counts = torch.tensor([len(one.pending) for one in running])
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor | None, **keywords: Any) -> Tensor:
         sequences = [one.sequences[layer] for one in running]
         caches[layer].append(sequences, k, v, starts)
         out: Tensor = caches[layer].attend(sequences, q, cu_seqlens_q=starts, **keywords)

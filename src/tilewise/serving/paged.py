@@ -37,6 +37,9 @@ class PagedKVCache(Sequences):
     4 bytes per row of D. No kernel reads such pages: ``attend`` writes out those of its sequences
     in ``dtype``, once each, for the time of the call. It saves room, not time.
 
+    With ``latent`` the values are the first ``value_dim`` numbers of the keys, as in the absorbed
+    form of multi-head latent attention (DeepSeek-V2, V3): a token takes D numbers, and no more.
+
     ``append``, ``tables`` and ``attend`` are no part of a graph of torch.compile: which pages a
     sequence has changes with every call. They run between two graphs; fullgraph=True refuses them.
 
@@ -50,6 +53,7 @@ class PagedKVCache(Sequences):
         device: where they are.
         window: how many keys a query sees, its own the last of them; None for all before it.
         storage: torch.int8 or torch.float8_e4m3fn for pages in 8 bits; None for ``dtype``.
+        latent: the values are a part of the keys.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class PagedKVCache(Sequences):
         device: torch.device | str = "cpu",
         window: int | None = None,
         storage: torch.dtype | None = None,
+        latent: bool = False,
     ) -> None:
         width = head_dim if value_dim is None else value_dim
         sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -72,37 +77,41 @@ class PagedKVCache(Sequences):
         for name, size in {**sizes, "value_dim": width}.items():
             if size < 1:
                 raise InvalidArgument(name, str(size), "at least 1")
+        if latent and width > head_dim:
+            required = f"at most head_dim={head_dim} with latent=True"
+            raise InvalidArgument("value_dim", str(width), required)
         super().__init__(pages, page_size, window)
         # With a window one page more, of zeros, stands in the tables for those that were dropped:
         # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
         self._blank = pages
         held = pages if window is None else pages + 1
-        self._keys, self._values = (
+        self._value_dim = width
+        self._pools = [
             Pool(held, kv_heads, page_size, each, dtype=dtype, storage=storage, device=device)
-            for each in (head_dim, width)
-        )
-        for pool in (self._keys, self._values):
+            for each in ((head_dim,) if latent else (head_dim, width))
+        ]
+        for pool in self._pools:
             pool.clear(pages)
 
     @property
     def k_pages(self) -> Tensor:
         """[pages, Hk, page_size, D], as they are stored; with a window one page more, of zeros."""
-        return self._keys.values
+        return self._pools[0].values
 
     @property
     def v_pages(self) -> Tensor:
-        """[pages, Hk, page_size, Dv], likewise."""
-        return self._values.values
+        """[pages, Hk, page_size, Dv], likewise; a view of ``k_pages`` if they are latent."""
+        return self._pools[-1].values[..., : self._value_dim]
 
     @property
     def k_scales(self) -> Tensor | None:
         """Float32 [pages, Hk, page_size]: what the numbers of a row in 8 bits are multiplied by."""
-        return self._keys.scales
+        return self._pools[0].scales
 
     @property
     def v_scales(self) -> Tensor | None:
         """As ``k_scales``."""
-        return self._values.scales
+        return self._pools[-1].scales
 
     def pages_for(self, first: int, total: int) -> int:
         """Return the most pages that a sequence needs, given keys at once and then one by one.
@@ -119,14 +128,18 @@ class PagedKVCache(Sequences):
 
     @left_alone
     def append(
-        self, sequences: Sequence[int], k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
+        self,
+        sequences: Sequence[int],
+        k: Tensor,
+        v: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> None:
         """Put M keys and values behind those of each sequence, or different numbers of them.
 
         Args:
             sequences: B different ones.
             k: [B, Hk, M, D]; or packed [T, Hk, D], with ``cu_seqlens``.
-            v: [B, Hk, M, Dv]; or [T, Hk, Dv].
+            v: [B, Hk, M, Dv]; or [T, Hk, Dv]. None if they are latent.
             cu_seqlens: int32 or int64 [B + 1]: sequence b is given the packed rows cu_seqlens[b] to
                 cu_seqlens[b + 1]. It is read: best on the CPU.
 
@@ -135,11 +148,12 @@ class PagedKVCache(Sequences):
             OutOfPages: there are too few pages; nothing was appended.
         """
         self._different(sequences)
-        batch, like = len(sequences), (self._keys.like, self._values.like)
-        heads = self.k_pages.shape[1]
+        batch, heads = len(sequences), self.k_pages.shape[1]
+        like = self._pools[0].like, self._pools[1].like if len(self._pools) > 1 else None
+        given = [k] if v is None else [k, v]
         if cu_seqlens is None:
             counts = [check_rows(k, v, *like, (batch, heads), 2)] * batch
-            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+            given = [x.transpose(1, 2).flatten(0, 1) for x in given]
         else:
             total = check_rows(k, v, *like, (heads,), 0)
             counts = counts_of(cu_seqlens, batch, total)
@@ -151,10 +165,10 @@ class PagedKVCache(Sequences):
             torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]
         )
         with torch.no_grad():
-            for pool, given in ((self._keys, k), (self._values, v)):
+            for pool, rows in zip(self._pools, given, strict=True):
                 for old, fresh in growth.copies:
                     pool.copy(old, fresh)
-                pool.write(pages, places, given)
+                pool.write(pages, places, rows)
 
     @left_alone
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -223,8 +237,9 @@ class PagedKVCache(Sequences):
         if self.k_scales is None:
             return self.k_pages, self.v_pages, table, lengths
         used, places = torch.unique(table, return_inverse=True)
-        pages = (self._keys.read(used), self._values.read(used))
-        return *pages, places.to(torch.int32), lengths
+        pages = [pool.read(used) for pool in self._pools]
+        values = pages[-1][..., : self._value_dim]
+        return pages[0], values, places.to(torch.int32), lengths
 
     def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
         """Return how many queries each sequence has; none where that cannot be looked at."""

@@ -17,14 +17,15 @@ import inspect
 from typing import Any
 
 from tilewise.errors import Unsupported
-from tilewise.integrations.transformers.decoding import (
-    PAGED_NAME,
-    paged_caches,
-    paged_forward,
-    paged_step,
-)
+from tilewise.integrations.transformers.decoding import paged_caches, paged_forward, paged_step
 from tilewise.integrations.transformers.forward import attention_forward
-from tilewise.integrations.transformers.latent import NAME, absorb, latent_cache, unabsorb
+from tilewise.integrations.transformers.latent import (
+    NAME,
+    PAGED_NAME,
+    absorb,
+    latent_cache,
+    unabsorb,
+)
 from tilewise.integrations.transformers.masks import Pairs, make_mask
 
 __all__ = [

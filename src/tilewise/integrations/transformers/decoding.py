@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.integrations.transformers.latent import (
+    PAGED_NAME,
+    absorbed_query,
+    by_heads,
+    is_absorbed,
+    latent_layers,
+    weights,
+)
 from tilewise.serving import Attend, PagedKVCache, Step
 from tilewise.variants import masks, scores
 
-PAGED_NAME = "tilewise_paged"
 _CAUSAL = masks.causal()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a layer may hand over and pages have no place for.
@@ -35,6 +42,9 @@ _CHANGES = (
 
 def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
     """Return a cache for each layer of a model, with a window where the layer has one.
+
+    Those of a model with latent attention (MLA) are latent: kv_lora_rank + qk_rope_head_dim numbers
+    a token and layer. Call ``absorb(model)`` before ``paged_step``.
 
     Args:
         model: a decoder of transformers; its config says what its layers are.
@@ -54,6 +64,10 @@ def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> 
         "dtype": model.dtype,
         "device": model.device,
     }
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:
+        width = rank + config.qk_rope_head_dim
+        sizes |= {"kv_heads": 1, "head_dim": width, "value_dim": rank, "latent": True}
     given = {"pages": pages, "page_size": page_size, **sizes, **keywords}
     return [PagedKVCache(**{"window": window, **given}) for window in _windows(config)]
 
@@ -80,11 +94,14 @@ def paged_step(model: Any) -> Step:
         fix = "use model.generate with attn_implementation='tilewise'"
         raise Unsupported("an encoder and decoder over paged caches", fix=fix)
     layers = len(_windows(config.get_text_config()))
+    if not all(map(is_absorbed, latent_layers(model))):
+        fix = "call tilewise.integrations.transformers.absorb(model) first"
+        raise Unsupported("the naive form of latent attention (MLA) over paged caches", fix=fix)
 
     def run(tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
         attended = set()
 
-        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor | None, **keywords: Any) -> Tensor:
             attended.add(layer)
             return attend(layer, q, k, v, **keywords)
 
@@ -160,17 +177,25 @@ def paged_forward(
         what = ", ".join(refused) or f"{query.shape[0]} batch items"
         fix = "use model.generate with attn_implementation='tilewise'"
         raise Unsupported(f"{what} over paged caches", fix=fix)
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    up: Tensor | None = None
+    values: Tensor | None = value[0].transpose(0, 1)
+    if is_absorbed(module):  # keys are latents, and values rotated keys
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        down, up = weights(module)
+        query, key, values = absorbed_query(query, down), torch.cat((key, value), -1), None
+    q, k = (each[0].transpose(0, 1) for each in (query, key))
     out = tilewise_attend(
         module.layer_idx,  # type: ignore[arg-type]  # an integer, which torch's stubs do not know
         q,
         k,
-        v,
+        values,
         mask=_CAUSAL if sliding_window is None else masks.window(sliding_window - 1, 0),
         score=None if softcap is None else scores.softcap(softcap),
         scale=scaling,
         sinks=s_aux,
     )
+    if up is not None:
+        out = by_heads(out.transpose(0, 1)[None], up)[0].transpose(0, 1)
     return out[None], None
 
 
@@ -180,11 +205,6 @@ def _absent(value: object) -> bool:
 
 def _windows(config: Any) -> list[int | None]:
     """Return the window of each layer; None for all keys."""
-    if getattr(config, "kv_lora_rank", None):
-        raise Unsupported(
-            "latent attention (MLA) over paged caches",
-            fix="use model.generate with attn_implementation='tilewise', absorb and latent_cache",
-        )
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:

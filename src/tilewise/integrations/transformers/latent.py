@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.integrations.transformers.masks import is_traced
 
-NAME = "tilewise"
+NAME, PAGED_NAME = "tilewise", "tilewise_paged"
 _EXPAND = "expand_kv"  # a layer's method, which expands c and r
 _PLAIN = "a torch.nn.Linear without bias, hooks or adapters"
 
@@ -35,8 +35,9 @@ def absorb(model: nn.Module) -> None:
     are equal except for rounding. Weights, masks, caches and the state dict stay what they are.
 
     Args:
-        model: of transformers, with ``attn_implementation="tilewise"``. With another one the layers
-            take the naive form.
+        model: of transformers, with ``attn_implementation="tilewise"``; or ``"tilewise_paged"``,
+            where every call takes the absorbed form. With another one the layers take the naive
+            form.
 
     Raises:
         InvalidArgument: the model has another implementation.
@@ -48,8 +49,9 @@ def absorb(model: nn.Module) -> None:
         if not _is_ours(layer):
             came = f"one with attn_implementation={layer.config._attn_implementation!r}"
             fix = f"model.set_attn_implementation({NAME!r}), after register()."
-            raise InvalidArgument("model", came, f"one with {NAME!r}", fix)
-        _weights(layer)
+            required = f"one with {NAME!r} or {PAGED_NAME!r}"
+            raise InvalidArgument("model", came, required, fix)
+        weights(layer)
     for layer in layers:
         setattr(layer, _EXPAND, partial(_latents, layer))
 
@@ -107,17 +109,21 @@ def operands(
     Returns:
         q, k, v, and [H, R, Dv] for ``by_heads`` of the output; None in the naive form.
     """
-    down, up = _weights(layer)
+    down, up = weights(layer)
     rank, width = latent.shape[-1], down.shape[1] + up.shape[2]
     queries, keys = query.shape[2], latent.shape[2]
     # Per head and batch item: R x width for each row that W_K and W_V multiply, and for each pair
     # the widths of keys and values, of which the rotated part is common to both forms.
     if queries * reads * (2 * rank - width) >= (keys - queries) * rank * width:
         return query, *type(layer).expand_kv(layer, latent, rotated), None
-    nope, rope = torch.split(query, [down.shape[1], rotated.shape[-1]], -1)
-    query = torch.cat((by_heads(nope, down), rope), -1)
     joined = _joined(latent, rotated)
-    return query, joined, joined[..., :rank], up
+    return absorbed_query(query, down), joined, joined[..., :rank], up
+
+
+def absorbed_query(query: Tensor, down: Tensor) -> Tensor:
+    """Return queries [B, H, M, R + rope] for keys [c; r], of [B, H, M, nope + rope] and W_K."""
+    nope, rope = torch.tensor_split(query, [down.shape[1]], -1)
+    return torch.cat((by_heads(nope, down), rope), -1)
 
 
 def by_heads(x: Tensor, weight: Tensor) -> Tensor:
@@ -127,8 +133,13 @@ def by_heads(x: Tensor, weight: Tensor) -> Tensor:
     return out.view(heads, batch, rows, weight.shape[2]).transpose(0, 1)
 
 
+def latent_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of a model that have latents."""
+    return [each for each in model.modules() if hasattr(type(each), _EXPAND)]
+
+
 def _layers(model: nn.Module) -> list[Any]:
-    found = [each for each in model.modules() if hasattr(type(each), _EXPAND)]
+    found = latent_layers(model)
     if not found:
         what = f"{type(model).__name__}, no layer of which has latents: none has {_EXPAND}"
         fix = "hand over a model with MLA, such as DeepseekV3ForCausalLM of transformers 5.23"
@@ -137,8 +148,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _is_ours(layer: Any) -> bool:
-    name: str = layer.config._attn_implementation
-    return name == NAME
+    return layer.config._attn_implementation in (NAME, PAGED_NAME)
 
 
 def _latents(layer: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +159,7 @@ def _latents(layer: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tenso
     return expanded
 
 
-def _weights(layer: Any) -> tuple[Tensor, Tensor]:
+def weights(layer: Any) -> tuple[Tensor, Tensor]:
     """Return W_K [H, nope, R] and W_V [H, R, Dv], views of the weight of ``kv_b_proj``."""
     linear = layer.kv_b_proj
     hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__

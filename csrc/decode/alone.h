@@ -25,7 +25,8 @@ class RowsAlone {
   // What else may be asked for is left to DecodeKernel.
   static bool serves(const Forward& f, const ScoreUnits<Acc>& units) {
     const bool alone = f.queries <= Product::alone && f.heads == f.kv_heads,
-               few = KeyBlocks(f.keys).count <= kSplitBlocks, plain = !units.chain && f.dropout == 0,
+               few = KeyBlocks(f.keys).count <= kSplitBlocks,
+               plain = !units.chain && f.dropout == 0 && f.stored == Stored::plain,
                asked = f.entropy.data != nullptr || f.top_key.data != nullptr;
     return alone && few && plain && !asked && f.k.col == 1 && f.v.col == 1;
   }

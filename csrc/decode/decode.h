@@ -11,6 +11,7 @@
 #pragma once
 
 #include "decode/alone.h"
+#include "decode/narrow.h"
 #include "decode/near.h"
 #include "base/philox.h"
 
@@ -80,6 +81,8 @@ class DecodeKernel {
     Acc *scores, *chain, *alpha, *peak;
     const Elem **keys, **values, **next_keys, **next_values;
     Elem *key_rows, *value_rows, *zeros;
+    const u8** narrow_rows;
+    Acc *key_scales, *value_scales;
     u64 *bits, *kept;
     MaskedTile* tiles;
     char *expr, *first, *second;
@@ -98,8 +101,11 @@ class DecodeKernel {
       for (const Elem*** array : {&keys, &values}) *array = carve.take<const Elem*>(kRoomKeys + kSubKeys);
       for (const Elem*** array : {&next_keys, &next_values}) *array = carve.take<const Elem*>(kRoomKeys);
       ahead = carve.take<RowsAhead>(1);
-      key_rows = carve.take<Elem>(f.k.col == 1 ? 0 : kRoomKeys * f.head_dim);
-      value_rows = carve.take<Elem>(f.v.col == 1 ? 0 : kRoomKeys * f.value_dim);
+      const bool narrow = f.stored != Stored::plain;
+      key_rows = carve.take<Elem>(f.k.col == 1 && !narrow ? 0 : kRoomKeys * f.head_dim);
+      value_rows = carve.take<Elem>(f.v.col == 1 && !narrow ? 0 : kRoomKeys * f.value_dim);
+      narrow_rows = carve.take<const u8*>(narrow ? kRoomKeys : 0);
+      for (Acc** array : {&key_scales, &value_scales}) *array = carve.take<Acc>(narrow ? kRoomKeys : 0);
       zeros = carve.take<Elem>(f.value_dim);
       bits = carve.take<u64>(f.mask_length > 0 ? kernel.heads_ * kRoomKeys : 0);
       kept = carve.take<u64>(kRoomKeys + 4);
@@ -170,9 +176,18 @@ class DecodeKernel {
   void look_ahead(const SplitTask& t, const KeyBlocks& blocks, i64 x, const Memory& memory) const {
     if (near_ || f_.k.col != 1 || f_.v.col != 1) return;
     const i64 n0 = blocks.begin(x), n1 = blocks.end(x);
+    const int count = static_cast<int>(n1 - n0);
+    if (f_.stored != Stored::plain) {
+      const auto aim = [&](auto** keys, auto** values) {
+        point_rows(f_, f_.k, t.seq, t.kv_head, n0, n1, keys);
+        point_rows(f_, f_.v, t.seq, t.kv_head, n0, n1, values);
+        memory.ahead->aim(keys, values, count, f_.head_dim, f_.value_dim);
+      };
+      return aim(reinterpret_cast<const u8**>(memory.next_keys), reinterpret_cast<const u8**>(memory.next_values));
+    }
     point(t, f_.k, n0, n1, nullptr, 0, memory.next_keys);
     point(t, f_.v, n0, n1, nullptr, 0, memory.next_values);
-    memory.ahead->aim(memory.next_keys, memory.next_values, static_cast<int>(n1 - n0), f_.head_dim, f_.value_dim);
+    memory.ahead->aim(memory.next_keys, memory.next_values, count, f_.head_dim, f_.value_dim);
   }
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.
@@ -187,6 +202,23 @@ class DecodeKernel {
         for (i64 d = 0; d < width; d++) *copies++ = row[d * view.col];
       }
     }
+  }
+
+  // Rows in 8 bits as rows of Elem, without their scales: those multiply scores and probabilities, which are fewer. So
+  // what is multiplied is exact.
+  void widen(const SplitTask& t, const View& view, const View& scales, i64 n0, i64 n1, int width, Elem* copies,
+             const Elem** to, Acc* factors, const Memory& memory) const {
+    const int count = static_cast<int>(n1 - n0);
+    point_rows(f_, view, t.seq, t.kv_head, n0, n1, memory.narrow_rows);
+    widen_rows(f_.stored, memory.narrow_rows, count, width, copies);
+    for (int j = 0; j < count; j++, copies += width) to[j] = copies;
+    row_scales(f_, scales, t.seq, t.kv_head, n0, n1, factors);
+    for (int j = count; j < round_up(count, kSubKeys); j++) factors[j] = 0;
+  }
+
+  static void multiply(Acc* scores, int rows, int padded, const Acc* by) {
+    for (int r = 0; r < rows; r++, scores += kRoomKeys)
+      for (int j = 0; j < padded; j += lanes) store(scores + j, load(scores + j) * load(by + j));
   }
 
   // Heads that see the same keys of a block go together; keys that a head does not see do not reach it.
@@ -216,14 +248,21 @@ class DecodeKernel {
     const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(n1 - n0);
     const int padded = static_cast<int>(round_up(count, kSubKeys));
     const int row0 = static_cast<int>(g0) * m, rows = static_cast<int>(g1 - g0) * m;
-    point(t, f_.k, n0, n1, memory.key_rows, f_.head_dim, memory.keys);
-    point(t, f_.v, n0, n1, memory.value_rows, f_.value_dim, memory.values);
+    const bool narrow = f_.stored != Stored::plain;
+    if (narrow) {
+      widen(t, f_.k, f_.k_scales, n0, n1, f_.head_dim, memory.key_rows, memory.keys, memory.key_scales, memory);
+      widen(t, f_.v, f_.v_scales, n0, n1, f_.value_dim, memory.value_rows, memory.values, memory.value_scales, memory);
+    } else {
+      point(t, f_.k, n0, n1, memory.key_rows, f_.head_dim, memory.keys);
+      point(t, f_.v, n0, n1, memory.value_rows, f_.value_dim, memory.values);
+    }
     memory.values[count] = memory.zeros;
     for (int j = count; j < padded; j++) memory.keys[j] = memory.keys[count - 1];
 
     Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
     Product::dots(memory.room, memory.q, q_stride_, row0, rows, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
                   *memory.ahead);
+    if (narrow) multiply(scores, rows, padded, memory.key_scales);
     for (int r = 0; r < rows; r++)
       for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
     for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
@@ -231,6 +270,8 @@ class DecodeKernel {
     softmax(row0, rows, padded, to, memory);
     if (f_.dropout > 0)
       for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);
+    // Row sums are those of the probabilities alone.
+    if (narrow) multiply(scores, rows, padded, memory.value_scales);
     for (int r = 0; r < rows; r++) Vectors::weights(scores + static_cast<i64>(r) * kRoomKeys, padded);
     Product::sums(memory.room, reinterpret_cast<const Word*>(scores), kRoomKeys, rows, memory.values, count,
                   f_.value_dim, to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);

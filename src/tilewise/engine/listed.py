@@ -50,6 +50,8 @@ def attend_lists(
     sinks = keywords.sinks
     keywords = keywords._replace(sinks=None)
     problem = build_problem(q, k, v, keywords)
+    if problem.stored is not None:
+        _refuse("pages in 8 bits", "pass pages in q's dtype")
     if sinks is not None:  # as one more set of keys, below
         build_problem(q, k, v, keywords._replace(sinks=sinks))
     if keywords.pages is not None:

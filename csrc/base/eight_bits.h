@@ -7,27 +7,42 @@ namespace tilewise::TILEWISE_ISA {
 
 using u8 = std::uint8_t;
 typedef std::int8_t Vec8 __attribute__((vector_size(kVectorBytes / 4)));
-typedef std::int16_t VecS16 __attribute__((vector_size(kVectorBytes / 2)));
 
 TW_INLINE Vec8 load8(const u8* p, i64 count) {
   Vec8 v{};
   if (count >= kLanes<float>) {
     std::memcpy(&v, p, sizeof v);
   } else if (count > 0) {
+#if TILEWISE_VECTOR_BYTES == 64
+    v = (Vec8)_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), p);
+#else
     std::memcpy(&v, p, static_cast<std::size_t>(count));
+#endif
   }
   return v;
+}
+
+// Not by __builtin_convertvector: GCC 12 does that number by number.
+TW_INLINE Vec<i32> extended(Vec8 x) {
+#if TILEWISE_VECTOR_BYTES == 64
+  return (Vec<i32>)_mm512_cvtepi8_epi32((__m128i)x);
+#elif TILEWISE_VECTOR_BYTES == 32
+  i64 bytes;
+  std::memcpy(&bytes, &x, sizeof bytes);
+  return (Vec<i32>)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes));
+#else
+  return __builtin_convertvector(x, Vec<i32>);
+#endif
 }
 
 template <Stored kStored>
 TW_INLINE Vec<float> number_of(Vec8 x) {
   if constexpr (kStored == Stored::int8) {
-    return __builtin_convertvector(__builtin_convertvector(x, Vec<i32>), Vec<float>);
+    return __builtin_convertvector(extended(x), Vec<float>);
   } else {
     // The bits of e4m3 are those of a float16 that is 256 times smaller, but for its NaN.
-    const VecS16 bits = __builtin_convertvector(x, VecS16);
-    const VecS16 nan = ((bits & 0x7f) == 0x7f) & 0x7e00;
-    return widen_half((Vec16)(((bits << 7) & static_cast<std::int16_t>(0xbf80)) | nan)) * 256.0f;
+    const Vec<i32> bits = extended(x), nan = ((bits & 0x7f) == 0x7f) & 0x7e00;
+    return widen_half(__builtin_convertvector((Vec<u32>)(((bits << 7) & 0xbf80) | nan), Vec16)) * 256.0f;
   }
 }
 
@@ -52,7 +67,22 @@ static void row_scales(const Problem& p, const View& scales, const Sequence& seq
     const KeyRun run = key_run(p, scales, seq, kv_head, n0, n1);
     const float* from = static_cast<const float*>(scales.data) + run.at;
     n0 += run.count;
-    for (C* const end = to + run.count; to < end; from += scales.row) *to++ = *from;
+    if (scales.row == 1 && sizeof(C) == sizeof(float)) {
+      std::memcpy(to, from, static_cast<std::size_t>(run.count) * sizeof(float));
+      to += run.count;
+    } else {
+      for (C* const end = to + run.count; to < end; from += scales.row) *to++ = *from;
+    }
+  }
+}
+// Brings them nearer.
+static inline void scales_ahead(const Problem& p, const View& scales, const Sequence& seq, i64 kv_head, i64 n0,
+                                i64 n1) {
+  while (n0 < n1) {
+    const KeyRun run = key_run(p, scales, seq, kv_head, n0, n1);
+    const float* from = static_cast<const float*>(scales.data) + run.at;
+    n0 += run.count;
+    for (i64 i = 0; i < run.count; i += 16) __builtin_prefetch(from + i * scales.row, 0, 2);
   }
 }
 

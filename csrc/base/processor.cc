@@ -42,7 +42,7 @@ Features detect() {
   found.byte_tables = found.avx512 && bit(c, 1);
   const bool tiles = bit(d, 22) && bit(d, 24) && (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
-  found.tiles = found.avx512_bf16 && tiles && may_use_tiles();
+  found.tiles = found.avx512_bf16 && found.byte_tables && tiles && may_use_tiles();
   return found;
 }
 

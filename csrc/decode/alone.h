@@ -221,8 +221,7 @@ class RowsAlone {
     }
     point_rows(f_, f_.v, t.seq, t.kv_head, piece.keys.begin, piece.keys.end, memory.values);
     memory.values[count] = memory.zeros;
-    Product::sums(memory.room, p, kRoomKeys, 1, memory.values, count, f_.value_dim, out, out_stride_, &alpha,
-                  *memory.ahead);
+    Product::sums(memory.room, p, 1, memory.values, count, f_.value_dim, out, out_stride_, &alpha, *memory.ahead);
   }
 
   void close(const Row* t, int count, const State& state) const {

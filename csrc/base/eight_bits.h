@@ -67,22 +67,7 @@ static void row_scales(const Problem& p, const View& scales, const Sequence& seq
     const KeyRun run = key_run(p, scales, seq, kv_head, n0, n1);
     const float* from = static_cast<const float*>(scales.data) + run.at;
     n0 += run.count;
-    if (scales.row == 1 && sizeof(C) == sizeof(float)) {
-      std::memcpy(to, from, static_cast<std::size_t>(run.count) * sizeof(float));
-      to += run.count;
-    } else {
-      for (C* const end = to + run.count; to < end; from += scales.row) *to++ = *from;
-    }
-  }
-}
-// Brings them nearer.
-static inline void scales_ahead(const Problem& p, const View& scales, const Sequence& seq, i64 kv_head, i64 n0,
-                                i64 n1) {
-  while (n0 < n1) {
-    const KeyRun run = key_run(p, scales, seq, kv_head, n0, n1);
-    const float* from = static_cast<const float*>(scales.data) + run.at;
-    n0 += run.count;
-    for (i64 i = 0; i < run.count; i += 16) __builtin_prefetch(from + i * scales.row, 0, 2);
+    for (C* const end = to + run.count; to < end; from += scales.row) *to++ = *from;
   }
 }
 

@@ -186,10 +186,7 @@ class DecodeKernel {
       point_rows(f_, f_.v, t.seq, t.kv_head, n0, n1, values);
       memory.ahead->aim(keys, values, count, f_.head_dim, f_.value_dim);
     };
-    if (f_.stored == Stored::plain) return aim(Elem{});
-    aim(u8{});
-    scales_ahead(f_, f_.k_scales, t.seq, t.kv_head, n0, n1);
-    scales_ahead(f_, f_.v_scales, t.seq, t.kv_head, n0, n1);
+    return f_.stored == Stored::plain ? aim(Elem{}) : aim(u8{});
   }
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.

@@ -104,7 +104,15 @@ struct NarrowPairs : PairMode {};
 template <Stored kStored>
 struct RowVectors<NarrowPairs<kStored>> : RowVectors<PairMode> {
   using Key = u8;
+  static constexpr int unit = 2, step = 64, sums = 2;
 
+  TW_INLINE void of_key(const u8* p, i64 count, Vec<i32>* to) {
+    if constexpr (kStored == Stored::e4m3) return e4m3_row(p, first_bits(count), to);
+    TW_UNROLL(2)
+    for (int i = 0; i < 64; i += 32)
+      to[i / 32] = upper_halves(number_of<kStored>(load8(p + i, count - i)),
+                                number_of<kStored>(load8(p + i + 16, count - i - 16)));
+  }
   // Two rows, neighbours in one word.
   template <class Rows>
   TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
@@ -127,112 +135,6 @@ struct RowVectors<NarrowPairs<kStored>> : RowVectors<PairMode> {
     }
   }
   TW_INLINE void in_order(Vec<float>*) {}
-};
-
-// Sums are those of FewRows. For scores 16 keys lie in the lanes, turned four bytes at a time, and pairs of a query are
-// broadcast: nothing has to be summed over lanes, which takes as long as the products of 8 rows of width 128.
-template <Stored kStored>
-class NarrowProducts {
-  using Sums = FewRows<NarrowPairs<kStored>>;
-  static constexpr int kGroups = 2, kRows = 8;  // of 16 keys; of queries, multiplied side by side
-
- public:
-  using Vectors = typename Sums::Vectors;
-  static constexpr i64 alone = 0;
-
-  struct Room {
-    i32* turned;  // [fours of a row][kGroups][16]
-    Room(Carver& carve, i64, int depth) : turned(carve.take<i32>((depth + 3) / 4 * kGroups * kSubKeys)) {}
-    void open(const i32*, i64, int, int) const {}
-    void close() const {}
-  };
-
-  static void dots(const Room& room, const i32* q, i64 q_stride, int row0, int rows, const u8* const* keys, int count,
-                   int depth, float* s, i64 stride, RowsAhead& ahead) {
-    constexpr int kKeys = kGroups * kSubKeys;
-    const int fours = (depth + 3) / 4;
-    ahead.spread((ahead.left() + 1) / 2, (count + kKeys - 1) / kKeys * ((rows + kRows - 1) / kRows) * fours);
-    q += row0 * q_stride;
-    for (int j = 0; j < count; j += kKeys) {
-      const bool both = j + kSubKeys < count;
-      turn(keys + j, depth, room.turned);
-      if (both) turn(keys + j + kSubKeys, depth, room.turned + kSubKeys);
-      if (both)
-        dot_rows<2>(room.turned, q, q_stride, rows, fours, s + j, stride, ahead);
-      else
-        dot_rows<1>(room.turned, q, q_stride, rows, fours, s + j, stride, ahead);
-    }
-  }
-  static void sums(const Room&, const i32* p, int rows, const u8* const* values, int keys, int width, float* out,
-                   i64 out_stride, const float* alpha, RowsAhead& ahead) {
-    Sums::sums({}, p, rows, values, keys, width, out, out_stride, alpha, ahead);
-  }
-
- private:
-  TW_NOINLINE static void turn(const u8* const* keys, int depth, i32* to) {
-    for (int d = 0; d < depth; d += 64) {
-      const u64 some = first_bits(depth - d);
-      Vec<i32> r[16];
-      TW_UNROLL(16)
-      for (int i = 0; i < 16; i++) r[i] = (Vec<i32>)_mm512_maskz_loadu_epi8(some, keys[i] + d);
-      transpose<i32>(r);
-      TW_UNROLL(16)
-      for (int i = 0; i < 16; i++)
-        if (d + 4 * i < depth) store(to + (d / 4 + i) * kGroups * kSubKeys, r[i]);
-    }
-  }
-
-  // Four numbers of each of 16 keys as two words; those of int8 times 2^24.
-  TW_INLINE void words_of_four(Vec<i32> x, Vec<i32>* to) {
-    if constexpr (kStored == Stored::e4m3) {
-      const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-      return e4m3_words(_mm512_shuffle_epi8((__m512i)x, _mm512_broadcast_i32x4(order)), to);
-    }
-    const auto number = [](Vec<u32> top) { return (Vec<u32>)__builtin_convertvector((Vec<i32>)top, Vec<float>); };
-    const Vec<u32> w = (Vec<u32>)x, top = set(0xff000000u);
-    to[0] = (Vec<i32>)(number(w << 24) >> 16 | number(w << 16 & top));
-    to[1] = (Vec<i32>)(number(w << 8 & top) >> 16 | number(w & top));
-  }
-
-  template <int kG>
-  TW_NOINLINE static void dot_rows(const i32* turned, const i32* q, i64 q_stride, int rows, int fours, float* s,
-                                   i64 stride, RowsAhead& ahead) {
-    int r = 0;
-    const auto of_rows = [&](auto count) {
-      constexpr int kR = decltype(count)::value;
-      for (; r + kR <= rows; r += kR)
-        dot_block<kR, kG>(turned, q + r * q_stride, q_stride, fours, s + r * stride, stride, ahead);
-    };
-    of_rows(Int<kRows>{});
-    of_rows(Int<4>{});
-    of_rows(Int<2>{});
-    of_rows(Int<1>{});
-  }
-
-  template <int kR, int kG>
-  TW_INLINE void dot_block(const i32* turned, const i32* q, i64 q_stride, int fours, float* s, i64 stride,
-                           RowsAhead& ahead) {
-    constexpr float unit = kStored == Stored::int8 ? 0x1p-24f : 1.0f;
-    Vec<float> acc[kR * kG] = {};
-    for (int d = 0; d < fours; d++, turned += kGroups * kSubKeys) {
-      ahead.step();
-      Vec<i32> key[kG][2];
-      TW_UNROLL(2)
-      for (int g = 0; g < kG; g++) words_of_four(load(turned + g * kSubKeys), key[g]);
-      TW_UNROLL(2)
-      for (int u = 0; u < 2; u++) {
-        TW_UNROLL(8)
-        for (int r = 0; r < kR; r++) {
-          const Vec<i32> pair = PairDot::broadcast(q[r * q_stride + 2 * d + u]);
-          TW_UNROLL(2)
-          for (int g = 0; g < kG; g++) acc[r * kG + g] = PairDot::multiply_add(acc[r * kG + g], pair, key[g][u]);
-        }
-      }
-    }
-    TW_UNROLL(8)
-    for (int r = 0; r < kR; r++)
-      for (int g = 0; g < kG; g++) store(s + r * stride + g * kSubKeys, acc[r * kG + g] * unit);
-  }
 };
 #endif
 

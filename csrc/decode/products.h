@@ -209,7 +209,9 @@ class FewRows {
   static constexpr bool many = kVectorBytes == 64;  // registers
   // Products of one row that are summed over the lanes together.
   static constexpr int kDots = many ? 16 : 8;
-  static constexpr int kDotRows = many ? 4 : 2, kSumRows = many ? 8 : 4;
+  // Keys in 8 bits are widened for as many rows as can be.
+  static constexpr bool narrow = sizeof(Key) == 1;
+  static constexpr int kDotRows = narrow ? 8 : many ? 4 : 2, kSumRows = many ? 8 : 4;
   // Vectors of one row's sum in registers: half of them, or a quarter of many.
   template <int kR>
   static constexpr int kMost = kR >= 8            ? 2
@@ -219,7 +221,7 @@ class FewRows {
 
  public:
   using Vectors = RowVectors<Mode>;
-  static constexpr i64 alone = 1;  // queries of a head that RowsAlone takes
+  static constexpr i64 alone = narrow ? 0 : 1;  // queries of a head that RowsAlone takes
 
   // What the products keep of the queries of a task: nothing but their rows.
   struct Room {
@@ -279,6 +281,8 @@ class FewRows {
     int r = 0;
     for (; r + kDotRows <= rows; r += kDotRows)
       dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    if constexpr (kDotRows > 4)
+      for (; r + 4 <= rows; r += 4) dot_rows<4>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
     if constexpr (kDotRows > 2)
       for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
     for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
@@ -299,6 +303,21 @@ class FewRows {
     Vec<Acc> acc[kR * kK] = {};
     const auto step = [&](int d, i64 count) {
       constexpr int kU = Rows::unit;
+      if constexpr (kR > kK) {  // there are registers for the fewer, the keys
+        Vec<Word> key[kK][kU];
+        TW_UNROLL(4)
+        for (int j = 0; j < kK; j++) Rows::of_key(keys[j] + d, count, key[j]);
+        TW_UNROLL(8)
+        for (int r = 0; r < kR; r++) {
+          TW_UNROLL(2)
+          for (int u = 0; u < kU; u++) {
+            const Vec<Word> row = load(q + r * q_stride + d / Mode::per_word + u * kLanes<Word>);
+            TW_UNROLL(4)
+            for (int j = 0; j < kK; j++) acc[r * kK + j] = Dot::multiply_add(acc[r * kK + j], row, key[j][u]);
+          }
+        }
+        return;
+      }
       Vec<Word> row[kR][kU];
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++)

@@ -7,7 +7,7 @@
 namespace tilewise::avx512_vbmi {
 
 template <Stored kStored>
-using Kernel = DecodeKernel<NarrowPairs<kStored>, NarrowProducts<kStored>>;
+using Kernel = DecodeKernel<NarrowPairs<kStored>, FewRows<NarrowPairs<kStored>>>;
 
 bool few_queries(const Forward& f);
 bool few_queries(const Forward& f) {

@@ -82,6 +82,9 @@ def paged_problem(
     _, kv_heads, page_size, head_dim = k_pages.shape
     queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
     sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
+    if v_pages.dtype != k_pages.dtype:
+        required = f"the dtype of k_pages, {k_pages.dtype}"
+        raise InvalidArgument("v_pages", f"{v_pages.dtype}", required)
     stored = None if k_pages.dtype == q.dtype else k_pages.dtype
     return _problem(q, sizes, "varlen" if packed else "dense", page_size, stored, **asked)
 
@@ -192,8 +195,7 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool
         if tensor.device != q.device:
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
         if paged and tensor is not q and tensor.dtype in STORED and q.dtype is not FLOAT8:
-            _check_stored(name, tensor, k)
-            continue
+            continue  # of its scales and strides: ``engine/paged.py``
         if tensor.dtype not in DTYPES:
             names = ", ".join([str(dtype) for dtype in DTYPES])
             raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype))
@@ -201,15 +203,6 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool
             raise InvalidArgument(
                 name, f"{tensor.dtype}", f"q's dtype, {q.dtype}", "Cast one of them, or autocast."
             )
-
-
-def _check_stored(name: str, pages: Tensor, k: Tensor) -> None:
-    """Pages in 8 bits beside wider queries."""
-    if pages.dtype != k.dtype:
-        raise InvalidArgument(name, f"{pages.dtype}", f"the dtype of k_pages, {k.dtype}")
-    if pages.stride(3) != 1 and pages.shape[3] > 1:
-        required = "1: the numbers of a row in 8 bits lie next to one another"
-        raise InvalidArgument(name, f"stride {pages.stride(3)} in its last dimension", required)
 
 
 def _key_names(paged: bool) -> tuple[str, str]:

@@ -167,6 +167,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"v_pages": torch.zeros(6, 2, 4, 8).to(FLOAT8)},
         "required: the dtype of k_pages",
     ),
+    "8 bits of keys alone": (
+        {"v_pages": torch.zeros(6, 2, 4, 8)},
+        "required: the dtype of k_pages",
+    ),
     "columns apart": (
         {"k_pages": torch.zeros(6, 2, 8, 4, dtype=torch.int8).transpose(2, 3)},
         r"^k_pages: got stride 4 in its last dimension; required: 1",

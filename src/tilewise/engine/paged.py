@@ -37,16 +37,20 @@ def check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) 
         refuse_gradient()
 
 
-def _check_rows(problem: Problem, k: Tensor, keywords: Keywords) -> None:
-    """Pages in 8 bits come with a scale for each of their rows."""
+def _check_rows(problem: Problem, k: Tensor, v: Tensor, keywords: Keywords) -> None:
+    """Rows in 8 bits: each has a scale, and its numbers next to one another."""
     if problem.stored is None:
         return
     required = f"[{k.shape[0]}, {problem.kv_heads}, {problem.page_size}], one for each row"
-    for name, scale in (("k_scale", keywords.scales.k), ("v_scale", keywords.scales.v)):
+    for letter, pages, scale in (("k", k, keywords.scales.k), ("v", v, keywords.scales.v)):
         if scale is None or scale.shape[0] != k.shape[0]:
             came = "None" if scale is None else f"shape {tuple(scale.shape)}"
             fix = f"Or pass pages in q's dtype, {problem.dtype}." if scale is None else ""
-            raise InvalidArgument(name, f"{came} for pages of {problem.stored}", required, fix)
+            came += f" for pages of {problem.stored}"
+            raise InvalidArgument(f"{letter}_scale", came, required, fix)
+        if pages.shape[3] > 1 and pages.stride(3) != 1:
+            came = f"stride {pages.stride(3)} in its last dimension"
+            raise InvalidArgument(f"{letter}_pages", came, "1 for numbers in 8 bits")
 
 
 def refuse_gradient(*_: Any) -> NoReturn:
@@ -71,7 +75,7 @@ def attend_pages(
     if plan is None:
         plan = cached_plan(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
-    _check_rows(plan.problem, k, keywords)
+    _check_rows(plan.problem, k, v, keywords)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     operands = build_operands(plan.problem, q, k, v, keywords, None, out_alone)
     result: Result = plan.forward(operands, statistics)
@@ -84,7 +88,7 @@ def call_paged(
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
-    _check_rows(problem, k, keywords)
+    _check_rows(problem, k, v, keywords)
     assert keywords.pages is not None
     found = torch.ops.tilewise.attention_paged(
         q,

@@ -9,7 +9,6 @@ namespace tilewise::avx512_vbmi {
 template <Stored kStored>
 using Kernel = DecodeKernel<NarrowPairs<kStored>, FewRows<NarrowPairs<kStored>>>;
 
-bool few_queries(const Forward& f);
 bool few_queries(const Forward& f) {
   return f.stored == Stored::int8 ? Kernel<Stored::int8>(f).run() : Kernel<Stored::e4m3>(f).run();
 }

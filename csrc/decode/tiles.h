@@ -94,11 +94,12 @@ class TileProducts {
         const Values from = {values, keys, column, width - column};
         float* to = out + r * out_stride + column;
         if (few <= kVectorRows)
-          for (int i = 0; i < few; i++) sum_row(p + (r + i) * from, to + i * out_stride, alpha[r + i], ahead);
+          for (int i = 0; i < few; i++)
+            sum_row(p + (r + i) * kRoomKeys, from, to + i * out_stride, alpha[r + i], ahead);
         else if (from.width > kColumns / 2)
-          sum_tiles<2>(room, p + r * few, from, chunks, to, out_stride, alpha + r, ahead);
+          sum_tiles<2>(room, p + r * kRoomKeys, few, from, chunks, to, out_stride, alpha + r, ahead);
         else
-          sum_tiles<1>(room, p + r * few, from, chunks, to, out_stride, alpha + r, ahead);
+          sum_tiles<1>(room, p + r * kRoomKeys, few, from, chunks, to, out_stride, alpha + r, ahead);
       }
     }
     ahead.all();

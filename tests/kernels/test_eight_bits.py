@@ -45,7 +45,7 @@ class Narrow(NamedTuple):
     """The arguments of ``attention_paged`` after q, and the scales."""
 
     paged: Paged
-    scales: dict[str, Tensor]
+    scales: dict[str, Any]
 
 
 def narrow(paged: Paged, storage: torch.dtype) -> Narrow:
@@ -63,8 +63,8 @@ def stands_for(rows: Tensor, storage: torch.dtype) -> Tensor:
 def truths(inputs: Inputs, storage: torch.dtype) -> tuple[Any, Any]:
     """The plain implementation in the dtype of the call, and the oracle."""
     problem, operands = problem_of(inputs)
-    rows = {"k": stands_for(operands.k, storage), "v": stands_for(operands.v, storage)}
-    operands = operands._replace(**rows)
+    k, v = (stands_for(rows, storage) for rows in (operands.k, operands.v))
+    operands = operands._replace(k=k, v=v)
     wide = extended if inputs.q.dtype is torch.float64 else dense
     return dense(problem, operands, dtype=inputs.q.dtype), wide(problem, operands)
 
@@ -77,11 +77,11 @@ def test_the_rule_of_two(target: Target, case: Case, storage: torch.dtype) -> No
     assert inputs.cu_seqlens is not None
     plain, oracle = truths(inputs, storage)
     options = {**keywords_of(inputs), "backend": target.backend, "return_lse": True}
+    options["return_stats"] = "top1"
     for page_size in (13, 128):
         paged, scales = narrow(in_pages(*sequences_of(inputs), page_size), storage)
-        got = tilewise.attention_paged(
-            inputs.q, *paged, inputs.cu_seqlens[0], **options, **scales, return_stats="top1"
-        )
+        asked = options | scales
+        got = tilewise.attention_paged(inputs.q, *paged, inputs.cu_seqlens[0], **asked)
         assert got.out.dtype is inputs.q.dtype
         found = {"out": got.out, "lse": got.lse}
         found |= {name: getattr(got.stats, name) for name in ("max_logit", "entropy")}
@@ -105,14 +105,11 @@ def test_a_row_keeps_its_bits(target: Target, dtype: torch.dtype, storage: torch
     torch.set_num_threads(3)
     other, others = narrow(in_pages(keys, values, 50, seed=4, rows_first=True), storage)
     for b in range(4):
-        one = {
-            "block_table": other.block_table[b : b + 1],
-            "key_lengths": other.key_lengths[b : b + 1],
-        }
+        one = other._replace(
+            block_table=other.block_table[b : b + 1], key_lengths=other.key_lengths[b : b + 1]
+        )
         for m in range(5):
-            found = tilewise.attention_paged(
-                q[b : b + 1, :, m : m + 1], *other[:2], **one, **others
-            )
+            found = tilewise.attention_paged(q[b : b + 1, :, m : m + 1], *one, **others)
             assert_same_bits(found, together[b : b + 1, :, m : m + 1], f"query {m} of {b}")
 
 
@@ -126,7 +123,7 @@ def test_no_number_that_nobody_sees_is_read(storage: torch.dtype) -> None:
         mask = masks.window(40, 0)
         expected = tilewise.attention_paged(q, *paged, **scales, mask=mask)
         hidden = paged.block_table[0, :8].long()
-        blank = {name: scale.clone() for name, scale in scales.items()}
+        blank: dict[str, Any] = {name: scale.clone() for name, scale in scales.items()}
         for scale in blank.values():
             scale[hidden] = torch.nan
         found = tilewise.attention_paged(q, *paged, **blank, mask=mask)
@@ -145,7 +142,8 @@ def test_what_traces_see(storage: torch.dtype) -> None:
     given = small(storage)
 
     def call(*tensors: Tensor) -> Any:
-        return tilewise.attention_paged(**dict(zip(given, tensors, strict=True)))
+        named: dict[str, Any] = dict(zip(given, tensors, strict=True))
+        return tilewise.attention_paged(**named)
 
     graph = make_fx(call)(*given.values())
     assert "attention_paged" in graph.code
@@ -193,8 +191,8 @@ def test_key_lists_and_gpus_are_refused() -> None:
     with pytest.raises(Unsupported, match="pages in 8 bits"):
         tilewise.attention_paged(**small(keys=lists))
     none: dict[str, Any] = {"mask": (), "score": (), "scale": None, "sinks": None}
-    q, k, v, *tables = small().values()
-    problem = paged_problem(q, k, v, *tables[:2], None, **none)
+    q, k, v, table, lengths, *_ = small().values()
+    problem = paged_problem(q, k, v, table, lengths, None, **none)
     reasons = registry.load("gpu").why_not(problem)
     assert "it does not read pages in 8 bits beside wider queries" in reasons
 

@@ -221,7 +221,7 @@ class PagedKVCache(Sequences):
 
     def _readable(
         self, sequences: Sequence[int], backend: str | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor | None]]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
         """Pages that the kernels read, with the tables of sequences; and scales of the pages."""
         table, lengths = self.tables(sequences)
         if self.k_scales is None:

@@ -9,6 +9,8 @@ namespace tilewise {
 using i64 = std::int64_t;
 
 enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
+// How keys and values are stored: in the DType of the call, or in 8 bits with a scale for each row.
+enum class Stored : int { plain, int8, e4m3 };
 
 // A strided 4-D tensor; strides in elements. In variable-length calls `batch` is 0 and rows are found
 // through the cumulative lengths.
@@ -103,6 +105,9 @@ struct Forward : Problem {
   explicit Forward(const Problem& problem) : Problem(problem) {}
 
   View q, k, v, out;
+  // In 8 bits k and v have bytes, and a row stands for its numbers times its element of these (floats, one column).
+  Stored stored = Stored::plain;
+  View k_scales, v_scales;
   Rows lse;      // natural log, sink included
   Rows row_max;  // of the scores, before the sink; natural units, without a score chain those of q.k (not scaled)
   Rows row_sum;  // of exp(score - row_max), before the sink

@@ -12,7 +12,7 @@ namespace tilewise {
 namespace {
 
 struct Features {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false, fast_dots = false, tiles = false;
+  bool avx2 = false, avx512 = false, avx512_bf16 = false, fast_dots = false, tiles = false, byte_tables = false;
 };
 
 // The system saves the contents of tiles only for processes that ask (Linux 5.16 on), once for all their threads.
@@ -39,9 +39,10 @@ Features detect() {
   const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
   found.avx2 = ymm && fma && f16c && bit(b, 5) && bit(b, 8);
   found.avx512 = found.avx2 && zmm && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
+  found.byte_tables = found.avx512 && bit(c, 1);
   const bool tiles = bit(d, 22) && bit(d, 24) && (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
-  found.tiles = found.avx512_bf16 && tiles && may_use_tiles();
+  found.tiles = found.avx512_bf16 && found.byte_tables && tiles && may_use_tiles();
   return found;
 }
 
@@ -56,6 +57,7 @@ bool has_avx2() { return features().avx2; }
 bool has_avx512() { return features().avx512; }
 bool has_avx512_bf16() { return features().avx512_bf16; }
 bool has_tiles() { return features().tiles; }
+bool has_byte_tables() { return features().byte_tables; }
 bool has_fast_dots() { return features().fast_dots && features().avx512_bf16; }
 
 }  // namespace tilewise

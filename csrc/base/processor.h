@@ -10,5 +10,6 @@ bool has_tiles();  // AMX with bfloat16; the first call asks the system for leav
 // Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of
 // float32 in a second; a Sapphire Rapids 0.6 of them (notes/performance-log.md).
 bool has_fast_dots();
+bool has_byte_tables();  // AVX512_VBMI
 
 }  // namespace tilewise

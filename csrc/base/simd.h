@@ -244,8 +244,7 @@ TW_INLINE Vec<double> widen(const double* p, i64 count) { return load_first(p, c
 TW_INLINE Vec<float> widen(const Bf16* p, i64 count) {
   return (Vec<float>)(__builtin_convertvector(load16(&p->bits, count), Vec<u32>) << 16);
 }
-TW_INLINE Vec<float> widen(const Half* p, i64 count) {
-  Vec16 h = load16(&p->bits, count);
+TW_INLINE Vec<float> widen_half(Vec16 h) {
 #if TILEWISE_VECTOR_BYTES == 64
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
 #elif TILEWISE_VECTOR_BYTES == 32
@@ -257,6 +256,7 @@ TW_INLINE Vec<float> widen(const Half* p, i64 count) {
   return (Vec<float>)((Vec<u32>)magnitude | special | ((x & 0x8000) << 16));
 #endif
 }
+TW_INLINE Vec<float> widen(const Half* p, i64 count) { return widen_half(load16(&p->bits, count)); }
 
 TW_INLINE void narrow(float* p, i64 count, Vec<float> v) { store_first(p, count, v); }
 TW_INLINE void narrow(double* p, i64 count, Vec<double> v) { store_first(p, count, v); }

@@ -493,28 +493,29 @@ View queries_of(const Kernel& kernel, nb::handle tensor, const char* name, int w
   const Problem& p = kernel.problem();
   return operand(tensor, name, p, kernel.varlen(), p.batch, p.heads, p.queries, width);
 }
-View keys_of(const Kernel& kernel, const Problem& filled, nb::handle tensor, const char* name, int width) {
+View keys_of(const Kernel& kernel, const Problem& filled, nb::handle tensor, const char* name, int width,
+             Stored stored = Stored::plain) {
   const Problem& p = kernel.problem();
-  if (filled.page_size > 0) return operand(tensor, name, p, false, -1, p.kv_heads, filled.page_size, width);
+  if (filled.page_size > 0) return operand(tensor, name, p, false, -1, p.kv_heads, filled.page_size, width, stored);
   return operand(tensor, name, p, kernel.varlen(), p.batch, p.kv_heads, p.keys, width);
 }
 
 void run_forward(Forward& f, const Kernel& kernel, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
   if (short_work(f)) f.threads = 1;
   f.q = queries_of(kernel, q, "q", f.head_dim);
-  f.k = keys_of(kernel, f, k, "k", f.head_dim);
-  f.v = keys_of(kernel, f, v, "v", f.value_dim);
+  f.k = keys_of(kernel, f, k, "k", f.head_dim, f.stored);
+  f.v = keys_of(kernel, f, v, "v", f.value_dim, f.stored);
   f.out = queries_of(kernel, out, "out", f.value_dim);
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
 }
 
-// lse, row_max and row_sum: addresses; all 0 where nobody wants them.
+// lse, row_max and row_sum: addresses; all 0 where nobody wants them. scales: of keys and of values in 8 bits.
 void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q, nb::handle k, nb::handle v,
              nb::handle out, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum, std::uintptr_t sinks,
              nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences, nb::tuple statistics,
-             bool for_backward) {
+             bool for_backward, nb::tuple scales) {
   Forward f(kernel.problem());
   f.for_backward = for_backward;
   CompiledExprs exprs;
@@ -534,6 +535,12 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q
     for (int i = 0; i < 4; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(statistics, i)));
     for (int i = 0; i < 3; i++)
       if (arrays[i]->data == nullptr && kernel.row_bytes() > 0) bad("statistics are written together or not at all");
+  }
+  if (length(scales, "scales") > 0) {
+    if (f.page_size == 0 || for_backward) bad("rows in 8 bits lie in pages, and have no backward pass");
+    f.stored = stored_as(k);
+    f.k_scales = scales_of(item(scales, 0, "scales"), "k_scale", f);
+    f.v_scales = scales_of(item(scales, 1, "scales"), "v_scale", f);
   }
   run_forward(f, kernel, q, k, v, out);
 }

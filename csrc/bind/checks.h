@@ -98,14 +98,26 @@ inline void check_places(const std::vector<ExprNode>& nodes, const std::vector<i
       bad("a gradient is asked for what is no load");
 }
 
+constexpr std::uint8_t kInt = 0, kFloat = 2, kBfloat = 4, kFloat8 = 10;  // codes of DLPack; kFloat8: e4m3fn
+
+inline Stored stored_as(nb::handle tensor) {
+  const nb::dlpack::dltensor t = borrowed(tensor);
+  if (t.dtype.bits != 8) return Stored::plain;
+  return t.dtype.code == kInt ? Stored::int8 : t.dtype.code == kFloat8 ? Stored::e4m3 : Stored::plain;
+}
+
 // A tensor of a call as a view. `rows` and `width`: -1 where any size will do.
 inline View operand(nb::handle tensor, const char* name, const Problem& p, bool packed, i64 batch, i64 heads, i64 rows,
-                    i64 width) {
+                    i64 width, Stored stored = Stored::plain) {
   const nb::dlpack::dltensor t = borrowed(tensor);
   const std::string who(name);
-  constexpr std::uint8_t kFloat = 2, kBfloat = 4;
-  if (t.dtype.code != (p.dtype == DType::bf16 ? kBfloat : kFloat) || t.dtype.bits != 8 * bytes_of(p.dtype))
-    bad(who + " has another dtype than the kernel");
+  const bool plain = stored == Stored::plain;
+  const int bytes = plain ? bytes_of(p.dtype) : 1;
+  const std::uint8_t code = stored == Stored::int8   ? kInt
+                            : stored == Stored::e4m3 ? kFloat8
+                            : p.dtype == DType::bf16 ? kBfloat
+                                                     : kFloat;
+  if (t.dtype.code != code || t.dtype.bits != 8 * bytes) bad(who + " has another dtype than the kernel");
   if (t.device.device_type != 1) bad(who + " is not in the CPU's memory");
   if (t.ndim != (packed ? 3 : 4)) bad(who + " must have " + (packed ? "3" : "4") + " dimensions");
   const i64 wanted[] = {batch, heads, rows, width}, packed_wanted[] = {rows, heads, width};
@@ -116,8 +128,23 @@ inline View operand(nb::handle tensor, const char* name, const Problem& p, bool 
           " where the kernel is for " + std::to_string(size));
   }
   const View v = view_of(t);
-  if (reinterpret_cast<std::uintptr_t>(v.data) % static_cast<std::uintptr_t>(bytes_of(p.dtype)) != 0)
+  if (!plain && v.col != 1) bad(who + " in 8 bits must have its columns next to one another");
+  if (reinterpret_cast<std::uintptr_t>(v.data) % static_cast<std::uintptr_t>(bytes) != 0)
     bad(who + " is not aligned to its elements; pass a copy (clone())");
+  return v;
+}
+
+// The scales of rows in 8 bits, [pages, heads, page size].
+inline View scales_of(nb::handle tensor, const char* name, const Problem& p) {
+  const nb::dlpack::dltensor t = borrowed(tensor);
+  const std::string who(name);
+  if (t.dtype.code != kFloat || t.dtype.bits != 32 || t.device.device_type != 1)
+    bad(who + " must be in float32, in the CPU's memory");
+  if (t.ndim != 3 || t.shape[1] != p.kv_heads || t.shape[2] != p.page_size)
+    bad(who + " must have a number for each row of a page");
+  View v;
+  v.data = static_cast<const char*>(t.data) + t.byte_offset;
+  v.batch = t.strides[0], v.head = t.strides[1], v.row = t.strides[2];
   return v;
 }
 

@@ -25,7 +25,8 @@ class RowsAlone {
   // What else may be asked for is left to DecodeKernel.
   static bool serves(const Forward& f, const ScoreUnits<Acc>& units) {
     const bool alone = f.queries <= Product::alone && f.heads == f.kv_heads,
-               few = KeyBlocks(f.keys).count <= kSplitBlocks, plain = !units.chain && f.dropout == 0,
+               few = KeyBlocks(f.keys).count <= kSplitBlocks,
+               plain = !units.chain && f.dropout == 0 && f.stored == Stored::plain,
                asked = f.entropy.data != nullptr || f.top_key.data != nullptr;
     return alone && few && plain && !asked && f.k.col == 1 && f.v.col == 1;
   }
@@ -220,8 +221,7 @@ class RowsAlone {
     }
     point_rows(f_, f_.v, t.seq, t.kv_head, piece.keys.begin, piece.keys.end, memory.values);
     memory.values[count] = memory.zeros;
-    Product::sums(memory.room, p, kRoomKeys, 1, memory.values, count, f_.value_dim, out, out_stride_, &alpha,
-                  *memory.ahead);
+    Product::sums(memory.room, p, 1, memory.values, count, f_.value_dim, out, out_stride_, &alpha, *memory.ahead);
   }
 
   void close(const Row* t, int count, const State& state) const {

@@ -3,6 +3,12 @@
 
 #include "decode/decode.h"
 
+#if defined(__AVX512BF16__)
+namespace tilewise::avx512_vbmi {
+bool few_queries(const Forward& f);  // decode_avx512_vbmi.cc
+}
+#endif
+
 namespace tilewise::TILEWISE_ISA {
 
 template <class Mode>
@@ -11,6 +17,8 @@ using FewQueries = DecodeKernel<Mode, FewRows<Mode>>;
 bool few_queries(const Forward& f) {
 #if defined(__AVX512BF16__)
   const bool dots = f.dots < 0 ? has_fast_dots() : f.dots == 1;
+  if (f.dtype == DType::bf16 && f.stored != Stored::plain && dots && has_byte_tables())
+    return avx512_vbmi::few_queries(f);
   if (f.dtype == DType::bf16 && !dots) return FewQueries<PlainMode<Bf16, float>>(f).run();
 #endif
   return run<FewQueries>(f);

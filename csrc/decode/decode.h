@@ -11,6 +11,7 @@
 #pragma once
 
 #include "decode/alone.h"
+#include "decode/narrow.h"
 #include "decode/near.h"
 #include "base/philox.h"
 
@@ -22,8 +23,10 @@ class DecodeKernel {
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Vectors = typename Product::Vectors;
+  using Key = typename Vectors::Key;
   using State = RowState<Acc>;
   static constexpr int lanes = kLanes<Acc>;
+  static constexpr bool kBytes = sizeof(Key) == 1;  // rows in 8 bits are widened by the products
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 
  public:
@@ -78,8 +81,10 @@ class DecodeKernel {
   struct Memory {
     Word* q;
     Acc *scores, *chain, *alpha, *peak;
-    const Elem **keys, **values, **next_keys, **next_values;
-    Elem *key_rows, *value_rows, *zeros;
+    const Key **keys, **values, **next_keys, **next_values;
+    Key *key_rows, *value_rows, *zeros;
+    const u8** narrow_rows;
+    Acc* factors;
     u64 *bits, *kept;
     MaskedTile* tiles;
     char *expr, *first, *second;
@@ -95,12 +100,15 @@ class DecodeKernel {
       chain = carve.take<Acc>(kernel.units_.chain ? kRoomKeys * round_up(kFewQueries, lanes) : 0);
       alpha = carve.take<Acc>(width);
       peak = carve.take<Acc>(width);
-      for (const Elem*** array : {&keys, &values}) *array = carve.take<const Elem*>(kRoomKeys + kSubKeys);
-      for (const Elem*** array : {&next_keys, &next_values}) *array = carve.take<const Elem*>(kRoomKeys);
+      for (const Key*** array : {&keys, &values}) *array = carve.take<const Key*>(kRoomKeys + kSubKeys);
+      for (const Key*** array : {&next_keys, &next_values}) *array = carve.take<const Key*>(kRoomKeys);
       ahead = carve.take<RowsAhead>(1);
-      key_rows = carve.take<Elem>(f.k.col == 1 ? 0 : kRoomKeys * f.head_dim);
-      value_rows = carve.take<Elem>(f.v.col == 1 ? 0 : kRoomKeys * f.value_dim);
-      zeros = carve.take<Elem>(f.value_dim);
+      const bool narrow = f.stored != Stored::plain, widened = narrow && !kBytes;
+      key_rows = carve.take<Key>(f.k.col != 1 || widened ? kRoomKeys * max(f.head_dim, f.value_dim) : 0);
+      value_rows = widened ? key_rows : carve.take<Key>(f.v.col != 1 ? kRoomKeys * f.value_dim : 0);
+      narrow_rows = carve.take<const u8*>(widened ? kRoomKeys : 0);
+      factors = carve.take<Acc>(narrow ? kRoomKeys : 0);
+      zeros = carve.take<Key>(f.value_dim);
       bits = carve.take<u64>(f.mask_length > 0 ? kernel.heads_ * kRoomKeys : 0);
       kept = carve.take<u64>(kRoomKeys + 4);
       tiles = carve.take<MaskedTile>(kernel.heads_);
@@ -133,7 +141,7 @@ class DecodeKernel {
       const Elem* from = Mode::at(f_.q.data, view_at(f_.q, t.seq.b, t.first_head + g, t.seq.query_begin));
       Vectors::pack(from, f_.q.row, f_.q.col, m, f_.head_dim, q_stride_, memory.q + g * m * q_stride_);
     }
-    std::memset(memory.zeros, 0, static_cast<std::size_t>(f_.value_dim) * sizeof(Elem));
+    std::memset(memory.zeros, 0, static_cast<std::size_t>(f_.value_dim) * sizeof(Key));
     memory.room.open(memory.q, q_stride_, static_cast<int>(rows(t)), f_.head_dim);
     memory.ahead->clear();
   }
@@ -170,23 +178,54 @@ class DecodeKernel {
   void look_ahead(const SplitTask& t, const KeyBlocks& blocks, i64 x, const Memory& memory) const {
     if (near_ || f_.k.col != 1 || f_.v.col != 1) return;
     const i64 n0 = blocks.begin(x), n1 = blocks.end(x);
-    point(t, f_.k, n0, n1, nullptr, 0, memory.next_keys);
-    point(t, f_.v, n0, n1, nullptr, 0, memory.next_values);
-    memory.ahead->aim(memory.next_keys, memory.next_values, static_cast<int>(n1 - n0), f_.head_dim, f_.value_dim);
+    const int count = static_cast<int>(n1 - n0);
+    const auto aim = [&](auto element) {
+      const auto** keys = reinterpret_cast<const decltype(element)**>(memory.next_keys);
+      const auto** values = reinterpret_cast<const decltype(element)**>(memory.next_values);
+      point_rows(f_, f_.k, t.seq, t.kv_head, n0, n1, keys);
+      point_rows(f_, f_.v, t.seq, t.kv_head, n0, n1, values);
+      memory.ahead->aim(keys, values, count, f_.head_dim, f_.value_dim);
+    };
+    return f_.stored == Stored::plain ? aim(Elem{}) : aim(u8{});
   }
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.
-  void point(const SplitTask& t, const View& view, i64 n0, i64 n1, Elem* copies, i64 width, const Elem** to) const {
+  void point(const SplitTask& t, const View& view, i64 n0, i64 n1, Key* copies, i64 width, const Key** to) const {
     if (view.col == 1) return point_rows(f_, view, t.seq, t.kv_head, n0, n1, to);
     for (i64 n = n0; n < n1;) {
       const KeyRun run = key_run(f_, view, t.seq, t.kv_head, n, n1);
-      const Elem* row = Mode::at(view.data, run.at);
+      const Key* row = static_cast<const Key*>(view.data) + run.at;
       n += run.count;
       for (i64 i = 0; i < run.count; i++, row += view.row) {
         *to++ = copies;
         for (i64 d = 0; d < width; d++) *copies++ = row[d * view.col];
       }
     }
+  }
+
+  // Rows of keys n0 .. n1 - 1; where the products take no bytes, rows in 8 bits as rows of a wider type, without their
+  // scales.
+  void find(const SplitTask& t, const View& view, i64 n0, i64 n1, int width, Key* copies, const Key** to,
+            const Memory& memory) const {
+    if (f_.stored == Stored::plain || kBytes) return point(t, view, n0, n1, copies, width, to);
+    if constexpr (!kBytes) {
+      const int count = static_cast<int>(n1 - n0);
+      point_rows(f_, view, t.seq, t.kv_head, n0, n1, memory.narrow_rows);
+      widen_rows(f_.stored, memory.narrow_rows, count, width, copies);
+      for (int j = 0; j < count; j++, copies += width) to[j] = copies;
+    }
+  }
+
+  // The scales of rows in 8 bits multiply scores and probabilities, which are fewer than numbers. So the products are
+  // of the numbers as they are, and exact but for their sums.
+  void multiply(const SplitTask& t, const View& scales, i64 n0, i64 n1, Acc* scores, int rows,
+                const Memory& memory) const {
+    if (f_.stored == Stored::plain) return;
+    const i64 padded = round_up(n1 - n0, kSubKeys);
+    row_scales(f_, scales, t.seq, t.kv_head, n0, n1, memory.factors);
+    for (i64 j = n1 - n0; j < padded; j++) memory.factors[j] = 0;
+    for (int r = 0; r < rows; r++, scores += kRoomKeys)
+      for (i64 j = 0; j < padded; j += lanes) store(scores + j, load(scores + j) * load(memory.factors + j));
   }
 
   // Heads that see the same keys of a block go together; keys that a head does not see do not reach it.
@@ -216,14 +255,13 @@ class DecodeKernel {
     const int m = static_cast<int>(t.seq.queries), count = static_cast<int>(n1 - n0);
     const int padded = static_cast<int>(round_up(count, kSubKeys));
     const int row0 = static_cast<int>(g0) * m, rows = static_cast<int>(g1 - g0) * m;
-    point(t, f_.k, n0, n1, memory.key_rows, f_.head_dim, memory.keys);
-    point(t, f_.v, n0, n1, memory.value_rows, f_.value_dim, memory.values);
-    memory.values[count] = memory.zeros;
+    find(t, f_.k, n0, n1, f_.head_dim, memory.key_rows, memory.keys, memory);
     for (int j = count; j < padded; j++) memory.keys[j] = memory.keys[count - 1];
 
     Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
     Product::dots(memory.room, memory.q, q_stride_, row0, rows, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
                   *memory.ahead);
+    multiply(t, f_.k_scales, n0, n1, scores, rows, memory);
     for (int r = 0; r < rows; r++)
       for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
     for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
@@ -231,9 +269,12 @@ class DecodeKernel {
     softmax(row0, rows, padded, to, memory);
     if (f_.dropout > 0)
       for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);
+    multiply(t, f_.v_scales, n0, n1, scores, rows, memory);  // the row sums have been taken
+    find(t, f_.v, n0, n1, f_.value_dim, memory.value_rows, memory.values, memory);
+    memory.values[count] = memory.zeros;
     for (int r = 0; r < rows; r++) Vectors::weights(scores + static_cast<i64>(r) * kRoomKeys, padded);
-    Product::sums(memory.room, reinterpret_cast<const Word*>(scores), kRoomKeys, rows, memory.values, count,
-                  f_.value_dim, to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);
+    Product::sums(memory.room, reinterpret_cast<const Word*>(scores), rows, memory.values, count, f_.value_dim,
+                  to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);
   }
 
   // Scores of one head: the score chain, the mask, the top key.

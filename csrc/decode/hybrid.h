@@ -15,6 +15,7 @@ class HybridProducts : TileProducts {
   static bool serves(int depth) { return depth == kTileDepth || depth == 2 * kTileDepth; }
 
   struct Vectors {
+    using Key = Bf16;
     static constexpr int unit = 1, sums = RowVectors<Widened>::sums;
     // In pairs: half of the words are not in use.
     static void pack(const Bf16* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {
@@ -61,9 +62,9 @@ class HybridProducts : TileProducts {
       row_tiles<2>(room, q, keys, count, s);
   }
 
-  static void sums(const Room&, const float* p, i64 p_stride, int rows, const Bf16* const* values, int keys, int width,
-                   float* out, i64 out_stride, const float* alpha, RowsAhead& ahead) {
-    Sums::sums({}, p, p_stride, rows, values, keys, width, out, out_stride, alpha, ahead);
+  static void sums(const Room&, const float* p, int rows, const Bf16* const* values, int keys, int width, float* out,
+                   i64 out_stride, const float* alpha, RowsAhead& ahead) {
+    Sums::sums({}, p, rows, values, keys, width, out, out_stride, alpha, ahead);
   }
   template <class Values>
   static void sum_row(const float* p, const Values& values, int keys, int width, float* out, float alpha) {

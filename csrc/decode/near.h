@@ -29,8 +29,9 @@ static inline u64 ticks_to_read(const void* const* lines, int count) {
 template <class Mode>
 static bool lie_near(const Forward& f, const SplitTasks& tasks) {
   if (f.fetch >= 0) return f.fetch == 0;
+  const i64 size = f.stored == Stored::plain ? sizeof(typename Mode::Elem) : 1;
   const double keys = static_cast<double>(f.batch * f.kv_heads) * static_cast<double>(f.keys);
-  const double bytes = keys * (f.head_dim + f.value_dim) * sizeof(typename Mode::Elem);
+  const double bytes = keys * static_cast<double>((f.head_dim + f.value_dim) * size);
   if (bytes > kMostNear) return false;
   const void* lines[8];
   int count = 0;
@@ -41,8 +42,8 @@ static bool lie_near(const Forward& f, const SplitTasks& tasks) {
     const i64 first = blocks.begin(t.first_block), keys_of_task = blocks.end(t.last_block - 1) - first;
     for (int quarter = 1; quarter <= 3; quarter += 2) {
       const i64 n = first + keys_of_task * quarter / 4;
-      lines[count++] = Mode::at(f.k.data, key_run(f, f.k, t.seq, t.kv_head, n, n + 1).at);
-      lines[count++] = Mode::at(f.v.data, key_run(f, f.v, t.seq, t.kv_head, n, n + 1).at);
+      for (const View* view : {&f.k, &f.v})
+        lines[count++] = static_cast<const char*>(view->data) + key_run(f, *view, t.seq, t.kv_head, n, n + 1).at * size;
     }
   }
   const u64 first_time = ticks_to_read(lines, count), again = ticks_to_read(lines, count);

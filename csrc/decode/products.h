@@ -76,6 +76,7 @@ static void each_fold(int rows, C* to, const F& f) {
 template <class Mode>
 struct RowVectors {
   using Elem = typename Mode::Elem;
+  using Key = Elem;  // of keys and values
   using Acc = typename Mode::Acc;
   static constexpr int unit = 1, step = kLanes<Acc>;  // step: elements of a unit
   static constexpr int sums = 1;                      // accumulators of a unit of values
@@ -112,6 +113,7 @@ TW_INLINE Vec<u32> words_of(const Bf16* p, i64 count) {
 // bfloat16 as float: a word holds one of an even place, to be shifted, and one of an odd place, to be masked.
 template <>
 struct RowVectors<PlainMode<Bf16, float>> {
+  using Key = Bf16;
   static constexpr int unit = 2, step = 2 * kLanes<float>, sums = 2;
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<float>* to) {
@@ -157,6 +159,7 @@ struct RowVectors<PlainMode<Bf16, float>> {
 #if defined(__AVX512BF16__)
 template <>
 struct RowVectors<PairMode> {
+  using Key = Bf16;
   static constexpr int unit = 1, step = 32, sums = 2;
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<i32>* to) { to[0] = (Vec<i32>)words_of(p, count); }
@@ -197,16 +200,18 @@ static i64 row_words(int depth) {
 
 template <class Mode>
 class FewRows {
-  using Elem = typename Mode::Elem;
   using Word = typename Mode::Word;
   using Acc = typename Mode::Acc;
   using Dot = typename Mode::Dot;
   using Rows = RowVectors<Mode>;
+  using Key = typename Rows::Key;
   static constexpr int lanes = kLanes<Acc>;
   static constexpr bool many = kVectorBytes == 64;  // registers
   // Products of one row that are summed over the lanes together.
   static constexpr int kDots = many ? 16 : 8;
-  static constexpr int kDotRows = many ? 4 : 2, kSumRows = many ? 8 : 4;
+  // Keys in 8 bits are widened for as many rows as can be.
+  static constexpr bool narrow = sizeof(Key) == 1;
+  static constexpr int kDotRows = narrow ? 8 : many ? 4 : 2, kSumRows = many ? 8 : 4;
   // Vectors of one row's sum in registers: half of them, or a quarter of many.
   template <int kR>
   static constexpr int kMost = kR >= 8            ? 2
@@ -216,7 +221,7 @@ class FewRows {
 
  public:
   using Vectors = RowVectors<Mode>;
-  static constexpr i64 alone = 1;  // queries of a head that RowsAlone takes
+  static constexpr i64 alone = narrow ? 0 : 1;  // queries of a head that RowsAlone takes
 
   // What the products keep of the queries of a task: nothing but their rows.
   struct Room {
@@ -227,7 +232,7 @@ class FewRows {
   };
 
   // s[r * stride + j] = q[r] . key j, for `keys` keys, a multiple of kSubKeys.
-  static void dots(const Room&, const Word* q, i64 q_stride, int row0, int rows, const Elem* const* keys, int count,
+  static void dots(const Room&, const Word* q, i64 q_stride, int row0, int rows, const Key* const* keys, int count,
                    int depth, Acc* s, i64 stride, RowsAhead& ahead) {
     constexpr int kBlocks = kSubKeys * kDotRows / kDots;
     ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
@@ -241,10 +246,10 @@ class FewRows {
     for (int j = 0; j < count; j += kDots) dot_block<1, kDots>(q, 0, keys.from(j), depth, s + j, 0);
   }
 
-  // out[r] = alpha[r] * out[r] + the sum over `keys` of p[r][j] * value j. Of an odd number of keys the pair's other
-  // half is a row of zeros.
-  static void sums(const Room&, const Word* p, i64 p_stride, int rows, const Elem* const* values, int keys, int width,
-                   Acc* out, i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
+  // out[r] = alpha[r] * out[r] + the sum over `keys` of p[r * kRoomKeys + j] * value j. Of an odd number of keys the
+  // pair's other half is a row of zeros.
+  static void sums(const Room&, const Word* p, int rows, const Key* const* values, int keys, int width, Acc* out,
+                   i64 out_stride, const Acc* alpha, RowsAhead& ahead) {
     const int steps = (keys + Mode::per_word - 1) / Mode::per_word;
     const int wide = lanes * (rows >= kSumRows ? kMost<kSumRows>
                               : rows >= 4      ? kMost<4>
@@ -255,8 +260,8 @@ class FewRows {
     const auto of_rows = [&](auto count) {
       constexpr int kR = decltype(count)::value;
       for (; r + kR <= rows; r += kR)
-        sum_rows<kR>(p + r * p_stride, p_stride, RowPointers<Elem>{values}, steps, width, out + r * out_stride,
-                     out_stride, alpha + r, ahead);
+        sum_rows<kR>(p + r * kRoomKeys, RowPointers<Key>{values}, steps, width, out + r * out_stride, out_stride,
+                     alpha + r, ahead);
     };
     if constexpr (kSumRows == 8) of_rows(Int<8>{});
     of_rows(Int<4>{});
@@ -267,27 +272,29 @@ class FewRows {
   template <class Values>
   static void sum_row(const Word* p, const Values& values, int keys, int width, Acc* out, Acc alpha) {
     NothingAhead ahead;
-    sum_rows<1>(p, 0, values, (keys + Mode::per_word - 1) / Mode::per_word, width, out, 0, &alpha, ahead);
+    sum_rows<1>(p, values, (keys + Mode::per_word - 1) / Mode::per_word, width, out, 0, &alpha, ahead);
   }
 
  private:
-  TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Elem* const* keys, int depth, Acc* s,
+  TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Key* const* keys, int depth, Acc* s,
                                      i64 stride, RowsAhead& ahead) {
     int r = 0;
     for (; r + kDotRows <= rows; r += kDotRows)
       dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+    if constexpr (kDotRows > 4)
+      for (; r + 4 <= rows; r += 4) dot_rows<4>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
     if constexpr (kDotRows > 2)
       for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
     for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
   }
 
   template <int kR>
-  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Elem* const* keys, int depth, Acc* s, i64 stride,
+  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Key* const* keys, int depth, Acc* s, i64 stride,
                           RowsAhead& ahead) {
     constexpr int kK = kDots / kR;
     for (int j = 0; j < kSubKeys; j += kK) {
       ahead.step();
-      dot_block<kR, kK>(q, q_stride, RowPointers<Elem>{keys + j}, depth, s + j, stride);
+      dot_block<kR, kK>(q, q_stride, RowPointers<Key>{keys + j}, depth, s + j, stride);
     }
   }
 
@@ -296,6 +303,21 @@ class FewRows {
     Vec<Acc> acc[kR * kK] = {};
     const auto step = [&](int d, i64 count) {
       constexpr int kU = Rows::unit;
+      if constexpr (kR > kK) {  // there are registers for the fewer, the keys
+        Vec<Word> key[kK][kU];
+        TW_UNROLL(4)
+        for (int j = 0; j < kK; j++) Rows::of_key(keys[j] + d, count, key[j]);
+        TW_UNROLL(8)
+        for (int r = 0; r < kR; r++) {
+          TW_UNROLL(2)
+          for (int u = 0; u < kU; u++) {
+            const Vec<Word> row = load(q + r * q_stride + d / Mode::per_word + u * kLanes<Word>);
+            TW_UNROLL(4)
+            for (int j = 0; j < kK; j++) acc[r * kK + j] = Dot::multiply_add(acc[r * kK + j], row, key[j][u]);
+          }
+        }
+        return;
+      }
       Vec<Word> row[kR][kU];
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++)
@@ -326,30 +348,29 @@ class FewRows {
   }
 
   template <int kR, class Values, class Ahead>
-  TW_NOINLINE static void sum_rows(const Word* p, i64 p_stride, const Values& values, int steps, int width, Acc* out,
-                                   i64 out_stride, const Acc* alpha, Ahead& ahead) {
+  TW_NOINLINE static void sum_rows(const Word* p, const Values& values, int steps, int width, Acc* out, i64 out_stride,
+                                   const Acc* alpha, Ahead& ahead) {
     int column = 0;
     const auto of_columns = [&](auto count) {
       constexpr int kV = decltype(count)::value;
       if constexpr (kV <= kMost<kR> && kV >= Rows::sums)
         for (; column + kV * lanes <= width; column += kV * lanes)
-          sum_block<kR, kV, false>(p, p_stride, values, steps, column, 0, out + column, out_stride, alpha, ahead);
+          sum_block<kR, kV, false>(p, values, steps, column, 0, out + column, out_stride, alpha, ahead);
     };
     of_columns(Int<8>{});
     of_columns(Int<4>{});
     of_columns(Int<2>{});
     of_columns(Int<1>{});
     if (column < width)
-      sum_block<kR, Rows::sums, true>(p, p_stride, values, steps, column, width - column, out + column, out_stride,
-                                      alpha, ahead);
+      sum_block<kR, Rows::sums, true>(p, values, steps, column, width - column, out + column, out_stride, alpha, ahead);
   }
 
   template <int kR, int kV>
   using Block = Vec<Acc>[kR][kV];
 
   template <int kR, int kV, bool kTail, class Values, class Ahead>
-  TW_INLINE void sum_piece(const Word* p, i64 p_stride, const Values& values, int from, int to, i64 column, i64 count,
-                           Ahead& ahead, Block<kR, kV>& acc) {
+  TW_INLINE void sum_piece(const Word* p, const Values& values, int from, int to, i64 column, i64 count, Ahead& ahead,
+                           Block<kR, kV>& acc) {
     TW_UNROLL(2)
     for (int j = from; j < to; j++) {
       ahead.step();
@@ -359,7 +380,7 @@ class FewRows {
         Rows::of_values(values, j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++) {
-        const Vec<Word> weight = Dot::broadcast(p[r * p_stride + j]);
+        const Vec<Word> weight = Dot::broadcast(p[r * kRoomKeys + j]);
         TW_UNROLL(8)
         for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], weight, x[v]);
       }
@@ -368,15 +389,15 @@ class FewRows {
 
   // `count`: how many columns there are where that is less than kV vectors.
   template <int kR, int kV, bool kTail, class Values, class Ahead>
-  TW_INLINE void sum_block(const Word* p, i64 p_stride, const Values& values, int steps, i64 column, i64 count,
-                           Acc* out, i64 out_stride, const Acc* alpha, Ahead& ahead) {
+  TW_INLINE void sum_block(const Word* p, const Values& values, int steps, i64 column, i64 count, Acc* out,
+                           i64 out_stride, const Acc* alpha, Ahead& ahead) {
     Block<kR, kV> acc = {};
-    sum_piece<kR, kV, kTail>(p, p_stride, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
+    sum_piece<kR, kV, kTail>(p, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
     if constexpr (kChain < 1 << 10) {
       for (int from = kChain; from < steps; from += kChain) {
         Block<kR, kV> piece = {};
-        sum_piece<kR, kV, kTail>(p, p_stride, values, from, from + kChain < steps ? from + kChain : steps, column,
-                                 count, ahead, piece);
+        sum_piece<kR, kV, kTail>(p, values, from, from + kChain < steps ? from + kChain : steps, column, count, ahead,
+                                 piece);
         for (int r = 0; r < kR; r++)
           for (int v = 0; v < kV; v++) acc[r][v] += piece[r][v];
       }

@@ -83,8 +83,8 @@ class TileProducts {
     }
   }
 
-  static void sums(const Room& room, const i32* p, i64 p_stride, int rows, const Bf16* const* values, int keys,
-                   int width, float* out, i64 out_stride, const float* alpha, RowsAhead& ahead) {
+  static void sums(const Room& room, const i32* p, int rows, const Bf16* const* values, int keys, int width, float* out,
+                   i64 out_stride, const float* alpha, RowsAhead& ahead) {
     const int chunks = (keys + kTileDepth - 1) / kTileDepth, groups = (width + kColumns - 1) / kColumns;
     ahead.spread(ahead.left(), chunks * kTileRows * groups * ((rows + kTileRows - 1) / kTileRows));
     for (int r = 0; r < rows; r += kTileRows) {
@@ -94,11 +94,12 @@ class TileProducts {
         const Values from = {values, keys, column, width - column};
         float* to = out + r * out_stride + column;
         if (few <= kVectorRows)
-          for (int i = 0; i < few; i++) sum_row(p + (r + i) * p_stride, from, to + i * out_stride, alpha[r + i], ahead);
+          for (int i = 0; i < few; i++)
+            sum_row(p + (r + i) * kRoomKeys, from, to + i * out_stride, alpha[r + i], ahead);
         else if (from.width > kColumns / 2)
-          sum_tiles<2>(room, p + r * p_stride, p_stride, few, from, chunks, to, out_stride, alpha + r, ahead);
+          sum_tiles<2>(room, p + r * kRoomKeys, few, from, chunks, to, out_stride, alpha + r, ahead);
         else
-          sum_tiles<1>(room, p + r * p_stride, p_stride, few, from, chunks, to, out_stride, alpha + r, ahead);
+          sum_tiles<1>(room, p + r * kRoomKeys, few, from, chunks, to, out_stride, alpha + r, ahead);
       }
     }
     ahead.all();
@@ -246,8 +247,8 @@ class TileProducts {
   // The next rows are interleaved while the last ones are multiplied: what was just stored cannot be loaded at once,
   // and a product that waits holds up what follows.
   template <int kHalves>
-  TW_NOINLINE static void sum_tiles(const Room& room, const i32* p, i64 p_stride, int rows, const Values& values,
-                                    int chunks, float* out, i64 out_stride, const float* alpha, RowsAhead& ahead) {
+  TW_NOINLINE static void sum_tiles(const Room& room, const i32* p, int rows, const Values& values, int chunks,
+                                    float* out, i64 out_stride, const float* alpha, RowsAhead& ahead) {
     constexpr i64 kBytes = kColumns * 4;
     constexpr int lanes = kLanes<float>;
     clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
@@ -257,7 +258,7 @@ class TileProducts {
       const auto prepare = [&](int quarter) {
         if (c + 1 < chunks) interleave<kHalves>(values, c + 1, quarter, next, ahead);
       };
-      load_tile<4>(p + c * kTileRows, p_stride * 4);
+      load_tile<4>(p + c * kTileRows, kRoomKeys * 4);
       prepare(0);
       load_tile<5>(now, kBytes), multiply_tiles<0, 4, 5>();
       prepare(1);

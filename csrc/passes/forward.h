@@ -14,6 +14,7 @@
 
 #include "passes/close_rows.h"
 #include "products/modes.h"
+#include "base/eight_bits.h"
 #include "base/philox.h"
 #include "base/schedule.h"
 #include "variants/score.h"
@@ -95,8 +96,9 @@ class ForwardKernel {
       expr = carve.take<char>(f.expr_room);
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
       values = carve.take<Word>(kRoomKeys * f.value_dim);
-      key_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.head_dim : 0);
-      value_rows = carve.take<Elem>(f.page_size ? kRoomKeys * f.value_dim : 0);
+      const bool copied = f.page_size != 0 || f.stored != Stored::plain;
+      key_rows = carve.take<Elem>(copied ? kRoomKeys * f.head_dim : 0);
+      value_rows = carve.take<Elem>(copied ? kRoomKeys * f.value_dim : 0);
       row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
       for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.entropy.data ? queries : 0);
       bytes = carve.used();
@@ -148,7 +150,7 @@ class ForwardKernel {
   }
 
   void look_ahead(const Sequence& seq, i64 h, i64 n0, i64 n1, Ahead& ahead) const {
-    if (f_.page_size != 0) return;
+    if (f_.page_size != 0 || f_.stored != Stored::plain) return;
     const i64 kv_head = h / (f_.heads / f_.kv_heads), row = seq.key_begin + n0, size = sizeof(Elem);
     if (f_.k.col == 1)
       ahead.add(Mode::at(f_.k.data, view_at(f_.k, seq.b, kv_head, row)), f_.k.row * size, n1 - n0, f_.head_dim * size);
@@ -186,8 +188,19 @@ class ForwardKernel {
     const Elem* data;
     i64 row, col;
   };
-  // Keys or values from n0 on, where they lie; copied to `room` where that is in several pages.
-  StoredRows stored(const View& view, const Sequence& seq, i64 kv_head, i64 n0, i64 rows, i64 width, Elem* room) const {
+  // Keys or values from n0 on, where they lie; copied to `room` where that is in several pages, or in 8 bits.
+  StoredRows stored(const View& view, const View& scales, const Sequence& seq, i64 kv_head, i64 n0, i64 rows, int width,
+                    Elem* room) const {
+    if (f_.stored != Stored::plain) {
+      Elem* to = room;
+      for (i64 n = n0; n < n0 + rows; n++, to += width) {
+        const u8* from = static_cast<const u8*>(view.data) + key_run(f_, view, seq, kv_head, n, n + 1).at;
+        Acc scale;
+        row_scales(f_, scales, seq, kv_head, n, n + 1, &scale);
+        widen_scaled(f_.stored, from, scale, width, to);
+      }
+      return {room, width, 1};
+    }
     const KeyRun whole = key_run(f_, view, seq, kv_head, n0, n0 + rows);
     if (whole.count >= rows) return {Mode::at(view.data, whole.at), view.row, view.col};
     Elem* to = room;
@@ -223,8 +236,9 @@ class ForwardKernel {
         const Range all = mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1);
         packed_begin = all.begin;
         const int rows = static_cast<int>(all.end - all.begin);
-        const StoredRows k = stored(f_.k, seq, kv_head, packed_begin, rows, f_.head_dim, memory.key_rows);
-        const StoredRows v = stored(f_.v, seq, kv_head, packed_begin, rows, f_.value_dim, memory.value_rows);
+        const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, packed_begin, rows, f_.head_dim, memory.key_rows);
+        const StoredRows v =
+            stored(f_.v, f_.v_scales, seq, kv_head, packed_begin, rows, f_.value_dim, memory.value_rows);
         keys = Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys);
         values = Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values);
       }

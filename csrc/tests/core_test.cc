@@ -105,11 +105,13 @@ std::vector<Test> tests() {
                                                              {"few queries, variants", test_few_queries_variants},
                                                              {"few queries, alone", test_few_queries_alone},
                                                              {"few queries, short", test_few_queries_short},
+                                                             {"8 bits", test_eight_bits},
                                                              {"batch mates", test_batch_mates},
                                                              {"tables", test_covers}};
   for (const auto& each : numeric)
     for (DType dtype : kTypes)
       all.push_back({std::string(each.first) + " " + name_of(dtype), [dtype, run = each.second] { run(dtype); }});
+  all.push_back({"8 bits, NaN", test_eight_bits_nan});
   all.push_back({"few queries by dot products and widened", [] {
                    for (int dots : {0, 1}) {
                      forward_dots = dots;

@@ -130,4 +130,95 @@ inline void test_few_queries_short(DType dtype) {
   }
 }
 
+// Rows of 8-bit numbers with a scale each, and the numbers that they stand for, as a tensor of a wider type has them.
+struct NarrowRows {
+  Array<unsigned char> bytes;
+  Array<float> scales;
+  View numbers, factors;
+
+  // Every code of the type but its NaN is drawn, and scales that are powers of two.
+  NarrowRows(Tensor& wide, Stored stored, u64 seed, Place place) {
+    const auto [batch, heads, rows, columns] = wide.size();
+    std::vector<unsigned char> codes(static_cast<std::size_t>(batch * heads * rows * columns));
+    std::vector<float> powers(static_cast<std::size_t>(batch * heads * rows));
+    wide.each([&](i64 b, i64 h, i64 r, i64 d) {
+      const i64 row = (b * heads + h) * rows + r, at = row * columns + d;
+      int code = static_cast<int>(scramble(seed * 1000003 + static_cast<u64>(at)) % 256);
+      if (stored == Stored::e4m3 && (code & 127) == 127) code--;
+      const double x = stored == Stored::int8 ? (code < 128 ? code : code - 256) : e4m3_value(code);
+      const double scale = std::ldexp(1, static_cast<int>(scramble(seed + static_cast<u64>(row)) % 4) - 9);
+      codes[static_cast<std::size_t>(at)] = static_cast<unsigned char>(code);
+      powers[static_cast<std::size_t>(row)] = static_cast<float>(scale);
+      wide.put(b, h, r, d, x * scale);
+    });
+    bytes = Array<unsigned char>(codes, place), scales = Array<float>(powers, place);
+    numbers = {bytes.data(), heads * rows * columns, rows * columns, columns, 1};
+    factors = {scales.data(), heads * rows, rows, 1, 0};
+  }
+};
+
+inline Forward in_8_bits(const Instance& x, Stored stored, const NarrowRows& k, const NarrowRows& v) {
+  Forward f = x.forward_args();
+  f.stored = stored, f.k = k.numbers, f.v = v.numbers, f.k_scales = k.factors, f.v_scales = v.factors;
+  return f;
+}
+
+// They have the bits of the numbers that they stand for: a scale that is a power of two rounds nothing.
+inline void test_eight_bits(DType dtype) {
+  const i64 queries[] = {1, 2, 8, 9, 70}, keys[] = {1, 40, 130, 600, 1200};
+  const int widths[] = {1, 16, 31, 33, 64, 100, 128, 200};
+  int turn = 0;
+  for (const Stored stored : {Stored::int8, Stored::e4m3}) {
+    for (int width : widths) {
+      const i64 heads = turn % 3 == 0 ? 8 : 2;
+      Case c = few(dtype, queries[turn % 5], keys[turn % 4 + turn % 2], heads, 2, width, widths[turn % 8]);
+      c.batch = 2, c.seed = static_cast<u64>(turn) + 1, c.statistics = turn % 2 == 0, c.sinks = turn % 3 == 1;
+      if (turn % 4 == 1) c.mask = {band(-1, 0)};
+      if (turn % 4 == 2) c.mask = {dense(0, 0.6)}, c.score = {softcap(5)};
+      turn++;
+      Instance wide(c, Place::end), narrow(c, Place::end);
+      const NarrowRows k(wide.k, stored, c.seed, Place::end), v(wide.v, stored, c.seed + 77, Place::end);
+      const Naive truth(wide, dtype == DType::bf16);
+      for (const Kernels* kernels : instruction_sets()) {
+        const std::string what = std::string("8 bits, ") + kernels->name + ", " + c.text();
+        for (int dots : {-1, 0}) {
+          for (auto& [name, tensor] : wide.results()) tensor->clear();
+          for (auto& [name, tensor] : narrow.results()) tensor->clear();
+          Forward f = wide.forward_args(), g = in_8_bits(narrow, stored, k, v);
+          f.dots = g.dots = dots, g.threads = 3;
+          if (!kernels->forward(f) || !kernels->forward(g)) fail("out of memory");
+          expect_near(narrow.out, truth.out, truth.out_room, "out of " + what);
+          expect_near(narrow.lse, truth.lse, truth.lse_room, "lse of " + what);
+          if (c.statistics) compare_statistics(narrow, truth, what);
+          const auto one = wide.results(), other = narrow.results();
+          for (std::size_t i = 0; i < one.size(); i++)
+            expect_same(other[i].second->values(), one[i].second->values(), one[i].first + (" of " + what));
+        }
+      }
+    }
+  }
+}
+
+// A NaN in a row, or as its scale, is one of the outputs that it reaches.
+inline void test_eight_bits_nan() {
+  for (const Kernels* kernels : instruction_sets()) {
+    for (i64 queries : {1, 20}) {
+      Case c = few(DType::bf16, queries, 30, 2, 1, 40, 40);
+      Instance x(c, Place::end);
+      NarrowRows k(x.k, Stored::e4m3, 1, Place::end), v(x.v, Stored::e4m3, 2, Place::end);
+      const Forward f = in_8_bits(x, Stored::e4m3, k, v);
+      v.bytes.data()[3 * 40 + 7] = 0xff;
+      if (!kernels->forward(f)) fail("out of memory");
+      x.out.each([&](i64 b, i64 h, i64 r, i64 d) {
+        expect(std::isnan(x.out.get(b, h, r, d)) == (d == 7), std::string("a NaN value, ") + kernels->name);
+      });
+      k.scales.data()[5] = NAN;
+      if (!kernels->forward(f)) fail("out of memory");
+      x.out.each([&](i64 b, i64 h, i64 r, i64 d) {
+        expect(std::isnan(x.out.get(b, h, r, d)), std::string("a NaN scale, ") + kernels->name);
+      });
+    }
+  }
+}
+
 }  // namespace tilewise::test

@@ -64,6 +64,12 @@ inline u16 bfloat_of(float x) {
   return low < high || (low == high && below % 2 == 0) ? below : above;
 }
 
+inline double e4m3_value(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  if ((code & 127) == 127) return NAN;
+  return std::ldexp(exponent ? 8 + fraction : fraction, (exponent ? exponent : 1) - 10) * (code & 128 ? -1 : 1);
+}
+
 inline int size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 inline const char* name_of(DType dtype) {
   const char* names[] = {"float32", "float64", "bfloat16", "float16"};

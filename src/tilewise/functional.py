@@ -285,13 +285,18 @@ def attention_paged(
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq], as in ``attention``.
         q_scale: of float8 queries, as in ``attention``; [B, Hq] has a row per sequence.
-        k_scale: of float8 keys in the same way.
-        v_scale: of float8 values in the same way.
+        k_scale: of float8 keys in the same way; of pages in 8 bits [pages, Hk, page_size].
+        v_scale: of float8 values in the same way, or as k_scale.
         return_lse: ask for an AttentionResult with lse.
         return_stats: ask for an AttentionResult with stats; "top1" has the top key of each row too.
         backend: None (choose), or a name of ``explain``.
         plan: a held Plan of ``tilewise.plan`` for a call like this one.
         **unknown: refused, as in ``attention``.
+
+    Pages may be in 8 bits beside wider queries: int8 or float8_e4m3fn, the numbers of a row next to
+    one another. Key n then stands for ``k_scale[page, head, row] * k_pages[page, head, row]``, and
+    value n likewise. Both scales must be there. The CPU kernels and "tiled" read such pages; the
+    GPU kernels do not.
 
     Values of block_table, key_lengths and cu_seqlens_q are checked if they are on the CPU. On a
     device they are not read, except in checked mode; kernels clamp lengths and page numbers to the

@@ -47,6 +47,8 @@ class Problem(NamedTuple):
         sinks: whether each head has one extra logit in its denominator.
         page_size: keys and values lie in pages of so many rows, which a block table finds; ``keys``
             is then the most that a sequence may have. 0: they do not.
+        stored: dtype of keys and values in pages of 8 bits, whose rows each have a scale; None
+            where it is ``dtype``.
     """
 
     batch: int
@@ -65,6 +67,7 @@ class Problem(NamedTuple):
     dropout_p: float
     sinks: bool
     page_size: int = 0
+    stored: torch.dtype | None = None
 
 
 class Operands(NamedTuple):
@@ -87,7 +90,8 @@ class Operands(NamedTuple):
         key_lengths: int32 [B], contiguous: how many keys each sequence has, at most P * page_size.
         q_scale, k_scale, v_scale: float32 [B, Hq], [B, Hk], [B, Hk] (one row per sequence in a
             variable-length call), contiguous: what a stored float8 number stands for is it times
-            its head's scale. None where it is 1.
+            its head's scale. None where it is 1. Of pages in 8 bits (``Problem.stored``) k_scale
+            and v_scale are float32 [pages, Hk, page_size] of any strides, a number for each row.
         for_backward: whether a backward pass may follow. A kernel that computes scores in another
             order than that pass does leaves such calls to one that does not.
         out_alone: whether nobody will look at anything but the output: a kernel may then leave lse

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, INDICES, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import DTYPES, Problem
-from tilewise.variants.float8 import fix_for
+from tilewise.variants.float8 import FLOAT8, STORED, fix_for
 from tilewise.variants.lower import check_caps, largest_factor, statistics_dtype
 from tilewise.variants.program import Program
 
@@ -82,7 +82,11 @@ def paged_problem(
     _, kv_heads, page_size, head_dim = k_pages.shape
     queries, heads = (q.shape[0], q.shape[1]) if packed else (q.shape[2], q.shape[1])
     sizes = (batch, heads, kv_heads, queries, slots * page_size, head_dim, v_pages.shape[3])
-    return _problem(q, sizes, "varlen" if packed else "dense", page_size, **asked)
+    if v_pages.dtype != k_pages.dtype:
+        required = f"the dtype of k_pages, {k_pages.dtype}"
+        raise InvalidArgument("v_pages", f"{v_pages.dtype}", required)
+    stored = None if k_pages.dtype == q.dtype else k_pages.dtype
+    return _problem(q, sizes, "varlen" if packed else "dense", page_size, stored, **asked)
 
 
 def _problem(
@@ -90,6 +94,7 @@ def _problem(
     sizes: _Sizes,
     layout: str,
     page_size: int = 0,
+    stored: torch.dtype | None = None,
     *,
     mask: Program,
     score: Program,
@@ -100,7 +105,7 @@ def _problem(
     """Check what has nothing to do with keys and values; the programs are built already."""
     check_caps(score, q.dtype)
     numbers = _check_numbers(scale, dropout_p, q)
-    rest = (*numbers, check_sinks(sinks, q.shape[1], q.device.type), page_size)
+    rest = (*numbers, check_sinks(sinks, q.shape[1], q.device.type), page_size, stored)
     return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
 
 
@@ -189,6 +194,8 @@ def _check_tensors(q: Any, k: Any, v: Any, *, rank: int, shape: str, paged: bool
             raise InvalidArgument(name, f"shape {tuple(tensor.shape)}", f"{form}, rank {dims}", fix)
         if tensor.device != q.device:
             raise InvalidArgument(name, f"device {tensor.device}", f"q's device, {q.device}")
+        if paged and tensor is not q and tensor.dtype in STORED and q.dtype is not FLOAT8:
+            continue  # of its scales and strides: ``engine/paged.py``
         if tensor.dtype not in DTYPES:
             names = ", ".join([str(dtype) for dtype in DTYPES])
             raise InvalidArgument(name, f"{tensor.dtype}", f"one of {names}", fix_for(tensor.dtype))

@@ -23,6 +23,7 @@ from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Needs, Operands, Problem
 from tilewise.reference import tiled, tiles
 from tilewise.reference.ledger import Ledger, Walk
+from tilewise.serving.pool import quantised
 from tilewise.variants.lower import Extent, lower_mask
 
 MASKS: tuple[tuple[str, ...], ...] = (
@@ -78,12 +79,20 @@ TILES = st.tuples(st.integers(1, 50), st.integers(1, 50))
 
 
 def in_pages_of(
-    problem: Problem, operands: Operands, inputs: Inputs, page_size: int
+    problem: Problem,
+    operands: Operands,
+    inputs: Inputs,
+    page_size: int,
+    stored: torch.dtype | None = None,
 ) -> tuple[Problem, Operands]:
-    """A packed problem with its keys and values in pages."""
+    """A packed problem with its keys and values in pages, perhaps of 8 bits."""
     paged = in_pages(*sequences_of(inputs), page_size)
     slots = paged.block_table.shape[1]
-    problem = problem._replace(keys=slots * page_size, page_size=page_size)
+    problem = problem._replace(keys=slots * page_size, page_size=page_size, stored=stored)
+    if stored is not None:
+        (k, k_scale), (v, v_scale) = (quantised(pool, stored) for pool in paged[:2])
+        paged = paged._replace(k_pages=k, v_pages=v)
+        operands = operands._replace(k_scale=k_scale, v_scale=v_scale)
     return problem, operands._replace(
         k=paged.k_pages,
         v=paged.v_pages,
@@ -208,15 +217,24 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 45), st.integers(0, 45)), min_size
     tile=TILES,
     page_size=st.integers(1, 20),
     split=st.integers(0, 3),
+    stored=st.sampled_from((None, torch.int8, torch.float8_e4m3fn)),
 )
 @SMALL
 def test_block_tables(
-    case: Case, sequences: Any, tile: tuple[int, int], page_size: int, split: int
+    case: Case,
+    sequences: Any,
+    tile: tuple[int, int],
+    page_size: int,
+    split: int,
+    stored: torch.dtype | None,
 ) -> None:
-    """Keys in pages: each visited tile looks up the pages that it touches."""
+    """Keys in pages: each visited tile looks up the pages that it touches.
+
+    In 8 bits a number has one byte, and each row a scale of four.
+    """
     inputs = build(replace(case, sequences=sequences)).detached()
     packed = problem_of(inputs)
-    problem, operands = in_pages_of(*packed, inputs, page_size)
+    problem, operands = in_pages_of(*packed, inputs, page_size, stored)
     walk = Walk(*tile, Ledger())
     visited = visits_of(problem, tile, operands, together=True)
     if split:

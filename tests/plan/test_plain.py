@@ -96,6 +96,11 @@ def test_pages_are_gathered_first() -> None:
     assert paged.passes[0].bytes == 2 * (3 + 1) * 4 + 2 * 2 * copied
     with pytest.raises(InvalidArgument, match="lengths"):
         plain.forward(case._replace(page_size=16, layout="dense"))
+    narrow = plain.forward(case._replace(page_size=16, stored=torch.int8), lengths)
+    assert names(narrow) == ["gather", "convert", *names(packed)]
+    stored = 2 * 2 * 49 * (32 + 4)  # of both: a byte for a number, four for a row's scale
+    assert narrow.passes[0].bytes == 2 * (3 + 1) * 4 + 2 * stored
+    assert narrow.passes[1].bytes == stored + 2 * copied
 
 
 def test_sequences_are_done_one_by_one() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_same_bits
+from tests.contract import assert_exact, assert_same_bits
 from tests.inputs import drawn
+from tests.plain import attend
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.serving import PagedKVCache, cascade_attention
@@ -38,6 +39,23 @@ def back(x: Tensor, storage: torch.dtype) -> Tensor:
     """Rows after they were stored."""
     values, scales = quantised(x, storage)
     return (values.float() * scales[..., None]).to(x.dtype)
+
+
+def assert_rule(
+    found: Tensor, q: Tensor, k: Tensor, v: Tensor, storage: torch.dtype, window: int = 1 << 20
+) -> None:
+    """The 2x rule for what the rows stand for, each number of 8 bits times its scale."""
+    stored = []
+    for x in (k, v):
+        values, scales = quantised(x, storage)
+        stored.append(values.double() * scales.double()[..., None])
+    before = k.shape[2] - q.shape[2]
+
+    def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        return (n <= m + before) & (n > m + before - window)
+
+    plain = attend(q, *[x.to(q.dtype) for x in stored], mask=mask).out
+    assert_exact(found, plain, attend(q.double(), *stored, mask=mask).out, "rows as stored")
 
 
 def cache_of(storage: torch.dtype | None, **more: Any) -> PagedKVCache:
@@ -83,7 +101,7 @@ def filled(cache: PagedKVCache, lengths: list[int], dtype: torch.dtype) -> tuple
 @STORAGES
 @DTYPES
 def test_against_float_pages(dtype: torch.dtype, storage: torch.dtype) -> None:
-    """Attention over the rows as they are stored, to the bit; and near that over the rows.
+    """Exact for the rows as they are stored; and near attention over the rows that went in.
 
     Scores that are off by d at most make probabilities that are off by the factor exp(2 d) at most,
     so that an output is off by max |error of v| + (exp(2 d) - 1) max |v| at most.
@@ -96,9 +114,7 @@ def test_against_float_pages(dtype: torch.dtype, storage: torch.dtype) -> None:
     together = cache.attend(chosen, q)
     for i in range(3):
         one = slice(i, i + 1)
-        stored = back(keys[i], storage), back(values[i], storage)
-        due = tilewise.attention(q[one], *stored, mask=masks.causal())
-        assert_same_bits(together[one], due, "rows as stored")
+        assert_rule(together[one], q[one], keys[i], values[i], storage)
         assert_same_bits(cache.attend([chosen[i]], q[one]), together[one], "alone")
         exact = tilewise.attention(
             q[one].double(), keys[i].double(), values[i].double(), mask=masks.causal()
@@ -141,22 +157,33 @@ def test_forks_windows_and_cascades(storage: torch.dtype) -> None:
     q = drawn(2, 4, 1, 16, seed=8)
     together = cache.attend([fork, origin], q)
     for i in range(2):
-        keys, values = (back(torch.cat([x, more[i : i + 1]], 2), storage) for x in (k, v))
-        due = tilewise.attention(q[i : i + 1], keys, values, mask=masks.causal())
-        assert_same_bits(together[i : i + 1], due, f"sequence {i}")
+        keys, values = (torch.cat([x, more[i : i + 1]], 2) for x in (k, v))
+        assert_rule(together[i : i + 1], q[i : i + 1], keys, values, storage)
     at_once = cache.attend([fork, origin], q, cascade=True)
     torch.testing.assert_close(at_once, together)
-    pages = cache._keys.read(torch.arange(60)), cache._values.read(torch.arange(60))
-    tables = cache.tables([fork, origin])
-    assert_same_bits(at_once, cascade_attention(q, *pages, *tables, 32), "two common pages")
+    tensors, scales = cache._readable([fork, origin], None)
+    assert_same_bits(at_once, cascade_attention(q, *tensors, 32, **scales), "two common pages")
     narrow = cache_of(storage, window=20)
     (sequence,), (k,), (v,) = filled(narrow, [100], torch.float32)
     assert narrow.free_pages == 53
     narrow.append([sequence], more[:1, :, :1], more[:1, :, :1])
     assert narrow.free_pages == 58
-    keys, values = (back(torch.cat([x, more[:1, :, :1]], 2), storage) for x in (k, v))
-    due = tilewise.attention(q[:1], keys, values, mask=masks.window(19, 0))
-    assert_same_bits(narrow.attend([sequence], q[:1]), due, "window")
+    keys, values = (torch.cat([x, more[:1, :, :1]], 2) for x in (k, v))
+    assert_rule(narrow.attend([sequence], q[:1]), q[:1], keys, values, storage, window=20)
+
+
+@STORAGES
+@DTYPES
+def test_pages_that_are_written_out(dtype: torch.dtype, storage: torch.dtype) -> None:
+    """What kernels of GPUs read: pages in the cache's dtype, each row as it was rounded."""
+    cache = cache_of(storage, dtype=dtype)
+    chosen, keys, values = filled(cache, [1, 40, 133], dtype)
+    (*pools, table, lengths), scales = cache._readable(chosen, "gpu")
+    assert not scales
+    for i, length in enumerate(lengths.tolist()):
+        for pool, rows in zip(pools, (keys[i], values[i]), strict=True):
+            found = pool[table[i].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+            assert_same_bits(found[None], back(rows, storage), f"rows of {i}")
 
 
 def test_what_is_refused() -> None:

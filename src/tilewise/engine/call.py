@@ -33,6 +33,7 @@ from tilewise.variants.float8 import (
     FLOAT8,
     NO_SCALES,
     Scales,
+    check_row_scales,
     check_scales,
     lower_scales,
     refuse_gradients,
@@ -190,7 +191,9 @@ def build_problem(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Proble
 
 def check_call_scales(problem: Problem, scales: Scales) -> None:
     """The scales of a call are for its operands."""
-    if scales is not NO_SCALES:
+    if problem.stored is not None:
+        check_row_scales(scales, problem.kv_heads, problem.page_size, problem.device)
+    elif scales is not NO_SCALES:
         heads = (problem.heads, problem.kv_heads, problem.kv_heads)
         check_scales(scales, problem.dtype, problem.batch, heads, problem.device)
 
@@ -276,6 +279,9 @@ def build_operands(
 
 def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operands:
     """Return the operands with the scales of a call in kernel form."""
+    if problem.stored is not None:
+        rows = [None if x is None else x.to(torch.float32) for x in scales[1:]]
+        return operands._replace(k_scale=rows[0], v_scale=rows[1])
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     q, k, v = lower_scales(scales, problem.batch, heads)
     return operands._replace(q_scale=q, k_scale=k, v_scale=v)

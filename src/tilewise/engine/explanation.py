@@ -58,6 +58,9 @@ def described(
     sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
     dtype = str(problem.dtype).removeprefix("torch.")
     pages = [("pages", f"of {problem.page_size} keys")] if problem.page_size else []
+    if problem.stored is not None:
+        stored = str(problem.stored).removeprefix("torch.")
+        pages = [("pages", f"of {problem.page_size} keys in {stored}, with a scale for each row")]
     return _aligned(
         (
             ("backend", backend),

@@ -27,7 +27,7 @@ from tilewise.plan.traffic.gathered import gathered_account
 from tilewise.problem import Needs, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
-from tilewise.variants.float8 import FLOAT8, NO_SCALES
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
 from tilewise.variants.lower import lower_score
 from tilewise.variants.program import RAW, encode, fitted
 
@@ -46,6 +46,8 @@ def attend_lists(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
     """
+    if k.dtype != q.dtype and k.dtype in STORED:
+        _refuse("pages in 8 bits", "pass pages in q's dtype")
     _refuse_others(q.dtype, keywords)
     sinks = keywords.sinks
     keywords = keywords._replace(sinks=None)

@@ -13,9 +13,9 @@ from tilewise.engine.call import Keywords, build_operands, build_problem, cached
 from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import RESULTS, promised, result_of, returned, schema
 from tilewise.engine.pages import Pages
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Result, Statistics
+from tilewise.problem import Problem, Result, Statistics
 from tilewise.variants.float8 import scales_of
 from tilewise.variants.program import decode
 from tilewise.variants.values import Mask, Score
@@ -35,6 +35,22 @@ def check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) 
     tensors = (q, k, v, keywords.sinks, *keywords.scales, *keywords.score.captured)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         refuse_gradient()
+
+
+def _check_rows(problem: Problem, k: Tensor, v: Tensor, keywords: Keywords) -> None:
+    """Rows in 8 bits: each has a scale, and its numbers next to one another."""
+    if problem.stored is None:
+        return
+    required = f"[{k.shape[0]}, {problem.kv_heads}, {problem.page_size}], one for each row"
+    for letter, pages, scale in (("k", k, keywords.scales.k), ("v", v, keywords.scales.v)):
+        if scale is None or scale.shape[0] != k.shape[0]:
+            came = "None" if scale is None else f"shape {tuple(scale.shape)}"
+            fix = f"Or pass pages in q's dtype, {problem.dtype}." if scale is None else ""
+            came += f" for pages of {problem.stored}"
+            raise InvalidArgument(f"{letter}_scale", came, required, fix)
+        if pages.shape[3] > 1 and pages.stride(3) != 1:
+            came = f"stride {pages.stride(3)} in its last dimension"
+            raise InvalidArgument(f"{letter}_pages", came, "1 for numbers in 8 bits")
 
 
 def refuse_gradient(*_: Any) -> NoReturn:
@@ -59,6 +75,7 @@ def attend_pages(
     if plan is None:
         plan = cached_plan(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
+    _check_rows(plan.problem, k, v, keywords)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     operands = build_operands(plan.problem, q, k, v, keywords, None, out_alone)
     result: Result = plan.forward(operands, statistics)
@@ -71,6 +88,7 @@ def call_paged(
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
+    _check_rows(problem, k, v, keywords)
     assert keywords.pages is not None
     found = torch.ops.tilewise.attention_paged(
         q,

@@ -120,9 +120,17 @@ def _row(scale: Tensor | None, b: int) -> Tensor | None:
 
 
 def multiplied(tensor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [B, H, S, D] in ``dtype``: float8 is multiplied by the scales [B, H] of its heads."""
+    """Return [B, H, S, D] in ``dtype``, times the scales [B, H] of heads or [B, H, S] of rows."""
+    if scale is not None and scale.dim() == 3:
+        wide = torch.promote_types(dtype, torch.float32)
+        return (tensor.to(wide) * scale[..., None].to(wide)).to(dtype)
     numbers = tensor.to(dtype)
     return numbers if scale is None else numbers * scale.to(dtype)[:, :, None, None]
+
+
+def of_keys(scale: Tensor | None, keys: slice) -> Tensor | None:
+    """Return the scales of some keys: a part of those of rows, all of those of heads."""
+    return scale[..., keys] if scale is not None and scale.dim() == 3 else scale
 
 
 def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[Part]:
@@ -135,9 +143,10 @@ def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[P
         m = problem.queries if bounds is None else rows.stop - rows.start
         q = operands.q[rows]
         used = operands.block_table[b, : -(-n // problem.page_size)].long()
-        k, v = (
-            pages[used.to(pages.device)].transpose(0, 1).flatten(1, 2)[None, :, :n]
-            for pages in (operands.k, operands.v)
+        k, v = (_gathered(pages, used, n) for pages in (operands.k, operands.v))
+        k_scale, v_scale = (
+            _row(scale, b) if problem.stored is None or scale is None else _gathered(scale, used, n)
+            for scale in (operands.k_scale, operands.v_scale)
         )
         yield Part(
             problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0),
@@ -151,8 +160,8 @@ def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[P
                 block_table=None,
                 key_lengths=None,
                 q_scale=_row(operands.q_scale, b),
-                k_scale=_row(operands.k_scale, b),
-                v_scale=_row(operands.v_scale, b),
+                k_scale=k_scale,
+                v_scale=v_scale,
             ),
             b,
             rows,
@@ -160,6 +169,11 @@ def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[P
             walk,
             problem.page_size,
         )
+
+
+def _gathered(pages: Tensor, used: Tensor, keys: int) -> Tensor:
+    """Return the first keys of pages [pages, Hk, page_size, ...], as [1, Hk, keys, ...]."""
+    return pages[used.to(pages.device)].transpose(0, 1).flatten(1, 2)[None, :, :keys]
 
 
 def cut(program: Program, tensors: Sequence[Tensor], b: int, m: int, n: int) -> tuple[Tensor, ...]:

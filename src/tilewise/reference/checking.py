@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Operands, Problem
-from tilewise.reference.blocks import Block, Part, multiplied, parts
+from tilewise.reference.blocks import Block, Part, multiplied, of_keys, parts
 from tilewise.reference.expressions import evaluate
 from tilewise.reference.programs import visible
 from tilewise.variants.expr import Expr, Graph, decode
@@ -97,7 +97,7 @@ def _scores(part: Part, block: Block) -> Tensor:
     problem, operands = part.problem, part.operands
     rows, keys = (slice(span.start, span.stop) for span in (block.queries, block.keys))
     q = multiplied(operands.q[:, :, rows], operands.q_scale, block.floats)
-    k = multiplied(operands.k[:, :, keys], operands.k_scale, block.floats)
+    k = multiplied(operands.k[:, :, keys], of_keys(operands.k_scale, keys), block.floats)
     k = k.repeat_interleave(problem.heads // problem.kv_heads, 1)
     return q @ k.transpose(-1, -2) * problem.scale
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Problem
-from tilewise.reference.blocks import Block, Part, multiplied
+from tilewise.reference.blocks import Block, Part, multiplied, of_keys
 from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, apply_score, cover, visible
 from tilewise.variants.float8 import output_dtype
@@ -95,8 +95,9 @@ def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> 
             continue
         if ledger is not None:  # each query head's tile reads its keys and values
             ledger.looks_up(columns, part.page_size, tile.k.shape[0] * tile.k.shape[1])
-            ledger.reads(k=tile.k.numel() * operands.k.element_size())
-            ledger.reads(v=tile.v.numel() * operands.v.element_size())
+            scales = tile.k[..., 0].numel() * (4 if part.problem.stored else 0)  # float32
+            ledger.reads(k=tile.k.numel() * operands.k.element_size() + scales)
+            ledger.reads(v=tile.v.numel() * operands.v.element_size() + scales)
         yield tile
 
 
@@ -119,8 +120,8 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
     if covered is Cover.EMPTY:
         return None
     span = slice(columns.start, columns.stop)
-    k = multiplied(operands.k[:, :, span], operands.k_scale, q.dtype)
-    v = multiplied(operands.v[:, :, span], operands.v_scale, q.dtype)
+    k = multiplied(operands.k[:, :, span], of_keys(operands.k_scale, span), q.dtype)
+    v = multiplied(operands.v[:, :, span], of_keys(operands.v_scale, span), q.dtype)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     seen = None
     if covered is Cover.PARTIAL:

@@ -34,6 +34,8 @@ def cascade_attention(
     score: ScoreLike = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -59,6 +61,8 @@ def cascade_attention(
             rows of all sequences and heads at once.
         scale: s = scale * q.k; 1/sqrt(D) if None.
         sinks: floating [Hq], as in ``attention``.
+        k_scale: of pages in 8 bits, as in ``attention_paged``.
+        v_scale: of pages in 8 bits, as in ``attention_paged``.
         return_lse: ask for an AttentionResult with lse.
         backend: None (choose), or a name of ``explain``.
 
@@ -75,6 +79,7 @@ def cascade_attention(
     """
     _check_variants(mask, score)
     common: dict[str, Any] = {"score": score, "scale": scale, "backend": backend}
+    common |= {"k_scale": k_scale, "v_scale": v_scale}
     pages = _shared_pages(k_pages, block_table, shared)
     if pages == 0 or q.numel() == 0:
         more = {**common, "mask": mask, "sinks": sinks, "return_lse": return_lse}

@@ -34,8 +34,9 @@ class PagedKVCache(Sequences):
     row's own largest number (``serving.pool.quantised`` has the formula and its error). A scale for
     a whole page would have to change when a later row is larger, and the rows before it be rounded
     again. So a row is rounded once, and its result does not depend on how it came. The scale costs
-    4 bytes per row of D. No kernel reads such pages: ``attend`` writes out those of its sequences
-    in ``dtype``, once each, for the time of the call. It saves room, not time.
+    4 bytes per row of D. On the CPU, kernels read such pages where they lie. On a GPU ``attend``
+    writes out those of its sequences in ``dtype``, once each, for the time of the call: there it
+    saves room, not time.
 
     With ``latent`` the values are the first ``value_dim`` numbers of the keys, as in the absorbed
     form of multi-head latent attention (DeepSeek-V2, V3): a token takes D numbers, and no more.
@@ -221,7 +222,8 @@ class PagedKVCache(Sequences):
             self._check_queries(sequences, self._counts(sequences, q, keywords))
             seen, mask = window(self.window - 1, 0), keywords.get("mask")
             asked["mask"] = seen if mask is None else as_mask(mask) & seen
-        tensors = self._readable(sequences)
+        tensors, scales = self._readable(sequences, keywords.get("backend"))
+        asked |= scales
         if not cascade:
             return attention_paged(q, *tensors, **asked)
         counts = self._counts(sequences, q, keywords)
@@ -231,15 +233,21 @@ class PagedKVCache(Sequences):
         shared = self._common(sequences, counts) * self.page_size
         return cascade_attention(q, *tensors, shared, **asked)
 
-    def _readable(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pages that kernels read, with the tables of sequences."""
+    def _readable(
+        self, sequences: Sequence[int], backend: str | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Pages that the kernels read, with the tables of sequences; and scales of the pages."""
         table, lengths = self.tables(sequences)
         if self.k_scales is None:
-            return self.k_pages, self.v_pages, table, lengths
+            return (self.k_pages, self.v_pages, table, lengths), {}
+        if self.k_pages.is_cpu and backend != "gpu":
+            scales = {"k_scale": self.k_scales, "v_scale": self.v_scales}
+            return (self.k_pages, self.v_pages, table, lengths), scales
+        # Only the kernels of GPUs do not read 8 bits beside wider queries.
         used, places = torch.unique(table, return_inverse=True)
         pages = [pool.read(used) for pool in self._pools]
         values = pages[-1][..., : self._value_dim]
-        return pages[0], values, places.to(torch.int32), lengths
+        return (pages[0], values, places.to(torch.int32), lengths), {}
 
     def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
         """Return how many queries each sequence has; none where that cannot be looked at."""

@@ -1,6 +1,7 @@
-"""float8 operands: which ones there are, and the scales that they stand for numbers by.
+"""Operands in 8 bits: which ones there are, and the scales that they stand for numbers by.
 
-A float8 number in q, k or v stands for itself times the scale of its head. The scales are float32
+A float8 number in q, k or v stands for itself times the scale of its head. In pages of 8 bits
+beside wider queries, a number stands for itself times the scale of its row. The scales are float32
 tensors whose values are never read by the host.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
 FLOAT8 = torch.float8_e4m3fn
+STORED = (torch.int8, FLOAT8)  # of pages beside wider queries
 _NAMES = ("q_scale", "k_scale", "v_scale")
 
 
@@ -68,18 +70,35 @@ def check_scales(
         if scale is None:
             continue
         required = f"a floating tensor of one element, [{count}] (heads) or [{batch}, {count}]"
-        if not isinstance(scale, Tensor):
-            came = f"a {type(scale).__name__}"
-            raise InvalidType(name, came, required, "Say torch.tensor(scale, device=q.device).")
+        _check_tensor(name, scale, required, device)
         if dtype is not FLOAT8:
             fix = f"Multiply {letter} by it, or quantise: ({letter} / {name}).to({FLOAT8})."
             raise InvalidArgument(name, f"a scale for {letter} of {dtype}", f"{FLOAT8}", fix)
-        if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
-            raise InvalidArgument(name, f"a tensor of {scale.dtype}", required)
         if not _fits(scale, batch, count):
             raise InvalidArgument(name, f"shape {tuple(scale.shape)}", required)
-        if scale.device.type != device:
-            raise InvalidArgument(name, f"device {scale.device}", f"q's device, {device}")
+
+
+def check_row_scales(scales: Scales, heads: int, page_size: int, device: str) -> None:
+    """As ``check_scales``, of pages in 8 bits: scales of keys and values, one for each row."""
+    if scales.q is not None:
+        raise InvalidArgument("q_scale", "one with pages in 8 bits", "none: q is wider")
+    for name, scale in zip(_NAMES[1:], scales[1:], strict=True):
+        if scale is None:
+            continue
+        required = f"a floating tensor [pages, {heads}, {page_size}], a number for each row"
+        _check_tensor(name, scale, required, device)
+        if scale.dim() != 3 or scale.shape[1] != heads or scale.shape[2] != page_size:
+            raise InvalidArgument(name, f"shape {tuple(scale.shape)}", required)
+
+
+def _check_tensor(name: str, scale: object, required: str, device: str) -> None:
+    if not isinstance(scale, Tensor):
+        came = f"a {type(scale).__name__}"
+        raise InvalidType(name, came, required, "Say torch.tensor(scale, device=q.device).")
+    if not scale.dtype.is_floating_point or scale.dtype.itemsize < 2:
+        raise InvalidArgument(name, f"a tensor of {scale.dtype}", required)
+    if scale.device.type != device:
+        raise InvalidArgument(name, f"device {scale.device}", f"q's device, {device}")
 
 
 def _fits(scale: Tensor, batch: int, heads: int) -> bool:

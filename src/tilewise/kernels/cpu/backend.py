@@ -376,6 +376,7 @@ class _Kernel:
             call.sequences,
             addresses,
             operands.for_backward,
+            (operands.k_scale, operands.v_scale) if self._problem.stored else (),
         )
         return Result(out, lse, stats, *more)
 

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tilewise.problem import Problem
+
 ENTRY_BYTES = 4  # of an entry of a block table
+SCALE_BYTES = 4  # of a row in 8 bits
+
+
+def stored_row(problem: Problem, width: int) -> int:
+    """Return bytes of a row of keys or values, with its scale where pages are in 8 bits."""
+    if problem.stored is None:
+        return width * problem.dtype.itemsize
+    return width * problem.stored.itemsize + SCALE_BYTES
 
 
 class Operand(NamedTuple):

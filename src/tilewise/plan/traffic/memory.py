@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.errors import InvalidArgument
+from tilewise.plan.traffic.count import stored_row
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem
 from tilewise.variants.float8 import output_dtype
@@ -46,11 +47,12 @@ class Fit(NamedTuple):
 def _operands(problem: Problem, dtype: torch.dtype | None = None) -> tuple[int, int, int]:
     """Bytes of q, of k and v together, and of out; q, k and v in another dtype if it is given."""
     e, rows = (dtype or problem.dtype).itemsize, problem.heads * problem.queries
-    keys, widths = problem.kv_heads * problem.keys, problem.head_dim + problem.value_dim
+    keys, widths = problem.kv_heads * problem.keys, (problem.head_dim, problem.value_dim)
+    of_keys = sum(width * e if dtype else stored_row(problem, width) for width in widths)
     items = problem.batch if problem.layout == "dense" else 1
     return (
         items * rows * problem.head_dim * e,
-        items * keys * widths * e,
+        items * keys * of_keys,
         items * rows * problem.value_dim * output_dtype(problem.dtype).itemsize,
     )
 

@@ -12,7 +12,8 @@ has besides: repeating the keys of groups, score, mask, dropout. Conventions:
 * each step of a score is a pass, forward and backward, besides what it captures;
 * dropout writes a byte for each pair that says whether it is kept, and reads it in the backward;
 * the matrix has the operands' dtype; nothing is skipped, however little attends;
-* keys in pages are first gathered by the block table into rows that lie one after the other;
+* keys in pages are first gathered by the block table into rows that lie one after the other; those
+  in 8 bits are then multiplied by their scales;
 * no operation here attends in float8: a pass first converts the operands, times their scales, to
   bfloat16. It reads one byte per number and writes two. Everything else is in bfloat16. (The 2x
   rule's plain implementation in float8, ``reference.dense``, is another one.)
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
+from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic, stored_row
 from tilewise.problem import Problem
 from tilewise.variants.float8 import output_dtype
 
@@ -53,6 +54,10 @@ class _Sizes:
         self.k = problem.heads * keys * problem.head_dim * e  # as the products read them
         self.v = problem.heads * keys * problem.value_dim * e
         self.group = problem.heads // problem.kv_heads
+        self.kept = {
+            "k": problem.kv_heads * keys * stored_row(problem, problem.head_dim),
+            "v": problem.kv_heads * keys * stored_row(problem, problem.value_dim),
+        }
         self.pages = sum(-(-n // problem.page_size) for _, n in shapes) if problem.page_size else 0
 
     @property
@@ -62,17 +67,16 @@ class _Sizes:
 
     def before(self) -> list[Pass]:
         """Return what is done to the operands before the products."""
-        narrow = 2 if self.converts else 1
         stored = {"k": self.k // self.group, "v": self.v // self.group}
         passes = []
         if self.problem.page_size:
             entries = Operand("block_table", 2 * self.pages * ENTRY_BYTES)
-            sizes = {name: size // narrow for name, size in stored.items()}
-            copied = [Operand(name, size, size) for name, size in sizes.items()]
+            copied = [Operand(name, size, size) for name, size in self.kept.items()]
             passes.append(Pass("gather", (entries, *copied)))
-        if self.converts:
-            wide = {"q": self.q, **stored}
-            made = [Operand(name, size // narrow, size) for name, size in wide.items()]
+        if self.converts or self.problem.stored is not None:
+            made = [Operand(name, self.kept[name], size) for name, size in stored.items()]
+            if self.converts:
+                made.insert(0, Operand("q", self.q // 2, self.q))
             passes.append(Pass("convert", tuple(made)))
         if self.group > 1:
             repeated = [Operand(name, size, size * self.group) for name, size in stored.items()]

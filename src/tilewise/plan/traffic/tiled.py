@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Sharing, Traffic
+from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Sharing, Traffic, stored_row
 from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Problem, Statistics
 from tilewise.variants.float8 import output_dtype
@@ -34,6 +34,8 @@ class _Sizes:
         self.head, self.value = problem.head_dim * self.e, problem.value_dim * self.e
         self.out = problem.value_dim * output_dtype(problem.dtype).itemsize
         self.widths = problem.head_dim, problem.value_dim
+        # Of a row of keys and one of values; those in 8 bits have a scale.
+        self.key_row, self.value_row = (stored_row(problem, width) for width in self.widths)
 
     def keys_walked(self, times: int = 1) -> tuple[Operand, Operand]:
         """Keys and values that the tiles of queries walk over, each query head by itself."""
@@ -41,8 +43,8 @@ class _Sizes:
         walked = visits.keys_walked * times
         distinct = min(visits.keys, visits.keys_walked)
         return (
-            Operand("k", walked * self.head, once=distinct * self.head),
-            Operand("v", walked * self.value, once=distinct * self.value),
+            Operand("k", walked * self.key_row, once=distinct * self.key_row),
+            Operand("v", walked * self.value_row, once=distinct * self.value_row),
         )
 
     def keys_held(self) -> tuple[Operand, Operand]:
@@ -87,7 +89,7 @@ class _Sizes:
     def of_keys(self) -> Sharing:
         """Tiles of queries that walk over the keys of one key head."""
         visits, groups = self.visits, max(1, self.visits.groups)
-        size = -(-visits.keys // groups) * (self.head + self.value)
+        size = -(-visits.keys // groups) * (self.key_row + self.value_row)
         return Sharing(groups, -(-visits.row_tiles // groups), size)
 
     def of_rows(self) -> Sharing:

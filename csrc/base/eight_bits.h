@@ -1,0 +1,74 @@
+// Numbers in 8 bits, of rows that each have a scale. Every one of them is exact in every wider type.
+#pragma once
+
+#include "base/schedule.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+using u8 = std::uint8_t;
+typedef std::int8_t Vec8 __attribute__((vector_size(kVectorBytes / 4)));
+
+TW_INLINE Vec8 load8(const u8* p, i64 count) {
+  Vec8 v{};
+  if (count >= kLanes<float>) {
+    std::memcpy(&v, p, sizeof v);
+  } else if (count > 0) {
+#if TILEWISE_VECTOR_BYTES == 64
+    v = (Vec8)_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), p);
+#else
+    std::memcpy(&v, p, static_cast<std::size_t>(count));
+#endif
+  }
+  return v;
+}
+
+// Not by __builtin_convertvector: GCC 12 does that number by number.
+TW_INLINE Vec<i32> extended(Vec8 x) {
+#if TILEWISE_VECTOR_BYTES == 64
+  return (Vec<i32>)_mm512_cvtepi8_epi32((__m128i)x);
+#elif TILEWISE_VECTOR_BYTES == 32
+  i64 bytes;
+  std::memcpy(&bytes, &x, sizeof bytes);
+  return (Vec<i32>)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes));
+#else
+  return __builtin_convertvector(x, Vec<i32>);
+#endif
+}
+
+template <Stored kStored>
+TW_INLINE Vec<float> number_of(Vec8 x) {
+  if constexpr (kStored == Stored::int8) {
+    return __builtin_convertvector(extended(x), Vec<float>);
+  } else {
+    // The bits of e4m3 are those of a float16 that is 256 times smaller, but for its NaN.
+    const Vec<i32> bits = extended(x), nan = ((bits & 0x7f) == 0x7f) & 0x7e00;
+    return widen_half(__builtin_convertvector((Vec<u32>)(((bits << 7) & 0xbf80) | nan), Vec16)) * 256.0f;
+  }
+}
+
+// A row times its scale, rounded.
+template <class E, class C>
+TW_NOINLINE static void widen_scaled(Stored stored, const u8* from, C scale, int width, E* to) {
+  constexpr int lanes = kLanes<float>;
+  for (int d = 0; d < width; d += lanes) {
+    const Vec8 bytes = load8(from + d, width - d);
+    const Vec<float> x = stored == Stored::int8 ? number_of<Stored::int8>(bytes) : number_of<Stored::e4m3>(bytes);
+    if constexpr (std::is_same_v<C, double>)
+      for (int i = 0; i < lanes && d + i < width; i++) to[d + i] = x[i] * scale;
+    else
+      narrow(to + d, width - d, x * scale);
+  }
+}
+
+// The scales of the rows n0 .. n1 - 1.
+template <class C>
+static void row_scales(const Problem& p, const View& scales, const Sequence& seq, i64 kv_head, i64 n0, i64 n1, C* to) {
+  while (n0 < n1) {
+    const KeyRun run = key_run(p, scales, seq, kv_head, n0, n1);
+    const float* from = static_cast<const float*>(scales.data) + run.at;
+    n0 += run.count;
+    for (C* const end = to + run.count; to < end; from += scales.row) *to++ = *from;
+  }
+}
+
+}  // namespace tilewise::TILEWISE_ISA

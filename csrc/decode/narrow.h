@@ -1,0 +1,141 @@
+// Rows in 8 bits, without their scales: as rows of a wider type, or widened in registers where products take pairs of
+// bfloat16 and bytes come from tables.
+#pragma once
+
+#include "base/eight_bits.h"
+#include "decode/products.h"
+
+namespace tilewise::TILEWISE_ISA {
+
+#if TILEWISE_VECTOR_BYTES == 64
+// The upper halves of two vectors: numbers that are exact in bfloat16.
+TW_INLINE Vec<i32> upper_halves(Vec<float> a, Vec<float> b) {
+  alignas(64) static constexpr u16 odd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                              33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return (Vec<i32>)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(odd), (__m512i)b);
+}
+TW_INLINE u64 first_bits(i64 count) { return count >= 64 ? ~u64{0} : count <= 0 ? 0 : (u64{1} << count) - 1; }
+#endif
+
+#if defined(__AVX512VBMI__)
+// The bfloat16 of each e4m3 number without a sign, byte by byte.
+struct E4m3Bytes {
+  alignas(64) u8 low[128] = {}, high[128] = {};
+  constexpr E4m3Bytes() {
+    for (u32 code = 0; code < 128; code++) {
+      u32 exponent = code >> 3, fraction = code & 7;
+      if (exponent == 0 && fraction != 0) {  // below the normal range there, in it here
+        for (exponent = 1; (fraction & 8) == 0; exponent--) fraction <<= 1;
+        fraction &= 7;
+      }
+      const u32 bits = code == 0 ? 0 : code == 127 ? 0x7fc0 : (exponent + 120) << 7 | fraction << 4;
+      low[code] = static_cast<u8>(bits), high[code] = static_cast<u8>(bits >> 8);
+    }
+  }
+};
+
+// Of each 16 bytes the first 8, and the others, as bfloat16.
+TW_INLINE void e4m3_words(__m512i x, Vec<i32>* to) {
+  alignas(64) static constexpr E4m3Bytes bytes;
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(bytes.low), x, _mm512_load_si512(bytes.low + 64));
+  const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(bytes.high), x, _mm512_load_si512(bytes.high + 64));
+  const __m512i all = _mm512_ternarylogic_epi64(high, x, _mm512_set1_epi8(-128), 0xf8);  // high | (x & the signs)
+  to[0] = (Vec<i32>)_mm512_unpacklo_epi8(low, all);
+  to[1] = (Vec<i32>)_mm512_unpackhi_epi8(low, all);
+}
+TW_INLINE void e4m3_row(const u8* p, u64 some, Vec<i32>* to) {
+  alignas(64) static constexpr i64 order[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  e4m3_words(_mm512_permutexvar_epi64(_mm512_load_si512(order), _mm512_maskz_loadu_epi8(some, p)), to);
+}
+#endif
+
+// ---- rows of a wider type
+
+TW_INLINE void store_exact(float* p, i64 count, Vec<float> x) { store_first(p, count, x); }
+TW_INLINE void store_exact(double* p, i64 count, Vec<float> x) {
+  for (i64 i = 0; i < count && i < kLanes<float>; i++) p[i] = x[i];
+}
+TW_INLINE void store_exact(Half* p, i64 count, Vec<float> x) { narrow(p, count, x); }
+TW_INLINE void store_exact(Bf16* p, i64 count, Vec<float> x) {
+  store16(&p->bits, count, __builtin_convertvector((Vec<u32>)x >> 16, Vec16));
+}
+
+template <Stored kStored, class E>
+TW_INLINE void widen_row(const u8* from, int width, E* to) {
+  constexpr int lanes = kLanes<float>;
+  int d = 0;
+  if constexpr (std::is_same_v<E, Bf16>) {
+#if defined(__AVX512VBMI__)
+    if constexpr (kStored == Stored::e4m3) {
+      for (; d < width; d += 64) {
+        Vec<i32> words[2];
+        const u64 some = first_bits(width - d);
+        e4m3_row(from + d, some, words);
+        _mm512_mask_storeu_epi16(to + d, static_cast<__mmask32>(some), (__m512i)words[0]);
+        _mm512_mask_storeu_epi16(to + d + 32, static_cast<__mmask32>(some >> 32), (__m512i)words[1]);
+      }
+      return;
+    }
+#endif
+#if TILEWISE_VECTOR_BYTES == 64
+    for (; d + 2 * lanes <= width; d += 2 * lanes)
+      store(reinterpret_cast<i32*>(to + d), upper_halves(number_of<kStored>(load8(from + d, lanes)),
+                                                         number_of<kStored>(load8(from + d + lanes, lanes))));
+#endif
+  }
+  for (; d < width; d += lanes) store_exact(to + d, width - d, number_of<kStored>(load8(from + d, width - d)));
+}
+
+// One after the other.
+template <class E>
+TW_NOINLINE static void widen_rows(Stored stored, const u8* const* rows, int count, int width, E* to) {
+  if (stored == Stored::int8)
+    for (int j = 0; j < count; j++, to += width) widen_row<Stored::int8>(rows[j], width, to);
+  else
+    for (int j = 0; j < count; j++, to += width) widen_row<Stored::e4m3>(rows[j], width, to);
+}
+
+// ---- in registers
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+template <Stored kStored>
+struct NarrowPairs : PairMode {};
+
+template <Stored kStored>
+struct RowVectors<NarrowPairs<kStored>> : RowVectors<PairMode> {
+  using Key = u8;
+  static constexpr int unit = 2, step = 64, sums = 2;
+
+  TW_INLINE void of_key(const u8* p, i64 count, Vec<i32>* to) {
+    if constexpr (kStored == Stored::e4m3) return e4m3_row(p, first_bits(count), to);
+    TW_UNROLL(2)
+    for (int i = 0; i < 64; i += 32)
+      to[i / 32] = upper_halves(number_of<kStored>(load8(p + i, count - i)),
+                                number_of<kStored>(load8(p + i + 16, count - i - 16)));
+  }
+  // Two rows, neighbours in one word.
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
+    const u8 *a = rows[j] + column, *b = rows[j + 1] + column;
+    if constexpr (kStored == Stored::e4m3) {
+      alignas(64) static constexpr u8 order[64] = {0,  64, 1,  65, 2,  66, 3,  67, 16, 80, 17, 81, 18, 82, 19, 83,  //
+                                                   4,  68, 5,  69, 6,  70, 7,  71, 20, 84, 21, 85, 22, 86, 23, 87,  //
+                                                   8,  72, 9,  73, 10, 74, 11, 75, 24, 88, 25, 89, 26, 90, 27, 91,  //
+                                                   12, 76, 13, 77, 14, 78, 15, 79, 28, 92, 29, 93, 30, 94, 31, 95};
+      const __mmask32 some = static_cast<__mmask32>(first_bits(count));
+      const __m512i first = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, a));
+      const __m512i second = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, b));
+      return e4m3_words(_mm512_permutex2var_epi8(first, _mm512_load_si512(order), second), to);
+    }
+    TW_UNROLL(2)
+    for (int i = 0; i < 32; i += 16) {
+      const Vec<float> first = number_of<kStored>(load8(a + i, count - i));
+      const Vec<float> second = number_of<kStored>(load8(b + i, count - i));
+      to[i / 16] = (Vec<i32>)((Vec<u32>)first >> 16 | (Vec<u32>)second);
+    }
+  }
+  TW_INLINE void in_order(Vec<float>*) {}
+};
+#endif
+
+}  // namespace tilewise::TILEWISE_ISA

@@ -201,19 +201,6 @@ def test_a_layer_takes_axes_and_pairs() -> None:
     torch.testing.assert_close(several(x), one(x))
 
 
-def test_hooks_of_a_layers_norm_still_run() -> None:
-    """Then the norm is a call of its own, with the same result."""
-    torch.manual_seed(0)
-    layer = Attention(16, 2, qk_norm=True, rotary=Rotary())
-    x, seen = torch.randn(2, 5, 16), []
-    expected = layer(x)
-    assert layer.query_norm is not None
-    handle = layer.query_norm.register_forward_hook(lambda *found: seen.append(found[2]))
-    torch.testing.assert_close(layer(x), expected)
-    assert seen[0].shape == (2, 2, 5, 8)
-    handle.remove()
-
-
 @pytest.mark.parametrize(
     ("message", "call"),
     [

@@ -18,7 +18,6 @@ from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument
 from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.nn.caches import Cache, Past
-from tilewise.nn.head_rows import HeadNorm
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
@@ -166,10 +165,10 @@ class Attention(nn.Module):
         q = self._heads(self.query(x), self.heads)
         k = self._heads(self.key(source), self.kv_heads)
         v = self._heads(self.value(source), self.kv_heads)
-        (q, query_norm), (k, key_norm) = (
-            self._normed(q, self.query_norm),
-            self._normed(k, self.key_norm),
-        )
+        if self.query_norm is not None and self.key_norm is not None:
+            # In the dtype of the weights: under autocast q and k come in a narrower one.
+            q = self.query_norm(q.to(self.query_norm.weight.dtype))
+            k = self.key_norm(k.to(self.key_norm.weight.dtype))
         if self.rotary is not None:
             if past is not None and positions is None:
                 positions = self._on_axes(past.positions(x))
@@ -177,7 +176,7 @@ class Attention(nn.Module):
             how = self.rotary._asdict()
             if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
                 how["length"] = longest(at, at_keys)
-            q, k = rotary(q, at, norm=query_norm, **how), rotary(k, at_keys, norm=key_norm, **how)
+            q, k = rotary(q, at, **how), rotary(k, at_keys, **how)
         q, k = q.to(v.dtype), k.to(v.dtype)
         ask = Ask(
             _both(self.mask, mask),
@@ -247,16 +246,6 @@ class Attention(nn.Module):
         if self.rotary is None or self.rotary.axes is None:
             return positions
         return positions.expand(max(self.rotary.axes) + 1, *positions.shape)
-
-    def _normed(self, x: Tensor, norm: nn.RMSNorm | None) -> tuple[Tensor, HeadNorm | None]:
-        """Return heads and the norm that is left to the rotation, which does both at once."""
-        if norm is None:
-            return x, None
-        watched = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
-        if self.rotary is None or watched or norm.eps is None:
-            # In the dtype of the weights: under autocast q and k come in a narrower one.
-            return norm(x.to(norm.weight.dtype)), None
-        return x, HeadNorm(norm.weight, eps=norm.eps)
 
 
 def _mask_to_keep(mask: MaskLike) -> MaskLike:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.nn.head_rows import HeadNorm, turned
+from tilewise.nn.head_rows import HeadNorm, turned, turned_pairs
 from tilewise.nn.scaling import RotaryScaling
 
 
@@ -60,9 +60,9 @@ def rotary(
     position on axis ``axes[i]``. Qwen2-VL's sections (16, 24, 24) are
     ``axes=[0] * 16 + [1] * 24 + [2] * 24``.
 
-    Eager calls on a CPU go over the rows once, norm included, in the compiled core; other calls
-    take operations of torch. Differentiable any number of times, in ``x``, the norm's tensors and
-    floating positions.
+    With a norm, eager calls on a CPU go over the rows once, in the compiled core. Other calls take
+    operations of torch, and may round otherwise. Differentiable any number of times, in ``x``, the
+    norm's tensors and floating positions.
 
     Args:
         x: queries or keys, [B, H, S, D].
@@ -115,7 +115,11 @@ def rotary(
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
-    return turned(x, cos, sin, interleaved, norm)
+    if norm is not None:
+        return turned(x, cos, sin, interleaved, norm)
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    return turned_pairs(x, cos, sin, interleaved)
 
 
 def _check_axes(axes: Sequence[int], pairs: int, most: int, scaling: RotaryScaling | None) -> None:

@@ -188,8 +188,8 @@ struct HeadRows {
   DType dtype = DType::f32;  // of x, grad and out
   int threads = 1;
   i64 batch = 0, heads = 0, rows = 0, width = 0;
-  View x, grad, out;  // without `grad` out becomes the result, else the gradient of x
-  int norm = 0;       // 0: none; 1: by the root of the mean square; 2: less the mean, by the standard deviation
+  View x, grad, out;     // without `grad` out becomes the result, else the gradient of x
+  bool centred = false;  // less the mean first; then by the root of the mean square
   double eps = 0;
   const void *weight = nullptr, *bias = nullptr;        // [heads or 1][width]; or null
   i64 weight_head = 0;                                  // stride of their heads; 0 where one row serves all

@@ -695,9 +695,9 @@ void cross_entropy(int dtype, int threads, nb::tuple sizes, nb::tuple arrays, i6
   check(kernels.cross_entropy(f));
 }
 
-// sizes: batch, heads, rows, width, norm, rotated, interleaved. strides: batch, head and row of x, grad and out, then
-// head of the weights, batch and row of the angles. arrays: x, grad or 0, out, weight or 0, bias or 0, grad_weight or
-// 0, grad_bias or 0, cos, sin.
+// sizes: batch, heads, rows, width, centred, rotated, interleaved. strides: batch, head and row of x, grad and out,
+// then head of the weights, batch and row of the angles. arrays: x, grad or 0, out, weight or 0, bias or 0, grad_weight
+// or 0, grad_bias or 0, cos, sin.
 void head_rows(int dtype, int threads, nb::tuple sizes, nb::tuple strides, nb::tuple arrays, double eps) {
   HeadRows f;
   f.dtype = dtype_of(dtype);
@@ -706,9 +706,8 @@ void head_rows(int dtype, int threads, nb::tuple sizes, nb::tuple strides, nb::t
   i64* numbers[] = {&f.batch, &f.heads, &f.rows, &f.width};
   for (int i = 0; i < 4; i++)
     if ((*numbers[i] = number(sizes, i)) < 0) bad("sizes must not be negative");
-  f.norm = static_cast<int>(number(sizes, 4)), f.rotated = number(sizes, 5), f.interleaved = number(sizes, 6) != 0;
+  f.centred = number(sizes, 4) != 0, f.rotated = number(sizes, 5), f.interleaved = number(sizes, 6) != 0;
   if (threads < 1) bad("a call has at least one thread");
-  if (f.norm < 0 || f.norm > 2) bad("norm must be 0, 1 or 2");
   if (f.rotated < 0 || f.rotated > f.width || f.rotated % 2 != 0) bad("rotated channels are an even part of the width");
   i64 elements = 0;
   if (__builtin_mul_overflow(f.batch, f.heads, &elements) || __builtin_mul_overflow(elements, f.rows, &elements) ||
@@ -729,7 +728,6 @@ void head_rows(int dtype, int threads, nb::tuple sizes, nb::tuple strides, nb::t
   f.weight = maybe(3), f.bias = maybe(4);
   f.grad_weight = static_cast<double*>(maybe(5)), f.grad_bias = static_cast<double*>(maybe(6));
   if ((f.grad_weight == nullptr) != (f.grad_bias == nullptr)) bad("weights and biases have their gradients together");
-  if (f.grad_weight != nullptr && f.norm == 0) bad("weights belong to a norm");
   f.cos = maybe(7), f.sin = maybe(8);
   if (f.rotated > 0 && (f.cos == nullptr || f.sin == nullptr)) bad("angles are needed where channels are rotated");
   f.eps = eps;

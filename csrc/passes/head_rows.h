@@ -65,7 +65,7 @@ class HeadRowsKernel {
       const auto* grad = Mode::at(f_.grad.data, view_at(f_.grad, b, h, m));
       for (i64 i = 0; i < f_.width; i += lanes) store(room.row + i, widen(grad + i, f_.width - i));
       turn<true>(b, m, room.row);
-      if (f_.norm != 0) differentiate(h, factor, room);
+      differentiate(h, factor, room);
     }
     for (i64 i = 0; i < f_.width; i += lanes) narrow(to + i, f_.width - i, load(room.row + i));
   }
@@ -77,11 +77,10 @@ class HeadRowsKernel {
     for (i64 i = 0; i < f_.width; i += lanes) {
       const Vec<Acc> each = widen(x + i, f_.width - i);
       store(normal + i, each);
-      sums += f_.norm == 2 ? each : each * each;
+      sums += f_.centred ? each : each * each;
     }
-    if (f_.norm == 0) return 1;
     double total = added(sums);
-    if (f_.norm == 2) {
+    if (f_.centred) {
       const Acc mean = static_cast<Acc>(total / static_cast<double>(f_.width));
       sums = Vec<Acc>{};
       for (i64 i = 0; i < f_.width; i += lanes) {
@@ -122,7 +121,7 @@ class HeadRowsKernel {
     }
     const double width = static_cast<double>(f_.width);
     const Acc tilt = static_cast<Acc>(added(along) / width);
-    const Acc shift = f_.norm == 2 ? static_cast<Acc>(added(plain) / width) : Acc{};
+    const Acc shift = f_.centred ? static_cast<Acc>(added(plain) / width) : Acc{};
     for (i64 i = 0; i < f_.width; i += lanes)
       store(room.row + i, (load(room.row + i) - shift - load(room.normal + i) * tilt) * factor);
   }

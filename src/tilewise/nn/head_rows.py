@@ -2,8 +2,8 @@
 
 Plain code goes over queries and keys some ten times, and makes float32 copies of rows in 16 bits.
 The compiled core goes over them once. It takes eager calls on a CPU; all others (GPUs,
-torch.compile, torch.func transforms, angles with a gradient, second derivatives) take operations
-of torch, which a compiler fuses.
+torch.compile, torch.func transforms, angles with a gradient, batched and second derivatives) take
+operations of torch, which a compiler fuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu.core import absence
 from tilewise.kernels.cpu.cross_entropy import DTYPES
-from tilewise.kernels.cpu.head_rows import head_rows
+from tilewise.kernels.cpu.head_rows import HeadRows, backward, forward
+from tilewise.torch_private import has_batch
 
 
 class HeadNorm(NamedTuple):
@@ -65,8 +66,8 @@ class HeadNorm(NamedTuple):
             shapes = (tuple(tensor.shape),)  # of the other one
 
 
-def turned(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, norm: HeadNorm | None = None
+def normed_and_turned(
+    x: Tensor, norm: HeadNorm, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
     """Normalise heads, [B, H, S, D], and turn the first R of their channels by pairs.
 
@@ -74,15 +75,15 @@ def turned(
 
     Args:
         x: the heads.
+        norm: of their rows.
         cos: [S, R/2] or [B, S, R/2], in float32 or float64, as ``sin``: the arithmetic's dtype.
         sin: of the same shape.
         interleaved: which channels are pairs.
-        norm: None for none.
     """
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    how = _How(None if norm is None else norm.kind, 0.0 if norm is None else norm.eps, interleaved)
+    weight, bias = norm.weight, norm.bias
+    of = HeadRows(x, weight, bias, cos, sin, norm.kind == "layer", norm.eps, interleaved)
     in_core = (
         x.device.type == "cpu"
         and x.dtype in DTYPES
@@ -90,9 +91,7 @@ def turned(
         and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
         and absence() is None
     )
-    if in_core:
-        return _HeadRows.apply(x, weight, bias, cos, sin, how)  # type: ignore[no-any-return, no-untyped-call]
-    return _by_torch(x, weight, bias, cos, sin, how)
+    return _InCore.apply(*of) if in_core else _by_torch(of)  # type: ignore[no-untyped-call]
 
 
 def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -111,110 +110,41 @@ def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     return torch.cat([both.to(x.dtype), x[..., dim:]], dim=-1)
 
 
-class _How(NamedTuple):
-    """What is done to the rows, beside the tensors."""
-
-    kind: str | None  # of the norm
-    eps: float
-    interleaved: bool
-
-
-def _by_torch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, cos: Tensor, sin: Tensor, how: _How
-) -> Tensor:
-    rows = x
-    if how.kind is not None:
-        rows = x.to(cos.dtype)
-        if how.kind == "layer":
-            rows = rows - rows.mean(-1, keepdim=True)
-        rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + how.eps)
-        if weight is not None:
-            rows = rows * weight.to(cos.dtype).unsqueeze(-2)
-        if bias is not None:
-            rows = rows + bias.to(cos.dtype).unsqueeze(-2)
-    return turned_pairs(rows, cos[:, None], sin[:, None], how.interleaved).to(x.dtype)
+def _by_torch(of: HeadRows) -> Tensor:
+    wide = of.cos.dtype
+    rows = of.x.to(wide)
+    if of.centred:
+        rows = rows - rows.mean(-1, keepdim=True)
+    rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + of.eps)
+    if of.weight is not None:
+        rows = rows * of.weight.to(wide).unsqueeze(-2)
+    if of.bias is not None:
+        rows = rows + of.bias.to(wide).unsqueeze(-2)
+    return turned_pairs(rows, of.cos[:, None], of.sin[:, None], of.interleaved).to(of.x.dtype)
 
 
-class _HeadRows(torch.autograd.Function):
-    """The rows by the core."""
+class _InCore(torch.autograd.Function):
+    """The rows by the core; its arguments are those of ``HeadRows``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        how: _How,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, cos, sin)
-        ctx.how = how
-        return _run(x, None, weight, bias, cos, sin, how)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        of = HeadRows(*given)
+        ctx.save_for_backward(*of[:5])
+        ctx.how = of[5:]
+        return forward(of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, cos, sin = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # a derivative of the gradients is wanted: torch has one
-            again = _by_torch(x, weight, bias, cos, sin, ctx.how)
-            leaves = [each for each, this in zip((x, weight, bias), wanted, strict=True) if this]
-            found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))
-            return (*(next(found) if this else None for this in wanted), None, None, None)
-        of_weight = of_bias = None
-        if wanted[1] or wanted[2]:
-            shape = _of_heads(weight if weight is not None else bias).shape
-            of_weight, of_bias = torch.zeros(2, *shape, dtype=torch.float64).unbind()
-        of_x = _run(x, grad, weight, bias, cos, sin, ctx.how, of_weight, of_bias)
-        return (
-            of_x if wanted[0] else None,
-            _like(of_weight, weight if wanted[1] else None),
-            _like(of_bias, bias if wanted[2] else None),
-            None,
-            None,
-            None,
-        )
-
-
-def _run(
-    x: Tensor,
-    grad: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    how: _How,
-    grad_weight: Tensor | None = None,
-    grad_bias: Tensor | None = None,
-) -> Tensor:
-    wide = cos.dtype
-    if how.interleaved:
-        cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-    return head_rows(
-        _near(x),
-        None if grad is None else _near(grad),
-        None if weight is None else _of_heads(weight).to(wide).contiguous(),
-        None if bias is None else _of_heads(bias).to(wide).contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-        grad_weight,
-        grad_bias,
-        kind=how.kind,
-        eps=how.eps,
-        interleaved=how.interleaved,
-    )
-
-
-def _of_heads(tensor: Tensor) -> Tensor:
-    """Return [H or 1, D] of weights [D] or [H, D]."""
-    return tensor if tensor.dim() == 2 else tensor[None]
-
-
-def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    return None if total is None or tensor is None else total.view(tensor.shape).to(tensor.dtype)
-
-
-def _near(x: Tensor) -> Tensor:
-    """Return ``x`` with the channels of a row one after the other, and its sign in its numbers."""
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 else x.contiguous()
+        of = HeadRows(*ctx.saved_tensors, *ctx.how)
+        wanted, rest = ctx.needs_input_grad[:3], (None,) * (len(of) - 3)
+        again = torch.is_grad_enabled()
+        if not again and not has_batch(grad):
+            found = backward(of, grad)
+            pairs = zip(found, wanted, strict=True)
+            return (*(each if this else None for each, this in pairs), *rest)
+        # A derivative of the gradients is wanted, or many of them at once: torch has both.
+        leaves = [x for x, this in zip(of[:3], wanted, strict=True) if x is not None and this]
+        with torch.enable_grad():
+            rows = _by_torch(of)
+        derived = iter(torch.autograd.grad(rows, leaves, grad, create_graph=again))
+        return (*(next(derived) if this else None for this in wanted), *rest)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.nn.head_rows import HeadNorm, turned, turned_pairs
+from tilewise.nn.head_rows import HeadNorm, normed_and_turned, turned_pairs
 from tilewise.nn.scaling import RotaryScaling
 
 
@@ -116,7 +116,7 @@ def rotary(
     if scaling is not None and scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     if norm is not None:
-        return turned(x, cos, sin, interleaved, norm)
+        return normed_and_turned(x, norm, cos, sin, interleaved)
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     return turned_pairs(x, cos, sin, interleaved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,63 +11,83 @@ from tilewise.kernels.cpu.core import core
 from tilewise.kernels.cpu.cross_entropy import DTYPES
 from tilewise.kernels.cpu.forks import threads
 
-KINDS = {None: 0, "rms": 1, "layer": 2}  # of norms, by their code in the core
 
-
-def head_rows(
-    x: Tensor,
-    grad: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-    *,
-    kind: str | None,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
-    """Return the rows, or with ``grad`` the gradient of ``x``; those of the weights are added up.
+class HeadRows(NamedTuple):
+    """What goes in, and what is done to it.
 
     Args:
-        x: [B, H, S, D], channels of a row one after the other in memory, as in ``grad``.
-        grad: of the result, or None.
-        weight: [H or 1, D] of the computing type, contiguous, as ``bias``; None for 1.
-        bias: None for 0.
-        cos: [B or 1, S, R/2] of the computing type, contiguous, as ``sin``.
+        x: [B, H, S, D].
+        weight: [D] or [H, D]; None for 1.
+        bias: of the same shapes; None for 0.
+        cos: [B or 1, S, R/2] of the computing type, for the first R channels, as ``sin``.
         sin: of the same shape.
-        grad_weight: float64, of weight's or bias's shape; None, as ``grad_bias``, if not wanted.
-        grad_bias: of the same shape.
-        kind: ``"rms"``, ``"layer"``, or None for no norm.
+        centred: whether the mean is taken away first.
         eps: is added to the mean square.
-        interleaved: whether pairs are neighbours; then each angle is there twice, [.., R].
+        interleaved: whether channels that turn together are neighbours, not halves of the R.
     """
-    # The core believes these.
-    assert all(each is None or each.stride(-1) == 1 for each in (x, grad))
-    ready = (weight, bias, cos, sin, grad_weight, grad_bias)
-    assert all(each is None or each.is_contiguous() for each in ready)
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    centred: bool
+    eps: float
+    interleaved: bool
+
+
+def forward(of: HeadRows) -> Tensor:
+    """Return the rows, in the layout of ``x``."""
+    return _run(of, None, None)
+
+
+def backward(of: HeadRows, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight and bias, given that of the rows."""
+    some = of.bias if of.weight is None else of.weight
+    sums = None
+    if some is not None:
+        sums = torch.zeros(2, *some.shape, dtype=torch.float64)
+    by_x = _run(of, grad, sums)
+    by_weight, by_bias = (
+        None if sums is None or each is None else sums[at].to(each.dtype)
+        for at, each in enumerate((of.weight, of.bias))
+    )
+    return by_x, by_weight, by_bias
+
+
+def _run(of: HeadRows, grad: Tensor | None, sums: Tensor | None) -> Tensor:
+    x, wide = _near(of.x), of.cos.dtype
+    grad = None if grad is None else _near(grad)
+    weight, bias = (None if each is None else each.to(wide).contiguous() for each in of[1:3])
+    cos, sin = of.cos.contiguous(), of.sin.contiguous()
+    if of.interleaved:  # one angle for each channel
+        cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
     out = torch.empty_like(x)
     if out.stride(-1) != 1:  # of one channel, or of no element
         out = x.new_empty(x.shape)
-    rotated = cos.shape[-1] * (1 if interleaved else 2)
-    of_weights = weight if weight is not None else bias
-    heads = 1 if of_weights is None else of_weights.shape[0]
+    by_weight, by_bias = (None, None) if sums is None else (sums[0], sums[1])
+    arrays = (x, grad, out, weight, bias, by_weight, by_bias, cos, sin)
+    some = bias if weight is None else weight
     strides = (
         *x.stride()[:3],
         *(out if grad is None else grad).stride()[:3],
         *out.stride()[:3],
-        0 if heads == 1 else x.shape[3],
+        x.shape[3] if some is not None and some.dim() == 2 else 0,
         0 if cos.shape[0] == 1 else cos.stride(0),
         cos.stride(1),
     )
-    arrays = (x, grad, out, weight, bias, grad_weight, grad_bias, cos, sin)
     core().head_rows(
         DTYPES[x.dtype],
         threads(),
-        (*x.shape, KINDS[kind], rotated, int(interleaved)),
+        (*x.shape, int(of.centred), 2 * of.cos.shape[-1], int(of.interleaved)),
         strides,
         tuple(0 if each is None else each.data_ptr() for each in arrays),
-        eps,
+        of.eps,
     )
     return out
+
+
+def _near(x: Tensor) -> Tensor:
+    """Return ``x`` with the channels of a row one after the other, and its sign in its numbers."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -6,12 +6,14 @@ get what is positive, and no number grows beyond what float16 holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
 from tests.fuzz.case import PLAIN, Layout, Node, Table
 
 _MOST_TABLES = 5  # of one variant: the core takes 16 loads, and one table may be read thrice
+_MOST_ELEMENTS = 1 << 20  # of what an expression reads, before a last small dimension
 
 
 class Trees:
@@ -77,11 +79,12 @@ class Trees:
         for _ in range(rank):
             letter = random.choice("bhmn")
             how = random.random()
-            if how < 0.6:
+            last = max(self.extents["n"] - 1, 0)
+            room = _MOST_ELEMENTS // max(1, math.prod(sizes_))
+            if how < 0.6 and self.extents[letter] <= room:
                 sizes_.append(self.extents[letter])
                 indices_.append(Node("int", letter))
-            elif how < 0.75:
-                last = max(self.extents["n"] - 1, 0)
+            elif 0.6 <= how < 0.75 and self.extents["m"] + last <= room:
                 sizes_.append(self.extents["m"] + last)
                 indices_.append(Node("int", f"m - n + {last}"))
             else:

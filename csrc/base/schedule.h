@@ -70,11 +70,16 @@ class Carver {
   i64 used_ = 0;
 };
 
-// Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory.
+// What a thread keeps while it has tasks: here nothing.
+struct NoSession {
+  NoSession() {}
+};
+
+// Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory and a Session.
 // Which thread takes which task has no influence on any result. False when memory ran out.
 // The caller takes the last of many tasks: the first thread at the barrier goes to sleep there, and waking the
 // caller, who has to go on, is what a short call cannot afford.
-template <class Work>
+template <class Session = NoSession, class Work>
 static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& work) {
   struct Shared {
     const Work* work;
@@ -92,6 +97,7 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
       __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
       return;
     }
+    const Session session;
     const i64 end = pthread_equal(pthread_self(), s.caller) ? s.tasks : s.tasks - s.for_caller;
     i64 task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
     while (task < end) {

@@ -4,9 +4,6 @@
 #include "isa/isa.h"
 
 namespace tilewise {
-namespace avx512 {
-bool ordinary_forward(const Forward& f) { return run<ForwardKernel>(f); }
-}  // namespace avx512
 extern const Kernels kernels_avx512;
 const Kernels kernels_avx512 = {"avx512",
                                 "AVX-512",

@@ -29,7 +29,7 @@ class BackwardKernel {
   using Elem = typename Mode::Elem;
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
-  using Product = Gemm<typename Mode::Dot>;
+  using Product = typename Mode::Product;
   using Tiles = TileGradients<Mode>;
   using KeySum = KeySums<Acc>;
   static constexpr int lanes = kLanes<Acc>;
@@ -69,9 +69,9 @@ class BackwardKernel {
       blocks_k = carve.take<typename KeySum::Block>(chunks.per_chunk);
       blocks_v = carve.take<typename KeySum::Block>(chunks.per_chunk);
       so_far = carve.take<SoFar>(tiles);
-      keys = carve.take<Word>(room * f.head_dim);
-      key_rows = carve.take<Word>(Mode::paired ? room * f.head_dim : 0);
-      values = carve.take<Word>(room * f.value_dim);
+      keys = carve.take<Word>(room * Mode::words(f.head_dim));
+      key_rows = carve.take<Word>(Mode::paired ? Mode::rows_room(room, f.head_dim) : 0);
+      values = carve.take<Word>(room * Mode::words(f.value_dim));
       grad_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       grad_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       total_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
@@ -105,7 +105,7 @@ class BackwardKernel {
     const KeyDeltaKernel<Mode> by_keys(f_);
     const i64 rows_room = 2 * size * static_cast<i64>(sizeof(Word));
     const auto bytes = static_cast<std::size_t>(max(rows_room, static_cast<i64>(by_keys.room())));
-    return for_tasks(f_.threads, tasks.count(), bytes, [&](i64 task, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, tasks.count(), bytes, [&](i64 task, void* base) {
       i64 b, h, block;
       tasks.locate(task, b, h, block);
       const Sequence seq = sequence(f_, b);
@@ -118,17 +118,10 @@ class BackwardKernel {
       Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
                        rows, f_.value_dim, width, g);
       for_columns<Acc>(width, [&](auto vectors, int column) {
-        constexpr int kV = decltype(vectors)::value, kPieceWords = Product::template kInnerPiece<kV>;
-        for (int i = column; i < column + kV * lanes; i += lanes) {
-          Vec<Acc> sum{};
-          for (int d = 0; d < words; d += kPieceWords) {
-            Vec<Acc> part{};
-            for (int x = d; x < words && x < d + kPieceWords; x++)
-              part = Mode::Dot::multiply_add(part, load(o + x * width + i), load(g + x * width + i));
-            sum += part;
-          }
-          store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, sum);
-        }
+        constexpr int kV = decltype(vectors)::value;
+        for (int i = column; i < column + kV * lanes; i += lanes)
+          store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i,
+                      Product::template inner<kV>(o + i, g + i, width, words));
       });
       if (by_keys.shows(seq, h)) by_keys.query_tile(b, h, first, base);
     });
@@ -151,7 +144,7 @@ class BackwardKernel {
       const Sequence seq = sequence(f_, task / f_.kv_heads);
       return weight(table, seq, task % f_.kv_heads, 0, seq.keys);
     });
-    return for_tasks(f_.threads, tasks, bytes, [&](i64 place, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, tasks, bytes, [&](i64 place, void* base) {
       const i64 task = order[place];
       Memory memory(f_, base, tiles);
       const Sequence seq = sequence(f_, task / f_.kv_heads);
@@ -223,7 +216,7 @@ class BackwardKernel {
       const i64 at = task - first_task[b];
       return weight(table, seq, at / all.count, all.begin(at % all.count), all.end(at % all.count));
     });
-    return for_tasks(f_.threads, first_task[f_.batch], bytes, [&](i64 place, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, first_task[f_.batch], bytes, [&](i64 place, void* base) {
       Memory memory(f_, base, 0);
       const i64 task = order[place], b = sequence_of(first_task, task);
       const Sequence seq = sequence(f_, b);
@@ -387,7 +380,7 @@ class BackwardKernel {
       const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
       const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
       tiles_.compute(x.seq, h, masked, k, v, chain, memory.tile, 0, nullptr, fetched);
-      products(masked, {x.key_rows.data + skip / Mode::per_word * x.key_rows.stride, x.key_rows.stride},
+      products(masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride},
                x.sum_k.part(block) + at * depth_, x.sum_v.part(block) + at * value_, memory, fetched);
     }
     return visited > 0;

@@ -23,7 +23,7 @@ class BiasKernel {
     const i64 tiles = to_.row ? query_tiles : 1, blocks = to_.col ? key_blocks : 1;
     std::size_t bytes;
     Memory(f_, nullptr, &bytes);
-    return for_tasks(f_.threads, batches * heads * tiles * blocks, bytes, [&](i64 task, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, batches * heads * tiles * blocks, bytes, [&](i64 task, void* base) {
       Memory memory(f_, base);
       const i64 x = task % blocks, t = task / blocks % tiles;
       const i64 h = task / (blocks * tiles) % heads, b = task / (blocks * tiles * heads);
@@ -43,8 +43,8 @@ class BiasKernel {
 
    private:
     Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
-      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(f.head_dim));
-      values = carve.take<Word>(kRoomKeys * static_cast<i64>(f.value_dim));
+      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.head_dim)));
+      values = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.value_dim)));
       turned = carve.take<Acc>((kRoomKeys + lanes) * kTileQueries);
       if (bytes) *bytes = carve.used();
     }

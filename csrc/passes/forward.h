@@ -44,7 +44,7 @@ class ForwardKernel {
   using Elem = typename Mode::Elem;
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
-  using Product = Gemm<typename Mode::Dot>;
+  using Product = typename Mode::Product;
   static constexpr int lanes = kLanes<Acc>;
 
  public:
@@ -65,7 +65,7 @@ class ForwardKernel {
       return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
     });
     Memory sizes(f_, tiles, nullptr);
-    return for_tasks(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
+    return for_tasks<typename Mode::Session>(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
       i64 b, h, block;
       tasks.locate(order[task], b, h, block);
       work(b, h, block, Memory(f_, tiles_, memory));
@@ -95,7 +95,7 @@ class ForwardKernel {
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
       keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
-      values = carve.take<Word>(kRoomKeys * f.value_dim);
+      values = carve.take<Word>(Mode::rows_room(kRoomKeys, f.value_dim));
       const bool copied = f.page_size != 0 || f.stored != Stored::plain;
       key_rows = carve.take<Elem>(copied ? kRoomKeys * f.head_dim : 0);
       value_rows = carve.take<Elem>(copied ? kRoomKeys * f.value_dim : 0);
@@ -244,7 +244,7 @@ class ForwardKernel {
       }
       const i64 skip = masked.begin - packed_begin;
       step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
-           values.data + skip / Mode::per_word * values.stride, values.stride, chain, memory, ahead);
+           Mode::skip_rows(values, skip), values.stride, chain, memory, ahead);
     }
   }
 

@@ -25,7 +25,7 @@ class KeyDeltaKernel {
   bool run() {
     const QueryTasks tasks(f_, kTileQueries);
     if (tasks.count() < 0) return false;
-    return for_tasks(f_.threads, tasks.count(), room(), [&](i64 task, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, tasks.count(), room(), [&](i64 task, void* base) {
       i64 b, h, tile;
       tasks.locate(task, b, h, tile);
       query_tile(b, h, tile * kTileQueries, base);
@@ -71,8 +71,8 @@ class KeyDeltaKernel {
 
    private:
     Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
-      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(f.head_dim));
-      values = carve.take<Word>(kRoomKeys * static_cast<i64>(f.value_dim));
+      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.head_dim)));
+      values = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.value_dim)));
       if (bytes) *bytes = carve.used();
     }
   };

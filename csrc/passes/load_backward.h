@@ -46,8 +46,8 @@ class LoadKernel {
 
    private:
     Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
-      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(f.head_dim));
-      values = carve.take<Word>(kRoomKeys * static_cast<i64>(f.value_dim));
+      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.head_dim)));
+      values = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.value_dim)));
       raw = carve.take<Acc>(kRoomKeys * kTileQueries);
       share = carve.take<Acc>(kSubKeys * kTileQueries);
       if (bytes) *bytes = carve.used();
@@ -85,7 +85,7 @@ class LoadKernel {
   bool run_owned(i64 batches, i64 heads, i64 tiles) const {
     std::size_t bytes;
     Memory(f_, nullptr, &bytes);
-    return for_tasks(f_.threads, batches * heads * tiles, bytes, [&](i64 task, void* base) {
+    return for_tasks<typename Mode::Session>(f_.threads, batches * heads * tiles, bytes, [&](i64 task, void* base) {
       Memory memory(f_, base);
       for (int t = 0; t < f_.tensors; t++) memory.sums[t] = f_.grad[t];
       const i64 t = task % tiles, h = task / tiles % heads, b = task / (tiles * heads);
@@ -101,7 +101,7 @@ class LoadKernel {
     if (sums == nullptr) return false;
     std::size_t bytes;
     Memory(f_, nullptr, &bytes);
-    const bool done = for_tasks(f_.threads, chunks, bytes, [&](i64 chunk, void* base) {
+    const bool done = for_tasks<typename Mode::Session>(f_.threads, chunks, bytes, [&](i64 chunk, void* base) {
       Memory memory(f_, base);
       for (int t = 0; t < f_.tensors; t++) memory.sums[t] = sums + chunk * size + first[t];
       for (i64 task = chunk; task < tasks.count(); task += chunks) {

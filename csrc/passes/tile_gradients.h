@@ -28,7 +28,7 @@ class TileGradients {
   using Elem = typename Mode::Elem;
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
-  using Product = Gemm<typename Mode::Dot>;
+  using Product = typename Mode::Product;
   static constexpr int lanes = kLanes<Acc>;
 
  public:

@@ -130,6 +130,19 @@ struct Gemm {
                                      : kV == 1         ? kShortPiece
                                                        : kPiece;
 
+  // An entry of an inner product in one of kV vectors of columns, added up in the order in which `run` does it.
+  template <int kV>
+  TW_INLINE Vec<Acc> inner(const Word* a, const Word* b, i64 stride, int words) {
+    Vec<Acc> sum{};
+    for (int d = 0; d < words; d += kInnerPiece<kV>) {
+      Vec<Acc> part{};
+      for (int x = d; x < words && x < d + kInnerPiece<kV>; x++)
+        part = Dot::multiply_add(part, load(a + x * stride), load(b + x * stride));
+      sum += part;
+    }
+    return sum;
+  }
+
   template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak, int kLongest = kChain>
   TW_INLINE void block(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
                        Vec<Acc>* peak) {

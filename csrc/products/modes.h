@@ -2,6 +2,7 @@
 #pragma once
 
 #include "products/gemm.h"
+#include "base/schedule.h"
 #include "base/elementary.h"
 #include "base/pack.h"
 
@@ -21,6 +22,8 @@ struct PlainMode {
   using Acc = C;
   using Word = C;
   using Dot = PlainDot<C>;
+  using Product = Gemm<Dot>;
+  using Session = NoSession;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
@@ -36,10 +39,12 @@ struct PlainMode {
     pack_rows(p, row, col, rows, depth, depth, room);
     return {room, depth};
   }
-  // For products that contract over the rows themselves: the same words serve.
+  // For products that contract over the rows themselves: the same words serve. They need rows_room().
   static Words<Word> along_rows(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
     return along_depth(p, row, col, rows, depth, room);
   }
+  static i64 rows_room(i64 rows, int depth) { return rows * depth; }
+  static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows * words.stride; }
   static void transposed(const E* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed(p, row, col, rows, depth, width, to);
   }
@@ -60,6 +65,8 @@ struct PairMode {
   using Acc = float;
   using Word = i32;
   using Dot = PairDot;
+  using Product = Gemm<Dot>;
+  using Session = NoSession;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int exp2_degree = 3;
@@ -80,6 +87,8 @@ struct PairMode {
     interleave_rows(bits(p), row, col, rows, depth, depth, room);
     return {room, depth};
   }
+  static i64 rows_room(i64 rows, int depth) { return (rows + 1) / 2 * depth; }
+  static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2 * words.stride; }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);
   }

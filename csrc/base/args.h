@@ -108,13 +108,16 @@ struct Forward : Problem {
   // In 8 bits k and v have bytes, and a row stands for its numbers times its element of these (floats, one column).
   Stored stored = Stored::plain;
   View k_scales, v_scales;
-  Rows lse;      // natural log, sink included
-  Rows row_max;  // of the scores, before the sink; natural units, without a score chain those of q.k (not scaled)
+  Rows lse;  // natural log, sink included
+  // What a row subtracts from its scores, before the sink: the largest of them, or (bfloat16 by tiles) one that no
+  // other is above by more than a factor 2^8 of probability. Natural units, without a score chain those of q.k (not
+  // scaled).
+  Rows row_max;
   Rows row_sum;  // of exp(score - row_max), before the sink
   // Statistics, together or not at all (data is null): written for whoever asks for them.
   Rows max_logit;  // natural units, before the sink
   Rows entropy;    // of the probabilities, natural units; the sink is one of the outcomes
-  Rows row_mean;   // the mean logit less the largest one, base-2 units, the sink included
+  Rows row_mean;   // the mean logit, the sink's included, less the larger of row_max and the sink; base-2 units
   Rows top_key;    // i64: the first key with the largest score, -1 for none; data may be null by itself
   // Few queries in bfloat16: by dot products where there are some (1), widened (0), as is faster on this processor
   // (-1).

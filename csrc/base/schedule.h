@@ -29,11 +29,12 @@ TW_INLINE Sequence sequence(const Problem& p, i64 b) {
 // Blocks of keys of a sequence: a function of its own length alone, so that a row's sums are cut at the same
 // places whatever else is in the call.
 struct KeyBlocks {
-  i64 limit, count;
-  explicit KeyBlocks(i64 key_limit) : limit(key_limit), count(max(1, (key_limit + kBlockKeys / 2) / kBlockKeys)) {}
-  i64 begin(i64 block) const { return block * kBlockKeys; }
-  i64 end(i64 block) const { return block + 1 == count ? limit : (block + 1) * kBlockKeys; }
-  i64 containing(i64 key) const { return min(key / kBlockKeys, count - 1); }
+  i64 limit, size, count;
+  explicit KeyBlocks(i64 key_limit, i64 block_keys = kBlockKeys)
+      : limit(key_limit), size(block_keys), count(max(1, (key_limit + size / 2) / size)) {}
+  i64 begin(i64 block) const { return block * size; }
+  i64 end(i64 block) const { return block + 1 == count ? limit : (block + 1) * size; }
+  i64 containing(i64 key) const { return min(key / size, count - 1); }
 };
 
 TW_INLINE i64 view_at(const View& v, i64 b, i64 h, i64 row) { return b * v.batch + h * v.head + row * v.row; }
@@ -75,10 +76,10 @@ struct NoSession {
   NoSession() {}
 };
 
-// Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory and a Session.
-// Which thread takes which task has no influence on any result. False when memory ran out.
-// The caller takes the last of many tasks: the first thread at the barrier goes to sleep there, and waking the
-// caller, who has to go on, is what a short call cannot afford.
+// Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory and a
+// Session. Which thread takes which task has no influence on any result. False when memory ran out. The caller takes
+// the last of many tasks: the first thread at the barrier goes to sleep there, and waking the caller, who has to go on,
+// is what a short call cannot afford.
 template <class Session = NoSession, class Work>
 static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& work) {
   struct Shared {

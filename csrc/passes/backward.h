@@ -380,8 +380,8 @@ class BackwardKernel {
       const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
       const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
       tiles_.compute(x.seq, h, masked, k, v, chain, memory.tile, 0, nullptr, fetched);
-      products(masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride},
-               x.sum_k.part(block) + at * depth_, x.sum_v.part(block) + at * value_, memory, fetched);
+      products(masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride}, x.sum_k.part(block) + at * depth_,
+               x.sum_v.part(block) + at * value_, memory, fetched);
     }
     return visited > 0;
   }

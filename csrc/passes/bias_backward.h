@@ -23,15 +23,16 @@ class BiasKernel {
     const i64 tiles = to_.row ? query_tiles : 1, blocks = to_.col ? key_blocks : 1;
     std::size_t bytes;
     Memory(f_, nullptr, &bytes);
-    return for_tasks<typename Mode::Session>(f_.threads, batches * heads * tiles * blocks, bytes, [&](i64 task, void* base) {
-      Memory memory(f_, base);
-      const i64 x = task % blocks, t = task / blocks % tiles;
-      const i64 h = task / (blocks * tiles) % heads, b = task / (blocks * tiles * heads);
-      for (i64 bb = to_.batch ? b : 0; bb < (to_.batch ? b + 1 : f_.batch); bb++)
-        for (i64 hh = to_.head ? h : 0; hh < (to_.head ? h + 1 : f_.heads); hh++)
-          for (i64 tt = to_.row ? t : 0; tt < (to_.row ? t + 1 : query_tiles); tt++)
-            query_tile(bb, hh, tt, to_.col ? x : -1, memory);
-    });
+    return for_tasks<typename Mode::Session>(
+        f_.threads, batches * heads * tiles * blocks, bytes, [&](i64 task, void* base) {
+          Memory memory(f_, base);
+          const i64 x = task % blocks, t = task / blocks % tiles;
+          const i64 h = task / (blocks * tiles) % heads, b = task / (blocks * tiles * heads);
+          for (i64 bb = to_.batch ? b : 0; bb < (to_.batch ? b + 1 : f_.batch); bb++)
+            for (i64 hh = to_.head ? h : 0; hh < (to_.head ? h + 1 : f_.heads); hh++)
+              for (i64 tt = to_.row ? t : 0; tt < (to_.row ? t + 1 : query_tiles); tt++)
+                query_tile(bb, hh, tt, to_.col ? x : -1, memory);
+        });
   }
 
  private:

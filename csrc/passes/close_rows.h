@@ -37,7 +37,7 @@ struct RowNumbers {
   C* row_max;  // in the units of the scores
   C* row_sum;
   C* row_moment;  // for statistics only: the sum of 2^t * t, t the score less the maximum in base-2 units
-  C* best;        // for statistics only: the largest score as it was left, NaN once one was
+  C* best;        // for statistics only: NaN once a score was; else the largest, or less than row_max
 };
 
 // Whether a score takes the place of the best one so far: as torch's argmax has it, the first NaN is larger than all.
@@ -66,7 +66,7 @@ class ClosedRows {
         alpha = exp2<5>((before - safe) * log2e, C{});
         sum = sum * alpha + exp2<5>((sink - safe) * log2e, C{});
       }
-      if (rows.row_moment != nullptr) statistics(rows, i, before, sinks == nullptr ? nullptr : &sink, sum, top);
+      if (rows.row_moment != nullptr) statistics(rows, i, before, sinks == nullptr ? nullptr : &sink, sum, top, units);
       store(lse_ + i, sum == 0 ? set(-kInfinity) : top + log(sum, C{}));
       store(factor + i, alpha * keep_scale / sum);
     }
@@ -87,10 +87,10 @@ class ClosedRows {
  private:
   static constexpr C kInfinity = static_cast<C>(__builtin_inf()), log2e = static_cast<C>(kLog2e);
 
-  // With t the logits less the largest of them, in base-2 units: entropy = log(sum of 2^t) - ln(2) * mean of t, of
-  // which neither term is negative. `before`: the row maximum in natural units; `sum` and `now`: the row sum and
-  // maximum with the sink.
-  void statistics(const RowNumbers<C>& rows, int i, Vec<C> before, const Vec<C>* sink, Vec<C> sum, Vec<C> now) {
+  // With t the logits less the larger of row maximum and sink, in base-2 units: entropy = log(sum of 2^t) - ln(2) *
+  // mean of t. `before`: the row maximum in natural units; `sum` and `now`: the row sum and maximum with the sink.
+  void statistics(const RowNumbers<C>& rows, int i, Vec<C> before, const Vec<C>* sink, Vec<C> sum, Vec<C> now,
+                  const ScoreUnits<C>& units) {
     const C ln2 = static_cast<C>(kLn2);
     const Vec<C> safe = now == -kInfinity ? Vec<C>{} : now;
     const Vec<C> change = (before - safe) * log2e, moved = vmax(set(kFar<C>), change);
@@ -102,8 +102,8 @@ class ClosedRows {
     const Vec<C> average = sum == 0 ? Vec<C>{} : moment / sum;
     store(mean_ + i, average);
     store(entropy_ + i, sum == 0 ? Vec<C>{} : log(sum, C{}) - average * ln2);
-    const Vec<C> best = load(rows.best + i);
-    store(max_logit_ + i, best != best ? best : before);
+    const Vec<C> best = load(rows.best + i) * units.to_natural;
+    store(max_logit_ + i, best != best ? best : vmax(best, before));
   }
 
   alignas(kVectorBytes) C lse_[kTileQueries], mean_[kTileQueries], entropy_[kTileQueries], max_logit_[kTileQueries];

@@ -45,7 +45,7 @@ class ForwardKernel {
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Product = typename Mode::Product;
-  static constexpr int lanes = kLanes<Acc>;
+  static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries;
 
  public:
   explicit ForwardKernel(const Forward& f) : f_(f), units_(f) {}
@@ -55,9 +55,9 @@ class ForwardKernel {
     // More, smaller tasks when threads would idle; a tile's result does not depend on its neighbours.
     while (tiles > 1 && f_.threads > 1 && task_estimate(tiles) < 4 * f_.threads) tiles /= 2;
     tiles_ = tiles;
-    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kTileQueries, f_.for_backward ? 0 : kFewQueries);
+    const QueryTasks tasks(f_, static_cast<i64>(tiles) * kQueries, f_.for_backward ? 0 : kFewQueries);
     if (tasks.count() <= 0) return tasks.count() == 0;
-    const i64 rows = static_cast<i64>(tiles) * kTileQueries;
+    const i64 rows = static_cast<i64>(tiles) * kQueries;
     const TaskOrder order(f_, tasks.count(), [&](i64 task, const MaskInstr& table) {
       i64 b, h, block;
       tasks.locate(task, b, h, block);
@@ -74,7 +74,7 @@ class ForwardKernel {
 
  private:
   struct Memory {
-    Word *q, *keys, *values;
+    Word *q, *keys, *values, *kept_p;
     Elem *key_rows, *value_rows;
     Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
     Acc *row_moment, *best, *best_piece, *best_place;
@@ -83,22 +83,24 @@ class ForwardKernel {
     std::size_t bytes;
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
-      const i64 queries = static_cast<i64>(tiles) * kTileQueries;
+      const i64 queries = static_cast<i64>(tiles) * kQueries;
       q = carve.take<Word>(queries * Mode::words(f.head_dim));
       out = carve.take<Acc>(queries * f.value_dim);
-      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      alpha = carve.take<Acc>(kTileQueries);
-      peak = carve.take<Acc>(kTileQueries);
+      kept_p = carve.take<Word>(Mode::keeps_references ? kRoomKeys / 2 * kQueries : 0);
+      alpha = carve.take<Acc>(kQueries);
+      peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
-      keys = carve.take<Word>(kRoomKeys * Mode::words(f.head_dim));
-      values = carve.take<Word>(Mode::rows_room(kRoomKeys, f.value_dim));
+      const i64 packed = min(Mode::packed_keys * 3 / 2, max(kRoomKeys, f.keys));
+      keys = carve.take<Word>(packed * Mode::words(f.head_dim));
+      values = carve.take<Word>(Mode::rows_room(packed, f.value_dim));
       const bool copied = f.page_size != 0 || f.stored != Stored::plain;
-      key_rows = carve.take<Elem>(copied ? kRoomKeys * f.head_dim : 0);
-      value_rows = carve.take<Elem>(copied ? kRoomKeys * f.value_dim : 0);
+      key_rows = carve.take<Elem>(copied ? packed * f.head_dim : 0);
+      value_rows = carve.take<Elem>(copied ? packed * f.value_dim : 0);
       row_moment = carve.take<Acc>(f.entropy.data ? queries : 0);
       for (Acc** array : {&best, &best_piece, &best_place}) *array = carve.take<Acc>(f.entropy.data ? queries : 0);
       bytes = carve.used();
@@ -106,24 +108,24 @@ class ForwardKernel {
   };
 
   i64 task_estimate(int tiles) const {
-    return f_.batch * f_.heads * ((f_.queries + tiles * kTileQueries - 1) / (tiles * kTileQueries));
+    return f_.batch * f_.heads * ((f_.queries + tiles * kQueries - 1) / (tiles * kQueries));
   }
 
   void work(i64 b, i64 h, i64 block, const Memory& memory) const {
     const Sequence seq = sequence(f_, b);
-    const i64 begin = block * tiles_ * kTileQueries, end = min(seq.queries, begin + tiles_ * kTileQueries);
+    const i64 begin = block * tiles_ * kQueries, end = min(seq.queries, begin + tiles_ * kQueries);
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.expr);
     const ScoreChain<Acc> chain(f_, b, h, seq.queries, seq.keys, memory.expr);
     QueryTile<Mode> tiles[Mode::query_tiles];
     int count = 0;
-    for (i64 first = begin; first < end; first += kTileQueries) {
+    for (i64 first = begin; first < end; first += kQueries) {
       tiles[count] = open(seq, h, first, end, count, memory);
-      tiles[count].table = mask.table(first, min(first + kTileQueries, end) - 1);
+      tiles[count].table = mask.table(first, min(first + kQueries, end) - 1);
       count++;
     }
 
     const Range visible = mask.visible(begin, end - 1);
-    const KeyBlocks blocks(mask.key_limit());
+    const KeyBlocks blocks(mask.key_limit(), Mode::packed_keys);
     const TableRows table = mask.table(begin, end - 1);
     const i64 last = visible.begin < visible.end ? blocks.containing(visible.end - 1) + 1 : 0;
     const auto next = [&](i64 x) {  // from x on
@@ -161,9 +163,9 @@ class ForwardKernel {
   QueryTile<Mode> open(const Sequence& seq, i64 h, i64 first, i64 end, int index, const Memory& memory) const {
     QueryTile<Mode> tile;
     tile.first = first;
-    tile.rows = static_cast<int>(min(kTileQueries, end - first));
+    tile.rows = static_cast<int>(min(kQueries, end - first));
     tile.width = static_cast<int>(round_up(tile.rows, lanes));
-    const i64 at = static_cast<i64>(index) * kTileQueries;
+    const i64 at = static_cast<i64>(index) * kQueries;
     tile.q = memory.q + at * Mode::words(f_.head_dim);
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
@@ -221,31 +223,84 @@ class ForwardKernel {
 
   void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
                  const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
-    const i64 kv_head = h / (f_.heads / f_.kv_heads);
-    Words<Word> keys{}, values{};
-    i64 packed_begin = -1;
+    const KeyBlocks blocks(mask.key_limit(), Mode::block_keys(f_.head_dim, f_.value_dim));
+    Packed packed;
     for (int t = 0; t < count; t++) {
       const QueryTile<Mode>& tile = tiles[t];
-      if (tile.table.skips(n0, n1)) continue;
-      MaskedTile masked;
-      masked.bits = memory.bits;
-      if (!masked.resolve(mask, tile.first, tile.rows, n0, n1)) continue;
-      if (packed_begin < 0) {
-        // Only the keys that some tile of this task may see: what is excluded is never read.
-        const QueryTile<Mode>& bottom = tiles[count - 1];
-        const Range all = mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1);
-        packed_begin = all.begin;
-        const int rows = static_cast<int>(all.end - all.begin);
-        const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, packed_begin, rows, f_.head_dim, memory.key_rows);
-        const StoredRows v =
-            stored(f_.v, f_.v_scales, seq, kv_head, packed_begin, rows, f_.value_dim, memory.value_rows);
-        keys = Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys);
-        values = Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values);
+      Waiting waiting;
+      for (i64 y = blocks.containing(n0); y < blocks.count && blocks.begin(y) < n1; y++) {
+        if (tile.table.skips(blocks.begin(y), blocks.end(y))) continue;
+        MaskedTile masked;
+        masked.bits = memory.bits;
+        if (!masked.resolve(mask, tile.first, tile.rows, blocks.begin(y), blocks.end(y))) continue;
+        if (packed.begin < 0) {
+          // Only the keys that some tile of this task may see: what is excluded is never read.
+          const QueryTile<Mode>& bottom = tiles[count - 1];
+          pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, packed);
+        }
+        const i64 skip = masked.begin - packed.begin;
+        const Words<Word> keys{packed.keys.data + skip * packed.keys.stride, packed.keys.stride};
+        const Words<Word> values{Mode::skip_rows(packed.values, skip), packed.values.stride};
+        if constexpr (Mode::keeps_references) {
+          if (!keeps_references(tile, masked)) {
+            waiting.add(f_.value_dim, memory.kept_p, ahead);
+          } else if (kept_step(tile, masked, keys, values, memory, waiting, ahead)) {
+            continue;
+          }
+        }
+        step(tile, seq, h, masked, keys.data, keys.stride, values.data, values.stride, chain, memory, ahead);
       }
-      const i64 skip = masked.begin - packed_begin;
-      step(tile, seq, h, masked, keys.data + skip * keys.stride, keys.stride,
-           Mode::skip_rows(values, skip), values.stride, chain, memory, ahead);
+      waiting.add(f_.value_dim, memory.kept_p, ahead);
     }
+  }
+
+  // Keys and values of a block, as the products read them.
+  struct Packed {
+    i64 begin = -1;
+    Words<Word> keys{}, values{};
+  };
+  void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Packed& packed) const {
+    const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    const int rows = static_cast<int>(all.end - all.begin);
+    const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, all.begin, rows, f_.head_dim, memory.key_rows);
+    const StoredRows v = stored(f_.v, f_.v_scales, seq, kv_head, all.begin, rows, f_.value_dim, memory.value_rows);
+    packed = {all.begin, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
+              Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
+  }
+
+  // The values that a tile's probabilities wait for: the scores of its next block are made first, so that one product
+  // runs while the last probabilities are made, and the other while those of the next block are.
+  struct Waiting {
+    const QueryTile<Mode>* tile = nullptr;
+    Words<Word> values{};
+    int count = 0;
+    void add(int value_dim, const Word* p, Ahead* ahead) {
+      if (tile == nullptr) return;
+      Product::template run<AOrder::column_major, Into::add>(values.data, values.stride, p, tile->width, value_dim,
+                                                             (count + Mode::per_word - 1) / Mode::per_word, tile->width,
+                                                             tile->out, tile->width, nullptr, nullptr, ahead);
+      tile = nullptr;
+    }
+  };
+
+  // Whether a tile's softmax can be tried with the references that its rows have.
+  bool keeps_references(const QueryTile<Mode>& tile, const MaskedTile& masked) const {
+    return !units_.chain && masked.plain && f_.dropout <= 0 && f_.entropy.data == nullptr &&
+           Mode::settled(tile.row_max, tile.width);
+  }
+  // False where a row's reference has to grow after all; nothing is changed then.
+  bool kept_step(const QueryTile<Mode>& tile, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+                 const Memory& memory, Waiting& waiting, Ahead* ahead) const {
+    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
+                                                              Mode::words(f_.head_dim), width, memory.scores, width,
+                                                              nullptr, nullptr, ahead);
+    waiting.add(f_.value_dim, memory.kept_p, ahead);
+    if (!Mode::softmax_kept(memory.scores, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p,
+                            tile.out, f_.value_dim))
+      return false;
+    waiting = {&tile, values, count};
+    return true;
   }
 
   void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const MaskedTile& masked, const Word* keys,
@@ -254,6 +309,7 @@ class ForwardKernel {
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     Acc* s = memory.scores;
     const i64 depth = Mode::words(f_.head_dim);
+    const int words = (count + Mode::per_word - 1) / Mode::per_word;
     bool peaked = true;
     if (units_.chain) {
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
@@ -275,9 +331,9 @@ class ForwardKernel {
       softmax_columns<true>(s, count, tile, kept, memory);
     else
       softmax_columns<false>(s, count, tile, kept, memory);
-    Product::template run<AOrder::column_major, Into::rescale>(
-        values, value_stride, reinterpret_cast<const Word*>(s), width, f_.value_dim,
-        (count + Mode::per_word - 1) / Mode::per_word, width, tile.out, width, memory.alpha, nullptr, ahead);
+    Product::template run<AOrder::column_major, Into::rescale>(values, value_stride, reinterpret_cast<const Word*>(s),
+                                                               width, f_.value_dim, words, width, tile.out, width,
+                                                               memory.alpha, nullptr, ahead);
   }
 
   // Pairs that the mask excludes become -inf; the largest score of each query is taken again.
@@ -360,14 +416,13 @@ class ForwardKernel {
   template <int kV, bool kDropout, bool kMoment>
   void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
                const Memory& memory) const {
-    constexpr int degree = Mode::exp2_degree;
     const Acc factor = units_.to_base2;
     Vec<Acc> top[kV], sum[kV], moment[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
-      const Vec<Acc> now = vmax(load(memory.peak + i), before);
+      const Vec<Acc> now = Mode::reference(before, load(memory.peak + i), factor);
       // A row that has seen no key yet has no maximum to subtract.
       top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
       const Vec<Acc> change = (before - top[v]) * factor, alpha = exp2<5>(change, Acc{});
@@ -395,11 +450,11 @@ class ForwardKernel {
             const int i = column + v * lanes;
             const Acc* p = s + static_cast<i64>(j) * width + i;
             const Vec<Acc> x = (load(p) - top[v]) * factor;
-            Vec<Acc> first_e = exp2<degree>(x, Acc{}), second_e{};
+            Vec<Acc> first_e = Mode::power(x), second_e{};
             if constexpr (kMoment) moment[v] = fused(first_e, vmax(set(kFar<Acc>), x), moment[v]);
             if (j + 1 < count) {
               const Vec<Acc> y = (load(p + width) - top[v]) * factor;
-              second_e = exp2<degree>(y, Acc{});
+              second_e = Mode::power(y);
               if constexpr (kMoment) moment[v] = fused(second_e, vmax(set(kFar<Acc>), y), moment[v]);
             }
             piece[v] += first_e + second_e;
@@ -407,7 +462,7 @@ class ForwardKernel {
               first_e = keep_where<Acc>(kept[j] >> i, first_e);
               second_e = keep_where<Acc>(kept[j + 1] >> i, second_e);
             }
-            store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, pair_rows(first_e, second_e));
+            store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, Mode::pair(first_e, second_e));
           }
         }
 #endif
@@ -418,7 +473,7 @@ class ForwardKernel {
             const int i = column + v * lanes;
             Acc* p = s + static_cast<i64>(j) * width + i;
             const Vec<Acc> x = (load(p) - top[v]) * factor;
-            Vec<Acc> e = exp2<degree>(x, Acc{});
+            Vec<Acc> e = Mode::power(x);
             piece[v] += e;
             if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
             if constexpr (kDropout) e = keep_where<Acc>(kept[j] >> i, e);
@@ -440,7 +495,7 @@ class ForwardKernel {
 
   // Divides by the row sums (the sink's share included) and writes out, lse and the row statistics.
   void close(const Sequence& seq, i64 h, const QueryTile<Mode>& tile) const {
-    alignas(kVectorBytes) Acc sinks[kTileQueries];
+    alignas(kVectorBytes) Acc sinks[kQueries];
     if (f_.sinks != nullptr)
       for (int i = 0; i < tile.width; i++) sinks[i] = static_cast<const Acc*>(f_.sinks)[h];
     const RowNumbers<Acc> rows = {tile.row_max, tile.row_sum, f_.entropy.data ? tile.row_moment : nullptr,

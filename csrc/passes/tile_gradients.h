@@ -246,7 +246,7 @@ class TileGradients {
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
                       const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
     const Vec<Acc> exponent = (load(s + at) - lane.top) * factor;
-    p = exp2<Mode::exp2_degree>(exponent, Acc{}) * lane.inverse;
+    p = Mode::power(exponent) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
       p = keep_where<Acc>(seen, p);
@@ -351,7 +351,7 @@ class TileGradients {
                                         kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
           }
           store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
-          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, pair_rows(ds, ds2));
+          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, Mode::pair(ds, ds2));
 #endif
         }
       }

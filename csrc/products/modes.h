@@ -27,7 +27,15 @@ struct PlainMode {
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
+  static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
+
+  TW_INLINE Vec<C> power(Vec<C> x) { return exp2<exp2_degree>(x, C{}); }
+  // What a row subtracts from its scores, from a block of keys on whose largest score is `peak`.
+  TW_INLINE Vec<C> reference(Vec<C> before, Vec<C> peak, C) { return vmax(peak, before); }
+  static int block_keys(int, int) { return kBlockKeys; }  // of the forward pass
+  static constexpr i64 packed_keys = kBlockKeys;          // in one go
+  static constexpr bool keeps_references = false;         // see TileMode
 
   static int words(int depth) { return depth; }
   static const E* at(const void* data, i64 offset) { return static_cast<const E*>(data) + offset; }
@@ -70,7 +78,21 @@ struct PairMode {
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int exp2_degree = 3;
+  static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;
+
+  TW_INLINE Vec<float> power(Vec<float> x) { return exp2<exp2_degree>(x, float{}); }
+  TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float) { return vmax(peak, before); }
+  static int block_keys(int, int) { return kBlockKeys; }
+  static constexpr i64 packed_keys = kBlockKeys;
+  static constexpr bool keeps_references = false;
+  // Two float vectors as bfloat16: the neighbours along the rows in one word each.
+  TW_INLINE Vec<i32> pair(Vec<float> first, Vec<float> second) {
+    alignas(64) static constexpr u16 order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
+  }
 
   static int words(int depth) { return (depth + 1) / 2; }
   static const Bf16* at(const void* data, i64 offset) { return static_cast<const Bf16*>(data) + offset; }
@@ -99,13 +121,6 @@ struct PairMode {
   }
 };
 
-// Two float vectors as bfloat16: the neighbours along the rows in one word each.
-TW_INLINE Vec<i32> pair_rows(Vec<float> first, Vec<float> second) {
-  alignas(64) static constexpr u16 order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-  return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
-}
 #endif
 
 #if defined(__AVX512BF16__)

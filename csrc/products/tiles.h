@@ -164,8 +164,8 @@ struct TileGemm {
   }
 
   template <bool kAdd, bool kPeak>
-  static void multiply(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, float* c, i64 ldc,
-                       float* peak, Ahead* ahead) {
+  static void multiply(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, float* c,
+                       i64 ldc, float* peak, Ahead* ahead) {
     int column = 0;
     for (; column + 2 * kSide <= width; column += 2 * kSide)
       columns<2, kAdd, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, kPeak ? peak + column : nullptr,
@@ -181,6 +181,9 @@ struct TileGemm {
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
                   const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr) {
     if constexpr (kInto == Into::rescale) {
+      u64 same = ~u64{0};
+      for (int i = 0; i < width; i += kSide) same &= bits_of_mask<i32>((Vec<i32>)(load(alpha + i) == 1.0f));
+      if (same == ~u64{0} >> 48) return multiply<true, kPeak>(a, lda, b, ldb, rows, depth, width, c, ldc, peak, ahead);
       for (int r = 0; r < rows; r++)
         for (int i = 0; i < width; i += kSide) store(c + r * ldc + i, load(c + r * ldc + i) * load(alpha + i));
     }
@@ -208,6 +211,8 @@ struct TileGemm {
 struct TileMode : PairMode {
   using Product = TileGemm;
   static constexpr int kWhole = 32;  // numbers of a row of a tile
+  // Half as many queries at a time: their scores stay in the nearest cache.
+  static constexpr int tile_queries = 32, query_tiles = 16;
 
   // Its registers' shapes, all alike, while a thread has tasks.
   struct Session {
@@ -220,6 +225,92 @@ struct TileMode : PairMode {
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
   };
+
+  // As much as two keys or queries' worth of 16 bits takes from a sum: a reference grows in large steps, and the sums
+  // of values are seldom scaled anew.
+  static constexpr float kRoom = 8;
+  TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
+    return (peak - before) * factor > kRoom ? peak : before;
+  }
+  // Most blocks leave all references as they are. Then nothing waits for the largest score: probabilities are made from
+  // the scores as they come, to a place of their own, and thrown away where a row's reference has to grow after all.
+  // The sums are those of the ordinary softmax to the bit.
+  static constexpr bool keeps_references = true;
+  TW_NOINLINE static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum,
+                                       float factor, i32* p, const float* out, int value_dim) {
+    return width == 2 * kLanes<float> ? softmax_kept<2>(s, count, row_max, row_sum, factor, p, out, value_dim)
+                                      : softmax_kept<1>(s, count, row_max, row_sum, factor, p, out, value_dim);
+  }
+  template <int kV>
+  TW_INLINE bool softmax_kept(const float* s, int count, const float* row_max, float* row_sum, float factor, i32* p,
+                              const float* out, int value_dim) {
+    constexpr int lanes = kLanes<float>, width = kV * lanes;
+    Vec<float> top[kV], sum[kV], most[kV];
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v++) top[v] = load(row_max + v * lanes), sum[v] = most[v] = Vec<float>{};
+    // The sums of values that these probabilities are for come nearer meanwhile.
+    const int lines = kV * value_dim / max(count / 2, 1);
+    const float* near = out;
+    for (int first = 0; first < count; first += kSubKeys) {
+      Vec<float> piece[kV] = {};
+      const int whole = count - first >= kSubKeys ? kSubKeys : (count - first) / 2 * 2;
+      for (int j = first; j < first + whole; j += 2) {
+        for (int x = 0; x < lines; x++, near += kLanes<float>) __builtin_prefetch(near, 1, 3);
+        TW_UNROLL(2)
+        for (int v = 0; v < kV; v++) {
+          const float* from = s + j * width + v * lanes;
+          const Vec<float> x = (load(from) - top[v]) * factor, y = (load(from + width) - top[v]) * factor;
+          most[v] = vmax(y, vmax(x, most[v]));
+          const Vec<float> a = power(x), b = power(y);
+          piece[v] += a + b;
+          store(p + j / 2 * width + v * lanes, pair(a, b));
+        }
+      }
+      TW_UNROLL(2)
+      for (int v = 0; v < kV; v++) {
+        if (whole < kSubKeys && count % 2 != 0) {
+          const Vec<float> x = (load(s + (count - 1) * width + v * lanes) - top[v]) * factor, a = power(x);
+          most[v] = vmax(x, most[v]);
+          piece[v] += a;
+          store(p + count / 2 * width + v * lanes, pair(a, Vec<float>{}));
+        }
+        sum[v] += piece[v];
+      }
+    }
+    u64 grows = 0;
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v++) grows |= bits_of_mask<i32>((Vec<i32>)(most[v] > kRoom));
+    if (__builtin_expect(grows != 0, 0)) return false;
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v++) store(row_sum + v * lanes, load(row_sum + v * lanes) + sum[v]);
+    return true;
+  }
+  // Whether every row has a reference.
+  static bool settled(const float* row_max, int width) {
+    u64 none = 0;
+    for (int i = 0; i < width; i += kLanes<float>)
+      none |= bits_of_mask<i32>((Vec<i32>)(load(row_max + i) == -__builtin_inff()));
+    return none == 0;
+  }
+
+  static constexpr i64 packed_keys = 512;
+  static int block_keys(int head_dim, int value_dim) { return head_dim <= 64 && value_dim <= 64 ? 64 : kBlockKeys; }
+
+  // 2^x from its whole part down: the scaling instruction takes that by itself. Relative error 9e-5, 7e-6 on average.
+  TW_INLINE Vec<float> power(Vec<float> x) {
+    const Vec<float> part = (Vec<float>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Vec<float> p = set(7.706724107e-02f);
+    p = fused(p, part, set(2.276449800e-01f));
+    p = fused(p, part, set(6.951166391e-01f));
+    p = fused(p, part, set(1.0f));
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
+  }
+  // By integers, which do not wait for the port that floats and tiles share; halves are rounded up.
+  TW_INLINE Vec<i32> pair(Vec<float> first, Vec<float> second) {
+    const Vec<u32> low = ((Vec<u32>)first + 0x8000) >> 16, high = (Vec<u32>)second + 0x8000;
+    return (Vec<i32>)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)high);
+  }
 
   static int words(int depth) { return static_cast<int>(round_up(depth, kWhole) / 2); }
   // Rows of whole tiles on their own cache lines; where they lie if they lie so, side by side.

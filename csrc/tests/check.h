@@ -19,8 +19,7 @@ inline bool paired(const Kernels& kernels) {
 }
 
 // Within `slack` times the room; infinities and NaN stand in the same places.
-inline void expect_near(const Tensor& tensor, const Numbers& truth, const Numbers& room, const std::string& what) {
-  const Numbers got = tensor.values();
+inline void expect_near(const Numbers& got, const Numbers& truth, const Numbers& room, const std::string& what) {
   constexpr double slack = 1;
   for (std::size_t i = 0; i < got.size(); i++) {
     const double error =
@@ -36,6 +35,10 @@ inline void expect_near(const Tensor& tensor, const Numbers& truth, const Number
   }
 }
 
+inline void expect_near(const Tensor& got, const Numbers& truth, const Numbers& room, const std::string& what) {
+  expect_near(got.values(), truth, room, what);
+}
+
 inline void expect_same(const Numbers& got, const Numbers& other, const std::string& what) {
   for (std::size_t i = 0; i < got.size(); i++) {
     if (got[i] == other[i] || (std::isnan(got[i]) && std::isnan(other[i]))) continue;
@@ -49,7 +52,15 @@ inline void compare_statistics(const Instance& x, const Naive& truth, const std:
   expect_near(x.entropy, truth.entropy, truth.entropy_room, "entropy of " + what);
   Numbers room = truth.entropy_room;
   for (double& one : room) one *= 2;  // in base-2 units
-  expect_near(x.row_mean, truth.row_mean, room, "row_mean of " + what);
+  // Less what the row subtracted, which may be less than the largest logit.
+  Numbers mean = truth.row_mean;
+  const Numbers row_max = x.row_max.values();
+  for (std::size_t i = 0; i < mean.size(); i++) {
+    const double largest = std::max(truth.row_max[i] * truth.units, truth.row_sink[i]);
+    const double taken = std::max(row_max[i] * truth.units, truth.row_sink[i]);
+    if (taken < largest) mean[i] += (largest - taken) / std::log(2.0);
+  }
+  expect_near(x.row_mean, mean, room, "row_mean of " + what);
   for (std::size_t i = 0; i < truth.tops.size(); i++) {
     const i64 key = x.top_key.data()[i];
     const std::vector<bool>& tops = truth.tops[i];
@@ -60,10 +71,25 @@ inline void compare_statistics(const Instance& x, const Naive& truth, const std:
   }
 }
 
-inline void compare(const Instance& x, const Naive& truth, const std::string& what) {
+// What a row subtracts from its scores is the largest of them, or less by `reach` at most (in natural units); the row
+// sum goes with it.
+inline void compare_rows(const Instance& x, const Naive& truth, double reach, const std::string& what) {
+  const Numbers row_max = x.row_max.values(), row_sum = x.row_sum.values();
+  Numbers subtracted = row_max, lse = row_max;
+  for (std::size_t i = 0; i < row_max.size(); i++) {
+    const double least = truth.row_max[i] - reach / truth.units;
+    if (row_max[i] > least && row_max[i] < truth.row_max[i]) subtracted[i] = truth.row_max[i];
+    lse[i] = row_sum[i] == 0 ? -INFINITY : row_max[i] * truth.units + std::log(row_sum[i]);
+  }
+  expect_near(subtracted, truth.row_max, truth.row_room, "row_max of " + what);
+  expect_near(lse, truth.keys_lse, truth.lse_room, "row_max and row_sum of " + what);
+}
+
+// `reach`: see compare_rows.
+inline void compare(const Instance& x, const Naive& truth, double reach, const std::string& what) {
   expect_near(x.out, truth.out, truth.out_room, "out of " + what);
   expect_near(x.lse, truth.lse, truth.lse_room, "lse of " + what);
-  expect_near(x.row_max, truth.row_max, truth.row_room, "row_max of " + what);
+  compare_rows(x, truth, reach, what);
   expect_near(x.delta, truth.delta, truth.delta_room, "delta of " + what);
   expect_near(x.grad_q, truth.grad_q, truth.grad_q_room, "grad_q of " + what);
   expect_near(x.grad_k, truth.grad_k, truth.grad_k_room, "grad_k of " + what);
@@ -89,7 +115,8 @@ inline void check(const Case& c) {
       fail("out of memory: " + what);
       continue;
     }
-    compare(end, *truth[pairs], what);
+    const bool keeps_references = std::string(kernels->name) == "avx512_amx" && c.dtype == DType::bf16;
+    compare(end, *truth[pairs], keeps_references ? 8 * std::log(2.0) : 0, what);
     const auto one = end.results(), other = start.results();
     for (std::size_t i = 0; i < one.size(); i++) {
       expect_same(one[i].second->values(), other[i].second->values(),

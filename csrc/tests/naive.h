@@ -23,7 +23,8 @@ struct Precision {
 
 class Naive {
  public:
-  Numbers out, lse, row_max, delta, grad_q, grad_k, grad_v;
+  Numbers out, lse, keys_lse, row_max, row_sink, delta, grad_q, grad_k, grad_v;  // keys_lse: without the sink
+  double units = 1;                                                              // natural ones of one unit of row_max
   Numbers out_room, lse_room, logit_room, row_room, delta_room, grad_q_room, grad_k_room, grad_v_room;
   Numbers max_logit, entropy, row_mean, entropy_room;
   std::vector<std::vector<bool>> tops;  // per row: which keys may be on top; none in a dead row
@@ -39,7 +40,8 @@ class Naive {
         grad_(given.grad_out.values()) {
     const auto like = [](const Tensor& t) { return Numbers(t.values().size()); };
     for (Numbers* x : {&out, &out_room}) *x = like(g_.out);
-    for (Numbers* x : {&lse, &row_max, &delta, &lse_room, &logit_room, &row_room, &delta_room}) *x = like(g_.lse);
+    for (Numbers* x : {&lse, &keys_lse, &row_max, &row_sink, &delta, &lse_room, &logit_room, &row_room, &delta_room})
+      *x = like(g_.lse);
     for (Numbers* x : {&max_logit, &entropy, &row_mean, &entropy_room}) *x = like(g_.lse);
     tops.resize(lse.size());
     for (Numbers* x : {&grad_q, &grad_q_room}) *x = like(g_.q);
@@ -150,10 +152,11 @@ class Naive {
     const double sink = c_.sinks ? test::get(g_.wide(), g_.sinks.data(), h) : -INFINITY, shift = std::max(top, sink);
     for (std::size_t n = 0; n < s.size(); n++)
       if (s[n] != -INFINITY) total += p[n] = std::exp(s[n] - shift);
+    keys_lse[r_at] = top == -INFINITY ? top : shift + std::log(total);
     if (sink != -INFINITY) total += std::exp(sink - shift);
     // In the units of the scores: those of q.k where the pass leaves the scale to the softmax.
-    const double units = steps == 0 && c_.factor() > 1e-30 ? c_.factor() : 1;
-    row_max[r_at] = top / units;
+    units = steps == 0 && c_.factor() > 1e-30 ? c_.factor() : 1;
+    row_max[r_at] = top / units, row_sink[r_at] = sink;
     lse[r_at] = shift == -INFINITY ? shift : shift + std::log(total);
     const double loss = 2 * precision_.probability + 6 * unit * (size + std::fabs(sink == -INFINITY ? 0 : sink));
     logit_room[r_at] = 8 * unit * (size + 1), row_room[r_at] = logit_room[r_at] / units;

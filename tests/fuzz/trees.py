@@ -75,7 +75,8 @@ class Trees:
         if full:
             return _SPARE[kind]
         rank = random.choice((0, 1, 1, 1, 2, 2, 3)) if kind == "float" else random.choice((1, 1, 2))
-        indices_, sizes_ = [], []
+        indices_: list[Node] = []
+        sizes_: list[int] = []
         for _ in range(rank):
             letter = random.choice("bhmn")
             how = random.random()

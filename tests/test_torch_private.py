@@ -200,6 +200,13 @@ def test_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.donated_buffer is False
     finally:
         config.donated_buffer = before
+    has = of_lab.instruction_sets()
+    assert has["avx512"] or not has["avx512_bf16"]
+    assert of_lab.allow_amx() or not has["amx"]
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert of_lab.operators_of(Path("lib.so")) is torch.ops._C
+    assert loaded == ["lib.so"]
     p = torch.randn(2, 5).softmax(-1)
     grad = torch.randn(2, 5)
     due = p * (grad - (p * grad).sum(-1, keepdim=True))

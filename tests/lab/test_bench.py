@@ -14,14 +14,13 @@ from tilelab.bench.goals import (
     GoalRecord,
     Memory,
     Overhead,
-    Samples,
     Scaling,
     cases,
     key_of,
 )
 from tilelab.bench.tables import heading, tables
 from tilelab.cases.case import Case, Goal
-from tilelab.common.clock import Spread, interleave, once, plan, repeats_for
+from tilelab.common.clock import Samples, Spread, interleave, once, plan, repeats_for
 from tilelab.common.record import COMPLETE
 from tilelab.common.tables import markdown, plain
 from tilelab.peers.work import flops

@@ -31,6 +31,7 @@ from tilelab.common.tables import show_tables
 from tilelab.common.terminal import crowded, interrupts_ignored, positive
 from tilelab.common.worker import Child, environment
 from tilelab.peers.methods import OURS
+from tilelab.peers.packages import Package, packages
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.inspect.peaks import absence
@@ -104,12 +105,13 @@ def _run_goals(argv: Sequence[str]) -> int:
     if options.threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         # Torch read the setting when it was loaded: start again with it.
         os.execve(sys.executable, [sys.executable, "-m", "tilelab.bench", *argv], environment())
-    record = GoalRecord.begin(options.threads)
+    others = packages() if options.peers else []
+    record = GoalRecord.begin(options.threads, others)
     everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
     rounds = (options.rounds, options.rounds) if options.rounds else None
     with Child(children.MODULE) as child:
         cores = record.machine["cores"] if everything else 0
-        steps = _steps(chosen, options, rounds, child, cores)
+        steps = _steps(chosen, options, rounds, child, cores, others)
         unlimited, console = Budget(float("inf")), Console(stderr=True)
         conduct(record, [("cpu", steps)], unlimited, None, console, options.threads)
     show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
@@ -130,13 +132,14 @@ def _steps(
     rounds: tuple[int, int] | None,
     child: Child,
     cores: int,
+    others: Sequence[Package],
 ) -> list[Step]:
     """Return each case, the cost of a call, two threads and memory; the cases alone for 0 cores."""
     budget_s, usual = (0.8, (3, 9)) if options.quick else (2.0, (3, 15))
     effort = budget_s, rounds or usual
 
     def one(case: Case, _: Budget) -> list[Finding]:
-        return [measure(case, *effort, options.threads)]
+        return [measure(case, *effort, options.threads, others)]
 
     steps = [Step(key_of(case), partial(one, case)) for case in chosen]
     if cores or options.quick:
@@ -196,6 +199,7 @@ def _parser_of_goals() -> argparse.ArgumentParser:
     add("--dtype", action="append", choices=DTYPES, help="only this dtype (repeat for more)")
     add("--rounds", type=positive, metavar="N", help="rounds of every case")
     add("--threads", type=positive, default=1, metavar="N", help="more than one: wall time (1)")
+    add("--peers", action="store_true", help="also every other package that is installed")
     add("--check", type=float, metavar="R", help="fail if a ratio is below R")
     add("--json", type=Path, metavar="FILE", help="write all samples here")
     add("--markdown", action="store_true", help="print the tables as Markdown")

@@ -13,13 +13,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilelab.bench.peers import PeerResult, Peers, standing
 from tilelab.bench.points import BenchRecord
 from tilelab.cases.case import Case, Goal
 from tilelab.cases.table import rows
 from tilelab.common import environment
-from tilelab.common.clock import Call, Spread, Times, interleave, once, plan
+from tilelab.common.clock import Call, Samples, Spread, interleave, once, plan
 from tilelab.common.record import NOT_FINISHED, Finding
 from tilelab.peers.methods import ours, sdpa
+from tilelab.peers.packages import Package
 from tilelab.peers.plain import compare
 from tilelab.peers.work import call_of, draw, flops, work_of
 from tilewise.chips import detect
@@ -43,24 +45,6 @@ def key_of(case: Case) -> str:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Times of one call, one entry per round.
-
-    Args:
-        cpu_s: processor time of the calling thread.
-        wall_s: by the wall clock.
-    """
-
-    cpu_s: list[float]
-    wall_s: list[float]
-
-    @classmethod
-    def of(cls, times: Sequence[Times] = ()) -> Samples:
-        """Return the samples of some rounds."""
-        return cls([each.cpu_s for each in times], [each.wall_s for each in times])
-
-
-@dataclass(frozen=True)
 class CaseResult(Finding):
     """One case, measured or found wrong.
 
@@ -76,6 +60,7 @@ class CaseResult(Finding):
         ours, torch: times of one call, one entry per round.
         repeats: calls within one sample of ours and of torch's.
         peak_flops_s: the bare loop's operations per second, measured in every round.
+        peers: other packages, where they were asked for.
     """
 
     derived = ("summary",)
@@ -92,6 +77,7 @@ class CaseResult(Finding):
     torch: Samples = field(default_factory=Samples.of)
     repeats: Sequence[int] = (1, 1)
     peak_flops_s: Sequence[float] = ()
+    peers: tuple[PeerResult, ...] = ()
 
     @classmethod
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
@@ -163,7 +149,8 @@ class CaseResult(Finding):
         """Return the inverse of ``as_json``."""
         sides = {side: Samples(**values[side]) for side in ("ours", "torch")}
         goal = None if values["goal"] is None else Goal(**values["goal"])
-        return super().from_json({**values, **sides, "goal": goal})
+        peers = tuple(PeerResult.from_json(each) for each in values.get("peers", ()))
+        return super().from_json({**values, **sides, "goal": goal, "peers": peers})
 
 
 @dataclass(frozen=True)
@@ -296,9 +283,10 @@ class GoalRecord(BenchRecord):
     memory: list[Memory] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, threads: int) -> GoalRecord:
-        """Return a record of a run that has not begun, on this machine."""
-        return cls(_machine(), threads)
+    def begin(cls, threads: int, packages: Sequence[Package] = ()) -> GoalRecord:
+        """Return a record of a run that has not begun, on this machine, beside some packages."""
+        peers = {"peers": standing(packages)} if packages else {}
+        return cls(_machine() | peers, threads)
 
 
 def _machine() -> dict[str, Any]:
@@ -329,7 +317,13 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) -> CaseResult:
+def measure(
+    case: Case,
+    budget_s: float,
+    rounds: tuple[int, int],
+    threads: int,
+    packages: Sequence[Package] = (),
+) -> CaseResult:
     """Measure a case, gated by its correctness.
 
     Args:
@@ -337,6 +331,7 @@ def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) 
         budget_s: for the rounds.
         rounds: the fewest and the most, whatever the budget says.
         threads: of torch, as set. One is timed by its own processor time, more by the wall.
+        packages: to measure beside ours and torch's, in the same rounds.
     """
     clock: Clock = "cpu" if threads == 1 else "wall"
     work = work_of(case, "speed")
@@ -349,18 +344,25 @@ def measure(case: Case, budget_s: float, rounds: tuple[int, int], threads: int) 
         "ours": call_of(work, given, attend),
         "torch": call_of(work, given, sdpa().make(work, given)),
     }
+    peers = Peers(packages, work, given, clock)
     kind = peaks.loop(case.type_name, peaks.isa())
     found: list[float] = []
 
     def measure_peak() -> None:
         found.append(peaks.measure(kind, threads, clock))
 
-    call_s = {name: _warm(call) for name, call in calls.items()}
-    repeats, count = plan(call_s, budget_s, rounds)
-    samples = interleave(calls, repeats, count, once, measure_peak)
-    sides = {name: Samples.of(each) for name, each in samples.items()}
+    every = calls | peers.calls
+    call_s = {name: _warm(call) for name, call in every.items()}
+    repeats, count = plan(call_s, budget_s * len(every) / len(calls), rounds)
+    times = interleave(every, repeats, count, once, measure_peak)
+    samples = {name: Samples.of(each) for name, each in times.items()}
     return CaseResult.describing(
-        case, clock, **sides, repeats=list(repeats.values()), peak_flops_s=found
+        case,
+        clock,
+        **{name: samples[name] for name in calls},
+        repeats=[repeats[name] for name in calls],
+        peak_flops_s=found,
+        peers=tuple(peers.results(samples)),
     )
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord
+from tilelab.bench.peers import lines
 from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.sentences import crossings, where
 from tilelab.common.clock import Spread
@@ -32,7 +33,8 @@ def tables(record: GoalRecord, *, brief: bool = False) -> list[Table]:
         record: what was measured.
         brief: dtypes side by side, and two threads as one line.
     """
-    makers = (_brief, _overhead, _memory) if brief else (_cases, _overhead, _scaling, _memory)
+    whole = (_cases, _peers, _overhead, _scaling, _memory)
+    makers = (_brief, _peers, _overhead, _memory) if brief else whole
     return [table for table in (make(record) for make in makers) if table.rows]
 
 
@@ -124,6 +126,33 @@ def _goal(result: CaseResult) -> str:
         return "-"
     share = "" if result.goal.peak is None else f", {result.goal.peak:.0%}"
     return f"{result.goal.ratio:g}x{share}"
+
+
+def _peers(record: GoalRecord) -> Table:
+    """Tabulate the packages beside ours and torch's, with a line for each that was not measured."""
+    asked = record.machine.get("peers", {})
+    here = [name for name, each in asked.items() if not each["why_not"]]
+    results = record.cases if asked else []
+    found = [(f"{case.name} {case.dtype}", peer) for case in results for peer in case.peers]
+    versions = [f"{name} {asked[name]['version']}" for name in here]
+    return Table(
+        "Other packages: milliseconds of one call with its packing, and times ours",
+        ("case", "dtype", "ours", "torch", *versions),
+        [(case.name, case.dtype, *_peer_cells(case, here)) for case in results],
+        tuple(lines(asked, found)),
+    )
+
+
+def _peer_cells(result: CaseResult, names: Sequence[str]) -> Iterator[str]:
+    if result.wrong:
+        yield from ("WRONG", *["-"] * (len(names) + 1))
+        return
+    ours_s = statistics.median(result.seconds(result.ours))
+    found = {peer.name: peer for peer in result.peers}
+    yield _ms(result.seconds(result.ours))
+    yield f"{_ms(result.seconds(result.torch))}, {result.ratio:.2f}x"
+    for name in names:
+        yield found[name].cell(result.clock, ours_s)
 
 
 def _ms(seconds: Sequence[float]) -> str:

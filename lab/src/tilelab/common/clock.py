@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,6 +58,24 @@ class Times(NamedTuple):
     wall_s: float
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Times of one call, one entry per round.
+
+    Args:
+        cpu_s: processor time of the calling thread.
+        wall_s: by the wall clock.
+    """
+
+    cpu_s: list[float]
+    wall_s: list[float]
+
+    @classmethod
+    def of(cls, times: Sequence[Times] = ()) -> Samples:
+        """Return the samples of some rounds."""
+        return cls([each.cpu_s for each in times], [each.wall_s for each in times])
+
+
 def once(call: Call, repeats: int = 1) -> Times:
     """Return the processor and wall seconds of one call, the mean of some repeats."""
     wall, cpu = time.perf_counter(), time.thread_time()
@@ -64,6 +83,16 @@ def once(call: Call, repeats: int = 1) -> Times:
         call()
     spent_cpu, spent_wall = time.thread_time() - cpu, time.perf_counter() - wall
     return Times(spent_cpu / repeats, spent_wall / repeats)
+
+
+def elsewhere(call: Call) -> float:
+    """Return the share of a warm call's processor time that other threads spend."""
+    repeats = repeats_for(once(call).wall_s)  # short calls: reading the clocks takes time too
+    process, thread = time.process_time(), time.thread_time()
+    for _ in range(repeats):
+        call()
+    spent, own = time.process_time() - process, time.thread_time() - thread
+    return max(0.0, 1 - own / spent) if spent else 0.0
 
 
 def seconds_of(call: Call, timer: str = "cpu", repeats: int = 1) -> float:

@@ -104,7 +104,7 @@ def by_lists() -> Method:
     """
 
     def make(work: Work, given: Given) -> Attend:
-        seen = _shown(work, given, work.queries)[0, 0]
+        seen = shown(work, given, work.queries)[0, 0]
         keys = seen.nonzero()[:, 1].view(1, 1, work.queries, -1).to(torch.int32)
         keys = keys.expand(work.batch, -1, -1, -1)
         return lambda q, k, v: tilewise.attention(q, k, v, keys=keys)
@@ -154,12 +154,11 @@ def sdpa(name: str = "") -> Method:
         keywords: dict[str, Any] = {"dropout_p": work.dropout_p}
         if work.heads != work.kv_heads:
             keywords["enable_gqa"] = True
-        if work.mask == _CAUSAL and work.queries == work.keys:  # torch aligns the first rows
+        causal, mask = as_dense(work, given)
+        if causal:
             keywords["is_causal"] = True
-        elif work.mask:
-            keywords["attn_mask"] = _shown(work, given, work.queries)
-        elif work.score:
-            keywords["attn_mask"] = _added(work)
+        elif mask is not None:
+            keywords["attn_mask"] = mask
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Why a backend declines: its error says so too.
@@ -170,7 +169,7 @@ def sdpa(name: str = "") -> Method:
         return attend
 
     def why_not(work: Work) -> str:
-        return "it takes no score function" if work.score and _added(work) is None else ""
+        return "it takes no score function" if work.score and added(work) is None else ""
 
     def matrices(work: Work) -> float:
         return 3.0 if name == "math" else 1.5 if work.mask not in ((), _CAUSAL) else 0.0
@@ -178,7 +177,19 @@ def sdpa(name: str = "") -> Method:
     return Method(f"sdpa {name}".rstrip(), make, True, why_not, matrices)
 
 
-def _added(work: Work) -> Tensor | None:
+def as_dense(work: Work, given: Given) -> tuple[bool, Tensor | None]:
+    """Return a work's variant as torch's sdpa takes it: whether it is causal, or else its mask.
+
+    The mask is True where a pair attends, or what a bias adds to the scores; None for neither.
+    """
+    if work.mask == _CAUSAL and work.queries == work.keys:  # torch aligns the first rows
+        return True, None
+    if work.mask:
+        return False, shown(work, given, work.queries)
+    return False, added(work) if work.score else None
+
+
+def added(work: Work) -> Tensor | None:
     """Return the tensor that a score adds, where it does nothing else and there is no mask."""
     score = work.drawn_score
     if work.mask or not isinstance(score, Score):
@@ -253,18 +264,18 @@ def flex(*, compiled: bool = True) -> Method:
 
 def own_masks(work: Work, given: Given) -> tuple[int | None, int | None]:
     """Return how many batch items and heads have a mask of their own; None where all share one."""
-    batches, heads = _shown(work, given, 1).shape[:2]
+    batches, heads = shown(work, given, 1).shape[:2]
     return (batches if batches > 1 else None), (heads if heads > 1 else None)
 
 
 def _looked_up(work: Work, given: Given) -> Callable[..., Any]:
     """Return the mask as a lookup in the whole matrix."""
-    shown = _shown(work, given, work.queries)
-    batches, heads = shown.shape[:2]
-    return lambda b, h, m, n: shown[b if batches > 1 else 0, h if heads > 1 else 0, m, n]
+    pairs = shown(work, given, work.queries)
+    batches, heads = pairs.shape[:2]
+    return lambda b, h, m, n: pairs[b if batches > 1 else 0, h if heads > 1 else 0, m, n]
 
 
-def _shown(work: Work, given: Given, rows: int) -> Tensor:
+def shown(work: Work, given: Given, rows: int) -> Tensor:
     """Return which pairs of the first rows attend, [B or 1, Hq or 1, rows, N]."""
     seen = seen_rows(*problem_of(work, given), [range(rows)])
     assert seen is not None
@@ -307,7 +318,7 @@ def _published(
 
     def make(work: Work, given: Given) -> Attend:
         more = {key: of(work).to(given.q) for key, of in drawn.items()}
-        keys = _shown(work, given, 1)[0, 0, 0] if work.mask == ("padded",) else None
+        keys = shown(work, given, 1)[0, 0, 0] if work.mask == ("padded",) else None
         return lambda q, k, v: attend(Operands(q, k, v, keys, work.dropout_p), **more)
 
     def why_not(work: Work) -> str:

@@ -87,6 +87,20 @@ class Given(NamedTuple):
         return self.q, self.k, self.v
 
 
+class Prepared(NamedTuple):
+    """The call of another package on one work.
+
+    Args:
+        call: returns the output, [B, Hq, M, Dv]; it packs first where there is something to pack.
+        pack: the packing alone; None where there is none.
+        path: the code path that the package takes, such as "amx".
+    """
+
+    call: Callable[[], Tensor]
+    pack: Callable[[], Any] | None = None
+    path: str = ""
+
+
 def draw(work: Work, factor: float = 1.0) -> Given:
     """Standard normal numbers, the same at every call.
 

@@ -351,7 +351,7 @@ class TileGradients {
                                         kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
           }
           store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
-          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, Mode::pair(ds, ds2));
+          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, PairMode::pair(ds, ds2));
 #endif
         }
       }

@@ -76,7 +76,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values, *kept_p;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
+    Acc *out, *scores, *kept_s, *row_max, *row_sum, *alpha, *peak;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -89,7 +89,8 @@ class ForwardKernel {
       scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      kept_p = carve.take<Word>(Mode::keeps_references ? kRoomKeys / 2 * kQueries : 0);
+      kept_s = carve.take<Acc>(Mode::keeps_references ? 2 * kRoomKeys * kQueries : 0);
+      kept_p = carve.take<Word>(Mode::keeps_references ? kRoomKeys * kQueries : 0);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
@@ -227,7 +228,7 @@ class ForwardKernel {
     Packed packed;
     for (int t = 0; t < count; t++) {
       const QueryTile<Mode>& tile = tiles[t];
-      Waiting waiting;
+      Stream stream;
       for (i64 y = blocks.containing(n0); y < blocks.count && blocks.begin(y) < n1; y++) {
         if (tile.table.skips(blocks.begin(y), blocks.end(y))) continue;
         MaskedTile masked;
@@ -239,18 +240,21 @@ class ForwardKernel {
           pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, packed);
         }
         const i64 skip = masked.begin - packed.begin;
-        const Words<Word> keys{packed.keys.data + skip * packed.keys.stride, packed.keys.stride};
-        const Words<Word> values{Mode::skip_rows(packed.values, skip), packed.values.stride};
+        const Block now{masked,
+                        {packed.keys.data + skip * packed.keys.stride, packed.keys.stride},
+                        {Mode::skip_rows(packed.values, skip), packed.values.stride}};
+        const auto computed = [&](const Block& x) { step(tile, seq, h, x, chain, memory, ahead); };
         if constexpr (Mode::keeps_references) {
-          if (!keeps_references(tile, masked)) {
-            waiting.add(f_.value_dim, memory.kept_p, ahead);
-          } else if (kept_step(tile, masked, keys, values, memory, waiting, ahead)) {
+          if (keeps_references(tile, masked)) {
+            flow(tile, now, memory, stream, computed, ahead);
             continue;
           }
+          drain(tile, memory, stream, computed, ahead);
         }
-        step(tile, seq, h, masked, keys.data, keys.stride, values.data, values.stride, chain, memory, ahead);
+        computed(now);
       }
-      waiting.add(f_.value_dim, memory.kept_p, ahead);
+      if constexpr (Mode::keeps_references)
+        drain(tile, memory, stream, [&](const Block& x) { step(tile, seq, h, x, chain, memory, ahead); }, ahead);
     }
   }
 
@@ -268,45 +272,97 @@ class ForwardKernel {
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
   }
 
-  // The values that a tile's probabilities wait for: the scores of its next block are made first, so that one product
-  // runs while the last probabilities are made, and the other while those of the next block are.
-  struct Waiting {
-    const QueryTile<Mode>* tile = nullptr;
-    Words<Word> values{};
-    int count = 0;
-    void add(int value_dim, const Word* p, Ahead* ahead) {
-      if (tile == nullptr) return;
-      Product::template run<AOrder::column_major, Into::add>(values.data, values.stride, p, tile->width, value_dim,
-                                                             (count + Mode::per_word - 1) / Mode::per_word, tile->width,
-                                                             tile->out, tile->width, nullptr, nullptr, ahead);
-      tile = nullptr;
-    }
+  // A block of keys that a tile of queries sees.
+  struct Block {
+    MaskedTile masked;
+    Words<Word> keys{}, values{};
+    int count() const { return static_cast<int>(masked.end - masked.begin); }
   };
+
+  // Blocks whose softmax takes the references of a tile's rows as they are (see TileMode). Three are on their way: the
+  // scores of one are made while the probabilities of the one before are, and while the values of the one before that
+  // are added up. Scores and probabilities have two rooms each, taken in turn.
+  struct Stream {
+    Block scored, waiting;  // has scores; has probabilities
+    bool has_scored = false, has_waiting = false;
+    int s = 0, p = 0;  // the rooms of these
+  };
+  Acc* score_room(const Memory& memory, int room) const { return memory.kept_s + room * kRoomKeys * kQueries; }
+  Word* p_room(const Memory& memory, int room) const { return memory.kept_p + room * kRoomKeys / 2 * kQueries; }
+
+  // Takes in a block. `computed`: has the ordinary step done, for a block in which a row's reference has to grow.
+  template <class Step>
+  void flow(const QueryTile<Mode>& tile, const Block& now, const Memory& memory, Stream& x, const Step& computed,
+            Ahead* ahead) const {
+    const int count = now.count(), width = tile.width;
+    if (x.has_scored && x.has_waiting && x.scored.count() == count && x.waiting.count() == count) {
+      const typename Mode::Fused fused{now.keys.data,
+                                       now.keys.stride,
+                                       tile.q,
+                                       score_room(memory, !x.s),
+                                       score_room(memory, x.s),
+                                       tile.row_max,
+                                       tile.row_sum,
+                                       units_.to_base2,
+                                       p_room(memory, !x.p),
+                                       x.waiting.values.data,
+                                       x.waiting.values.stride,
+                                       p_room(memory, x.p),
+                                       tile.out};
+      bool kept = false;
+      if (Mode::fused_step(f_.head_dim, f_.value_dim, count, width, fused, kept)) {
+        x.has_waiting = kept;
+        if (kept) {
+          x.waiting = x.scored, x.scored = now;
+          x.s = !x.s, x.p = !x.p;
+          return;
+        }
+        x.has_scored = false;
+        computed(x.scored);
+      }
+    }
+    settle(tile, memory, x, computed, ahead);
+    Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
+                                                              Mode::words(f_.head_dim), width, score_room(memory, x.s),
+                                                              width, nullptr, nullptr, ahead);
+    x.scored = now, x.has_scored = true;
+  }
+  // From scores to probabilities, those of the block before being used up first.
+  template <class Step>
+  void settle(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, const Step& computed, Ahead* ahead) const {
+    add_values(tile, memory, x, ahead);
+    if (!x.has_scored) return;
+    x.has_scored = false;
+    x.has_waiting = Mode::softmax_kept(score_room(memory, x.s), tile.width, x.scored.count(), tile.row_max,
+                                       tile.row_sum, units_.to_base2, p_room(memory, x.p), tile.out, f_.value_dim);
+    x.waiting = x.scored;
+    if (!x.has_waiting) computed(x.scored);
+  }
+  void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
+    if (!x.has_waiting) return;
+    x.has_waiting = false;
+    Product::template run<AOrder::column_major, Into::add>(x.waiting.values.data, x.waiting.values.stride,
+                                                           p_room(memory, x.p), tile.width, f_.value_dim,
+                                                           (x.waiting.count() + Mode::per_word - 1) / Mode::per_word,
+                                                           tile.width, tile.out, tile.width, nullptr, nullptr, ahead);
+  }
+  template <class Step>
+  void drain(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, const Step& computed, Ahead* ahead) const {
+    settle(tile, memory, x, computed, ahead);
+    add_values(tile, memory, x, ahead);
+  }
 
   // Whether a tile's softmax can be tried with the references that its rows have.
   bool keeps_references(const QueryTile<Mode>& tile, const MaskedTile& masked) const {
     return !units_.chain && masked.plain && f_.dropout <= 0 && f_.entropy.data == nullptr &&
            Mode::settled(tile.row_max, tile.width);
   }
-  // False where a row's reference has to grow after all; nothing is changed then.
-  bool kept_step(const QueryTile<Mode>& tile, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
-                 const Memory& memory, Waiting& waiting, Ahead* ahead) const {
-    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
-    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
-                                                              Mode::words(f_.head_dim), width, memory.scores, width,
-                                                              nullptr, nullptr, ahead);
-    waiting.add(f_.value_dim, memory.kept_p, ahead);
-    if (!Mode::softmax_kept(memory.scores, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p,
-                            tile.out, f_.value_dim))
-      return false;
-    waiting = {&tile, values, count};
-    return true;
-  }
-
-  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const MaskedTile& masked, const Word* keys,
-            i64 key_stride, const Word* values, i64 value_stride, const ScoreChain<Acc>& chain, const Memory& memory,
-            Ahead* ahead) const {
-    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block, const ScoreChain<Acc>& chain,
+            const Memory& memory, Ahead* ahead) const {
+    const MaskedTile& masked = block.masked;
+    const Word *keys = block.keys.data, *values = block.values.data;
+    const i64 key_stride = block.keys.stride, value_stride = block.values.stride;
+    const int count = block.count(), width = tile.width;
     Acc* s = memory.scores;
     const i64 depth = Mode::words(f_.head_dim);
     const int words = (count + Mode::per_word - 1) / Mode::per_word;

@@ -242,6 +242,13 @@ struct TileMode : PairMode {
                                       : softmax_kept<1>(s, count, row_max, row_sum, factor, p, out, value_dim);
   }
   template <int kV>
+  TW_INLINE bool outgrown(const Vec<float> (&most)[kV]) {
+    u64 grows = 0;
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v++) grows |= bits_of_mask<i32>((Vec<i32>)(most[v] > kRoom));
+    return grows != 0;
+  }
+  template <int kV>
   TW_INLINE bool softmax_kept(const float* s, int count, const float* row_max, float* row_sum, float factor, i32* p,
                               const float* out, int value_dim) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
@@ -277,14 +284,120 @@ struct TileMode : PairMode {
         sum[v] += piece[v];
       }
     }
-    u64 grows = 0;
-    TW_UNROLL(2)
-    for (int v = 0; v < kV; v++) grows |= bits_of_mask<i32>((Vec<i32>)(most[v] > kRoom));
-    if (__builtin_expect(grows != 0, 0)) return false;
+    if (__builtin_expect(outgrown(most), 0)) return false;
     TW_UNROLL(2)
     for (int v = 0; v < kV; v++) store(row_sum + v * lanes, load(row_sum + v * lanes) + sum[v]);
     return true;
   }
+  // Three steps of three blocks at once, where tiles and vectors take turns: the scores of one, the softmax of the one
+  // before (as softmax_kept), the values of the one before that. All blocks have as many keys.
+  struct Fused {
+    const i32* keys;
+    i64 key_stride;
+    const i32* q;
+    float* made;     // the scores that are made
+    const float* s;  // those that become probabilities
+    const float* row_max;
+    float* row_sum;
+    float factor;
+    i32* p;
+    const i32* values;
+    i64 value_stride;
+    const i32* before;  // the probabilities that are used
+    float* out;
+  };
+  // False, and nothing done, for shapes that have no such step. `kept`: as softmax_kept has it; scores and sums of
+  // values are made in any case.
+  static bool fused_step(int head_dim, int value_dim, int count, int width, const Fused& x, bool& kept) {
+    if (width != 2 * kLanes<float> || head_dim != value_dim) return false;
+    if (head_dim == 64 && count == 64) return kept = fused_step<64, 64>(x), true;
+    if (head_dim == 128 && count == 128) return kept = fused_step<128, 128>(x), true;
+    return false;
+  }
+  template <int kDepth, int kKeys>
+  TW_NOINLINE static bool fused_step(const Fused& x) {
+    constexpr int lanes = kLanes<float>, side = TileGemm::kSide, kScoreSteps = kDepth / kWhole;
+    constexpr int kValueSteps = kKeys / kWhole;
+    // A block of 2 x 2 tiles goes with 16 keys, two by two, of the softmax.
+    constexpr int kPairs = kSubKeys / 2, kPerStep = kPairs / kScoreSteps;
+    static_assert(kScoreSteps == kValueSteps && kPairs % kScoreSteps == 0 && kKeys == kDepth);
+    const Vec<float> top[2] = {load(x.row_max), load(x.row_max + lanes)};
+    const float factor = x.factor;
+    Vec<float> sum[2] = {}, most[2] = {}, piece[2] = {};
+    const float* s = x.s;
+    i32* p = x.p;
+    const auto soften = [&](int turn) __attribute__((always_inline)) {  // the share of a product, of four to a step
+      constexpr int each = kPerStep > 3 ? kPerStep / 4 : 1;
+      if (kPerStep < 4 && turn % (4 / kPerStep) != 4 / kPerStep - 1) return;
+      TW_UNROLL(4)
+      for (int i = 0; i < each; i++, s += 4 * lanes, p += 2 * lanes) {
+        TW_UNROLL(2)
+        for (int v = 0; v < 2; v++) {
+          const Vec<float> a = (load(s + v * lanes) - top[v]) * factor,
+                           b = (load(s + (2 + v) * lanes) - top[v]) * factor;
+          most[v] = vmax(b, vmax(a, most[v]));
+          const Vec<float> first = power(a), second = power(b);
+          piece[v] += first + second;
+          store(p + v * lanes, pair(first, second));
+        }
+      }
+    };
+    const auto add_piece = [&]() __attribute__((always_inline)) {
+      TW_UNROLL(2)
+      for (int v = 0; v < 2; v++) sum[v] += piece[v], piece[v] = Vec<float>{};
+    };
+    const auto multiply = [&](const i32* a, i64 a_stride, const i32* b) __attribute__((always_inline)) {
+      constexpr i64 b_row = 2 * lanes * 4;
+      load_tile<6>(b, b_row);
+      load_tile<4>(a, a_stride * 4);
+      multiply_tiles<0, 4, 6>();
+      soften(0);
+      load_tile<7>(b + side, b_row);
+      multiply_tiles<1, 4, 7>();
+      soften(1);
+      load_tile<5>(a + side * a_stride, a_stride * 4);
+      multiply_tiles<2, 5, 6>();
+      soften(2);
+      multiply_tiles<3, 5, 7>();
+      soften(3);
+    };
+    const auto store_block = [&](float* c) __attribute__((always_inline)) {
+      constexpr i64 row = 2 * lanes * 4;
+      store_tile<0>(c, row);
+      store_tile<1>(c + side, row);
+      store_tile<2>(c + 2 * side * side, row);
+      store_tile<3>(c + 2 * side * side + side, row);
+    };
+    for (int n = 0; n < kKeys; n += 2 * side) {
+      clear_tile<0>();
+      clear_tile<1>();
+      clear_tile<2>();
+      clear_tile<3>();
+      TW_UNROLL(4)
+      for (int k = 0; k < kScoreSteps; k++)
+        multiply(x.keys + n * x.key_stride + k * side, x.key_stride, x.q + k * side * 2 * lanes);
+      store_block(x.made + n * 2 * lanes);
+      add_piece();
+    }
+    for (int d = 0; d < kDepth; d += 2 * side) {
+      float* c = x.out + d * 2 * lanes;
+      constexpr i64 row = 2 * lanes * 4;
+      load_tile<0>(c, row);
+      load_tile<1>(c + side, row);
+      load_tile<2>(c + 2 * side * side, row);
+      load_tile<3>(c + 2 * side * side + side, row);
+      TW_UNROLL(4)
+      for (int k = 0; k < kValueSteps; k++)
+        multiply(x.values + d * x.value_stride + k * side, x.value_stride, x.before + k * side * 2 * lanes);
+      store_block(c);
+      add_piece();
+    }
+    if (__builtin_expect(outgrown(most), 0)) return false;
+    TW_UNROLL(2)
+    for (int v = 0; v < 2; v++) store(x.row_sum + v * lanes, load(x.row_sum + v * lanes) + sum[v]);
+    return true;
+  }
+
   // Whether every row has a reference.
   static bool settled(const float* row_max, int width) {
     u64 none = 0;
@@ -293,7 +406,7 @@ struct TileMode : PairMode {
     return none == 0;
   }
 
-  static constexpr i64 packed_keys = 512;
+  static constexpr i64 packed_keys = 2048;
   static int block_keys(int head_dim, int value_dim) { return head_dim <= 64 && value_dim <= 64 ? 64 : kBlockKeys; }
 
   // 2^x from its whole part down: the scaling instruction takes that by itself. Relative error 9e-5, 7e-6 on average.

@@ -41,7 +41,7 @@ def test_the_constants() -> None:
 
 def test_the_formulas() -> None:
     """What ``loops`` makes of them is worked out as the core does it."""
-    blocks = "count(max(1, (key_limit + kBlockKeys / 2) / kBlockKeys))"
+    blocks = "count(max(1, (key_limit + size / 2) / size))"
     chunks = "per_chunk(max(kChunkBlocks, (blocks.count + kMostChunks - 1) / kMostChunks))"
     assert blocks in (CSRC / "base/schedule.h").read_text()
     assert chunks in (CSRC / "passes/key_sums.h").read_text()

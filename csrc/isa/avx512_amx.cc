@@ -1,37 +1,25 @@
-// bfloat16 by matrix tiles; all else is AVX-512.
-#define TILEWISE_ISA avx512_amx
-#define TILEWISE_VECTOR_BYTES 64
+// bfloat16 by matrix tiles; all else is AVX-512. Compiled for any processor: the table is made before it is asked
+// whether this one has tiles.
+#include "base/args.h"
 #include "base/processor.h"
-#include "passes/backward.h"
-#include "passes/bias_backward.h"
-#include "passes/load_backward.h"
-#include "products/tiles.h"
 
 namespace tilewise {
+namespace avx512_amx {  // passes_avx512_amx.cc
+bool forward(const Forward& f);
+bool backward(const Backward& f);
+bool key_delta(const Backward& f);
+bool bias_backward(const BiasBackward& f);
+bool load_backward(const LoadBackward& f);
+}  // namespace avx512_amx
+
 extern const Kernels kernels_avx512;
 
-namespace avx512_amx {
-bool few_queries(const Forward& f);  // decode_avx512_amx.cc
-
 namespace {
-bool forward(const Forward& f) {
-  if (f.dtype != DType::bf16) return kernels_avx512.forward(f);
-  return (f.for_backward || few_queries(f)) && ForwardKernel<TileMode>(f).run();
-}
-bool backward(const Backward& f) {
-  return f.dtype == DType::bf16 ? BackwardKernel<TileMode>(f).run() : kernels_avx512.backward(f);
-}
-bool key_delta(const Backward& f) {
-  return f.dtype == DType::bf16 ? KeyDeltaKernel<TileMode>(f).run() : kernels_avx512.key_delta(f);
-}
-bool bias_backward(const BiasBackward& f) {
-  return f.dtype == DType::bf16 ? BiasKernel<TileMode>(f).run() : kernels_avx512.bias_backward(f);
-}
-bool load_backward(const LoadBackward& f) {
-  return f.dtype == DType::bf16 ? LoadKernel<TileMode>(f).run() : kernels_avx512.load_backward(f);
+template <class Arguments, bool (*kTiles)(const Arguments&), bool (*Kernels::*kOther)(const Arguments&)>
+bool by_type(const Arguments& f) {
+  return f.dtype == DType::bf16 ? kTiles(f) : (kernels_avx512.*kOther)(f);
 }
 }  // namespace
-}  // namespace avx512_amx
 
 const Kernels& kernels_avx512_amx() {
   static const Kernels kernels = [] {
@@ -39,11 +27,11 @@ const Kernels& kernels_avx512_amx() {
     all.name = "avx512_amx";
     all.description = "AVX-512 with matrix tiles (AMX) for bfloat16";
     all.supported = has_tiles;
-    all.forward = avx512_amx::forward;
-    all.backward = avx512_amx::backward;
-    all.key_delta = avx512_amx::key_delta;
-    all.bias_backward = avx512_amx::bias_backward;
-    all.load_backward = avx512_amx::load_backward;
+    all.forward = by_type<Forward, avx512_amx::forward, &Kernels::forward>;
+    all.backward = by_type<Backward, avx512_amx::backward, &Kernels::backward>;
+    all.key_delta = by_type<Backward, avx512_amx::key_delta, &Kernels::key_delta>;
+    all.bias_backward = by_type<BiasBackward, avx512_amx::bias_backward, &Kernels::bias_backward>;
+    all.load_backward = by_type<LoadBackward, avx512_amx::load_backward, &Kernels::load_backward>;
     return all;
   }();
   return kernels;

@@ -138,7 +138,8 @@ struct NarrowRows {
 
   // Every code of the type but its NaN is drawn, and scales that are powers of two.
   NarrowRows(Tensor& wide, Stored stored, u64 seed, Place place) {
-    const auto [batch, heads, rows, columns] = wide.size();
+    const auto& size = wide.size();  // no structured binding: older clang keeps these out of a lambda
+    const i64 batch = size[0], heads = size[1], rows = size[2], columns = size[3];
     std::vector<unsigned char> codes(static_cast<std::size_t>(batch * heads * rows * columns));
     std::vector<float> powers(static_cast<std::size_t>(batch * heads * rows));
     wide.each([&](i64 b, i64 h, i64 r, i64 d) {

@@ -9,6 +9,8 @@
 // - A task has 8 tiles against the same block of keys: the block is packed (or at least read from memory) once for all.
 //   Where threads would idle a task has fewer tiles; no tile's bits depend on its neighbours.
 // - A block has 128 keys. The order of all sums follows from that number, so it is part of the rounding contract.
+// - Matrix tiles (products/tiles.h) have other numbers: tiles of 32 queries, 16 of them in a task, blocks of 64 or 128
+//   keys.
 // - The scale and log2(e) are one factor (ScoreUnits), which multiplies S - max: a probability is one exp2.
 #pragma once
 

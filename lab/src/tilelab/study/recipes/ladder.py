@@ -32,9 +32,12 @@ RUNGS_MB = (0.3, 1, 3, 10, 30)
 TUNED_MB = (1, 10)
 SWEEP = Sweep(multiples=(0.5, 1, 2))
 SIZES_AT_MB = 3
+# AdamW's best rate falls as the width grows, and the last size is 6 times as wide as the first.
+SIZES_SWEEP = Sweep(multiples=(0.25, 0.5, 1, 2, 4))
 # Layers and width of about 0.3, 1, 3 and 10 million parameters.
 MODELS = {"0.3M": (1, 64), "1M": (2, 128), "3M": (5, 192), "10M": (5, 384)}
 HEAD_WIDTH = 32
+WIDTH, STD = 128, 0.08  # of the ladder by length
 TUNING = 0.02  # of the text: rates are chosen on it, and the held-out text only judges
 _WARMUP_STEPS = 10
 
@@ -91,12 +94,13 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         arms=one_at_a_time({name: ARMS[name] for name in few}),
         seeds=numbers,
         smallest_effect=EFFECT_BITS_PER_BYTE,
-        sweep=SWEEP,
+        sweep=SIZES_SWEEP,
         error="pooled",
         ladder=Ladder(
             rungs={name: _model(*each) for name, each in MODELS.items()},
             axis="parameters",
-            tuned=("0.3M", "3M"),
+            # The ends: a rate for 10M on the line through 0.3M and 3M was too large.
+            tuned=("0.3M", "10M"),
         ),
     )
     by_precision = Experiment(
@@ -142,15 +146,15 @@ def learns_well(source: str, megabytes: float) -> RunConfig:
     return RunConfig(
         model=Model(
             layers=2,
-            heads=128 // HEAD_WIDTH,
-            width=128,
+            heads=WIDTH // HEAD_WIDTH,
+            width=WIDTH,
             context=128,
             positions="rotary",
             norm="rms",
             qk_norm=True,
             bias=False,
             tied=False,
-            std=0.08,
+            std=STD,
         ),
         data=Data(source=source, tokenizer="bpe", tuning=TUNING),
         optimizer=Optimizer(name="adamw", lr=0.004, embedding_lr_share=8.0),
@@ -170,4 +174,10 @@ def _budget(source: str, megabytes: float) -> dict[str, Any]:
 
 
 def _model(layers: int, width: int) -> dict[str, Any]:
-    return {"model.layers": layers, "model.width": width, "model.heads": width // HEAD_WIDTH}
+    return {
+        "model.layers": layers,
+        "model.width": width,
+        "model.heads": width // HEAD_WIDTH,
+        # As wide sums as at the ladder's width.
+        "model.std": round(STD * (WIDTH / width) ** 0.5, 3),
+    }

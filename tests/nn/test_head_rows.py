@@ -151,6 +151,36 @@ def test_it_is_the_core_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     call(x)
 
 
+@pytest.mark.parametrize("weights", ["weight", "both", ""])
+def test_compiled_code_runs_the_core_too(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a torch op in one graph, with the bits of the eager call, gradients too."""
+    operands: list[Any] = list(drawn(torch.bfloat16, 24, 16, heads=True))
+    operands[1] = operands[1] if weights else None
+    operands[2] = operands[2] if weights == "both" else None
+
+    def call(x: Tensor, weight: Any, bias: Any, cos: Tensor, sin: Tensor) -> Tensor:
+        return normed_and_turned(x, HeadNorm(weight, bias), cos, sin)
+
+    expected = with_gradients(call, operands)
+
+    def fail(*_: Any) -> Tensor:
+        raise AssertionError("operations of torch")
+
+    monkeypatch.setattr(module, "_by_torch", fail)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for one, other in zip(with_gradients(compiled, operands), expected, strict=True):
+        assert_same_bits(one, other, "compiled")
+
+
+def test_the_torch_op_keeps_torchs_rules() -> None:
+    """Of a layout that is not dense, with and without weights."""
+    x, weight, bias, cos, sin = drawn(torch.float64, 12, 8, heads=False)
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
+    op = torch.ops.tilewise.head_rows
+    for some in (leaves, [leaves[0], None, None]):
+        torch.library.opcheck(op, (*some, cos, sin, True, 1e-6, False))
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_first_and_second_derivatives(kind: Any) -> None:
     """Of x, weight and bias, against differences."""
@@ -193,6 +223,34 @@ def test_a_layer_takes_axes_and_pairs() -> None:
     one.load_state_dict(several.state_dict())
     x = torch.randn(2, 5, 16)
     torch.testing.assert_close(several(x), one(x))
+
+
+def test_a_layer_normalises_and_turns_at_once() -> None:
+    """In the core; by its modules where these have hooks or are others by now."""
+    torch.manual_seed(0)
+    layer = Attention(32, 2, qk_norm=True, rotary=Rotary())
+    assert layer.query_norm is not None
+    torch.nn.init.uniform_(layer.query_norm.weight, 0.5, 2)
+    x = torch.randn(2, 9, 32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        at_once = layer(x)
+    assert not [each.key for each in profile.key_averages() if "rms_norm" in each.key]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), at_once, "compiled")
+    seen = []
+    handle = layer.query_norm.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(x), at_once)
+    assert seen
+    handle.remove()
+
+    class Doubled(torch.nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    other = Doubled(16, eps=1e-6)
+    other.weight.data.copy_(layer.query_norm.weight / 2)
+    layer.query_norm = other
+    torch.testing.assert_close(layer(x), at_once)
 
 
 @pytest.mark.parametrize(

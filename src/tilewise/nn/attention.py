@@ -18,6 +18,7 @@ from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument
 from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.nn.caches import Cache, Past
+from tilewise.nn.head_rows import HeadNorm
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.variants.values import Mask, Score, as_mask, as_score
@@ -27,7 +28,8 @@ class Attention(nn.Module):
     """Multi-head attention with projections: out = attention(x Wq, c Wk, c Wv) Wo.
 
     ``c`` is ``x`` (self-attention) or ``context`` (cross-attention). Queries and keys are first
-    normalised (``qk_norm``: RMSNorm over each head, learned weight), then rotated (``rotary``).
+    normalised (``qk_norm``: RMSNorm over each head, learned weight), then rotated (``rotary``): on
+    a CPU in one pass, see ``tilewise.nn.rotary``.
 
     Args:
         width: channels of ``x`` and of the output.
@@ -165,7 +167,8 @@ class Attention(nn.Module):
         q = self._heads(self.query(x), self.heads)
         k = self._heads(self.key(source), self.kv_heads)
         v = self._heads(self.value(source), self.kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
+        norm_of_q, norm_of_k = _in_rotation(self.rotary, self.query_norm, self.key_norm)
+        if norm_of_q is None and self.query_norm is not None and self.key_norm is not None:
             # In the dtype of the weights: under autocast q and k come in a narrower one.
             q = self.query_norm(q.to(self.query_norm.weight.dtype))
             k = self.key_norm(k.to(self.key_norm.weight.dtype))
@@ -176,7 +179,8 @@ class Attention(nn.Module):
             how = self.rotary._asdict()
             if self.rotary.scaling is not None and self.rotary.scaling.dynamic:
                 how["length"] = longest(at, at_keys)
-            q, k = rotary(q, at, **how), rotary(k, at_keys, **how)
+            q = rotary(q, at, **how, norm=norm_of_q)
+            k = rotary(k, at_keys, **how, norm=norm_of_k)
         q, k = q.to(v.dtype), k.to(v.dtype)
         ask = Ask(
             _both(self.mask, mask),
@@ -246,6 +250,26 @@ class Attention(nn.Module):
         if self.rotary is None or self.rotary.axes is None:
             return positions
         return positions.expand(max(self.rotary.axes) + 1, *positions.shape)
+
+
+def _in_rotation(
+    how: Rotary | None, *norms: nn.Module | None
+) -> tuple[HeadNorm | None, HeadNorm | None]:
+    """Return the norms of queries and keys for ``rotary``, which goes over the rows once for both.
+
+    None where there is nothing to rotate, and where a norm is another module by now or has hooks,
+    which want to be called.
+    """
+    found = [
+        HeadNorm(each.weight, eps=each.eps)
+        for each in norms
+        if type(each) is nn.RMSNorm
+        and each.eps is not None
+        and not (each._forward_hooks or each._forward_pre_hooks)
+    ]
+    if how is None or len(found) < len(norms):
+        return None, None
+    return found[0], found[1]
 
 
 def _mask_to_keep(mask: MaskLike) -> MaskLike:

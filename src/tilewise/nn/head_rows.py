@@ -1,25 +1,29 @@
 """Heads on their way into attention: rows normalised over their channels, then turned by angles.
 
 Plain code goes over queries and keys some ten times, and makes float32 copies of rows in 16 bits.
-The compiled core goes over them once. It takes eager calls on a CPU; all others (GPUs,
-torch.compile, torch.func transforms, angles with a gradient, batched and second derivatives) take
-operations of torch, which a compiler fuses.
+The compiled core goes over them once. It takes calls on a CPU, in eager code at once and under
+torch.compile as the torch op ``tilewise::head_rows``. All others (GPUs, torch.func transforms,
+tensor subclasses, angles with a gradient, batched and second derivatives) take operations of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise.checks import FLOATING, check_tensor
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu.core import absence
 from tilewise.kernels.cpu.cross_entropy import DTYPES
-from tilewise.kernels.cpu.head_rows import HeadRows, backward, forward
-from tilewise.torch_private import has_batch
+from tilewise.kernels.cpu.head_rows import HeadRows, backward, forward, like
+from tilewise.torch_private import FakeTensor, constant_while_compiling, has_batch
+
+_BY_OP = frozenset((Tensor, Parameter, FakeTensor))  # what a torch op takes on any road
 
 
 class HeadNorm(NamedTuple):
@@ -84,14 +88,25 @@ def normed_and_turned(
         cos, sin = cos[None], sin[None]
     weight, bias = norm.weight, norm.bias
     of = HeadRows(x, weight, bias, cos, sin, norm.kind == "layer", norm.eps, interleaved)
-    in_core = (
-        x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and road(x, x if weight is None else weight, x if bias is None else bias) == "eager"
-        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
-        and absence() is None
-    )
-    return _InCore.apply(*of) if in_core else _by_torch(of)  # type: ignore[no-untyped-call]
+    tensors = (x, x if weight is None else weight, x if bias is None else bias)
+    way = road(*tensors)
+    if (
+        x.device.type != "cpu"
+        or x.dtype not in DTYPES
+        or way not in ("eager", "watched")
+        or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+        or (way == "watched" and not _BY_OP.issuperset(map(type, tensors)))
+        or not _core_is_there()
+    ):
+        return _by_torch(of)
+    out: Tensor
+    out = _InCore.apply(*of) if way == "eager" else torch.ops.tilewise.head_rows(*of)  # type: ignore[no-untyped-call]
+    return out
+
+
+@constant_while_compiling
+def _core_is_there() -> bool:
+    return absence() is None
 
 
 def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -136,15 +151,90 @@ class _InCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of = HeadRows(*ctx.saved_tensors, *ctx.how)
-        wanted, rest = ctx.needs_input_grad[:3], (None,) * (len(of) - 3)
-        again = torch.is_grad_enabled()
-        if not again and not has_batch(grad):
-            found = backward(of, grad)
-            pairs = zip(found, wanted, strict=True)
-            return (*(each if this else None for each, this in pairs), *rest)
-        # A derivative of the gradients is wanted, or many of them at once: torch has both.
-        leaves = [x for x, this in zip(of[:3], wanted, strict=True) if x is not None and this]
-        with torch.enable_grad():
-            rows = _by_torch(of)
-        derived = iter(torch.autograd.grad(rows, leaves, grad, create_graph=again))
-        return (*(next(derived) if this else None for this in wanted), *rest)
+        return _gradients(of, grad, ctx.needs_input_grad, backward)
+
+
+def _gradients(
+    of: HeadRows,
+    grad: Tensor,
+    needs: Sequence[bool],
+    by_core: Callable[[HeadRows, Tensor], Sequence[Tensor | None]],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all that ``of`` holds, as far as they are needed."""
+    wanted, rest = needs[:3], (None,) * (len(of) - 3)
+    again = torch.is_grad_enabled()
+    if not again and not has_batch(grad):
+        pairs = zip(by_core(of, grad), wanted, strict=True)
+        return (*(each if this else None for each, this in pairs), *rest)
+    # A derivative of the gradients is wanted, or many of them at once: torch has both.
+    leaves = [x for x, this in zip(of[:3], wanted, strict=True) if x is not None and this]
+    with torch.enable_grad():
+        rows = _by_torch(of)
+    derived = iter(torch.autograd.grad(rows, leaves, grad, create_graph=again))
+    return (*(next(derived) if this else None for this in wanted), *rest)
+
+
+@torch.library.custom_op("tilewise::head_rows", mutates_args=())
+def _op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    centred: bool,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    return forward(HeadRows(x, weight, bias, cos, sin, centred, eps, interleaved))
+
+
+@_op.register_fake
+def _op_fake(x: Tensor, *_: Any) -> Tensor:
+    return like(x)
+
+
+@torch.library.custom_op("tilewise::head_rows_backward", mutates_args=())
+def _backward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    centred: bool,
+    eps: float,
+    interleaved: bool,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias; empty ones of what is not there."""
+    of = HeadRows(x, weight, bias, cos, sin, centred, eps, interleaved)
+    by_x, *others = backward(of, grad)
+    by_weight, by_bias = (x.new_empty(0) if each is None else each for each in others)
+    return by_x, by_weight, by_bias
+
+
+@_backward.register_fake
+def _backward_fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_weight, by_bias = (
+        x.new_empty(0) if each is None else torch.empty_like(each) for each in (weight, bias)
+    )
+    return like(x), by_weight, by_bias
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.how = inputs[5:]
+
+
+def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    of = HeadRows(*ctx.saved_tensors, *ctx.how)
+    return _gradients(of, grad, ctx.needs_input_grad, _by_op)
+
+
+def _by_op(of: HeadRows, grad: Tensor) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = torch.ops.tilewise.head_rows_backward(*of, grad)
+    return found
+
+
+_op.register_autograd(_op_backward, setup_context=_save)

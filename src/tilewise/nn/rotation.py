@@ -60,9 +60,9 @@ def rotary(
     position on axis ``axes[i]``. Qwen2-VL's sections (16, 24, 24) are
     ``axes=[0] * 16 + [1] * 24 + [2] * 24``.
 
-    With a norm, eager calls on a CPU go over the rows once, in the compiled core. Other calls take
-    operations of torch, and may round otherwise. Differentiable any number of times, in ``x``, the
-    norm's tensors and floating positions.
+    With a norm, calls on a CPU go over the rows once, in the compiled core, under ``torch.compile``
+    too. Other calls take operations of torch, and may round otherwise. Differentiable any number of
+    times, in ``x``, the norm's tensors and floating positions.
 
     Args:
         x: queries or keys, [B, H, S, D].

@@ -46,7 +46,7 @@ def backward(of: HeadRows, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
     some = of.bias if of.weight is None else of.weight
     sums = None
     if some is not None:
-        sums = torch.zeros(2, *some.shape, dtype=torch.float64)
+        sums = [torch.zeros(some.shape, dtype=torch.float64) for _ in range(2)]
     by_x = _run(of, grad, sums)
     by_weight, by_bias = (
         None if sums is None or each is None else sums[at].to(each.dtype)
@@ -55,17 +55,15 @@ def backward(of: HeadRows, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
     return by_x, by_weight, by_bias
 
 
-def _run(of: HeadRows, grad: Tensor | None, sums: Tensor | None) -> Tensor:
+def _run(of: HeadRows, grad: Tensor | None, sums: list[Tensor] | None) -> Tensor:
     x, wide = _near(of.x), of.cos.dtype
     grad = None if grad is None else _near(grad)
     weight, bias = (None if each is None else each.to(wide).contiguous() for each in of[1:3])
     cos, sin = of.cos.contiguous(), of.sin.contiguous()
     if of.interleaved:  # one angle for each channel
         cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-    out = torch.empty_like(x)
-    if out.stride(-1) != 1:  # of one channel, or of no element
-        out = x.new_empty(x.shape)
-    by_weight, by_bias = (None, None) if sums is None else (sums[0], sums[1])
+    out = like(x)
+    by_weight, by_bias = (None, None) if sums is None else sums
     arrays = (x, grad, out, weight, bias, by_weight, by_bias, cos, sin)
     some = bias if weight is None else weight
     strides = (
@@ -85,6 +83,12 @@ def _run(of: HeadRows, grad: Tensor | None, sums: Tensor | None) -> Tensor:
         of.eps,
     )
     return out
+
+
+def like(x: Tensor) -> Tensor:
+    """Return new rows in the layout of ``x``, with the channels of a row one after the other."""
+    out = torch.empty_like(x)
+    return out if out.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _near(x: Tensor) -> Tensor:

@@ -283,6 +283,8 @@ class Experiment(Frozen):
             }
             if name not in ladder.tuned:
                 own["sweep"] = None
+            elif name in ladder.multiples:
+                own["sweep.multiples"] = ladder.multiples[name]
             found[name] = change(self, paths | own)
         return found
 
@@ -388,6 +390,11 @@ def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
     if experiment.sweep is not None and experiment.sweep.search is not None:
         required = "candidates of one path: a rung's value lies between its neighbours"
         raise InvalidArgument("sweep.search", "a ladder with a search", required)
+    if unknown := [name for name in ladder.multiples if name not in ladder.tuned]:
+        required = f"of the tuned rungs: {', '.join(ladder.tuned)}"
+        raise InvalidArgument("ladder.multiples", repr(unknown[0]), required)
+    if ladder.multiples and not (experiment.sweep and experiment.sweep.multiples):
+        raise InvalidArgument("ladder.multiples", "multiples", "a sweep with multiples")
     if len(set(ladder.tuned)) < len(ladder.tuned):
         raise InvalidArgument("ladder.tuned", str(ladder.tuned), "each rung once")
     changed = {path for changes in ladder.rungs.values() for path in changes}

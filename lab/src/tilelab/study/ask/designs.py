@@ -244,6 +244,8 @@ class Ladder(Frozen):
         shared: arms with one value at all rungs, the geometric mean of their optima: then a longer
             run goes on from the stable phase of a shorter one.
         last: further arms of the last rung -> the arm whose value they take.
+        multiples: a tuned rung -> those that its sweep has in place of ``sweep.multiples``: the
+            best value of a large model may be far from that of a small one.
 
     Sources: Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations" (2024), for cool-downs that branch off from one stable phase.
@@ -254,6 +256,7 @@ class Ladder(Frozen):
     tuned: tuple[str, ...] = Field((), max_length=2)
     shared: tuple[str, ...] = ()
     last: dict[str, str] = Field(default_factory=dict)
+    multiples: dict[str, tuple[float, ...]] = added({})
 
 
 # (factors, factors with generators) -> their generators, by letters in the order of the factors.

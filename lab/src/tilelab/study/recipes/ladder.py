@@ -33,7 +33,8 @@ TUNED_MB = (1, 10)
 SWEEP = Sweep(multiples=(0.5, 1, 2))
 SIZES_AT_MB = 3
 # AdamW's best rate falls as the width grows, and the last size is 6 times as wide as the first.
-SIZES_SWEEP = Sweep(multiples=(0.25, 0.5, 1, 2, 4))
+SIZES_SWEEP = Sweep(multiples=(0.5, 1, 2, 4, 8))
+WIDE_MULTIPLES = (0.125, 0.25, 0.5, 1, 2)
 # Layers and width of about 0.3, 1, 3 and 10 million parameters.
 MODELS = {"0.3M": (1, 64), "1M": (2, 128), "3M": (5, 192), "10M": (5, 384)}
 HEAD_WIDTH = 32
@@ -101,6 +102,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
             axis="parameters",
             # The ends: a rate for 10M on the line through 0.3M and 3M was too large.
             tuned=("0.3M", "10M"),
+            multiples={"10M": WIDE_MULTIPLES},
         ),
     )
     by_precision = Experiment(

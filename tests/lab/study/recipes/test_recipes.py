@@ -319,6 +319,9 @@ def test_the_ladder_climbs_from_300_kilobytes_to_30_megabytes() -> None:
         vocabulary = 2 * config.data.vocabulary * config.model.width
         parameters = vocabulary + 12 * config.model.layers * config.model.width**2
         assert parameters == pytest.approx(float(name.removesuffix("M")) * 1e6, rel=0.1)
+        assert config.model.std**2 * config.model.width == pytest.approx(0.08**2 * 128, rel=0.02)
+    tried = [size.rungs[name].candidates("adamw+wsd") for name in ("0.3M", "10M")]
+    assert max(tried[1]) < max(tried[0])
     shorter = recipes.find("ladder").study(longest=3.0).experiments[1]
     assert list(shorter.rungs) == ["0.3MB", "1MB", "3MB"]
     with pytest.raises(InvalidArgument, match="one of 3, 10, 30"):

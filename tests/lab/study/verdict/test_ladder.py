@@ -67,6 +67,13 @@ def test_an_optimum_at_an_edge_is_the_candidate() -> None:
     assert chosen(laddered(), best_at(1e-5, 1e-5))["20"]["baseline"] == 1e-3
 
 
+def test_a_rung_may_have_multiples_of_its_own() -> None:
+    experiment = laddered(multiples={"40": (0.25, 0.5, 1)})
+    assert experiment.rungs["10"].candidates("wsd") == (1e-3, 2e-3, 4e-3)
+    assert experiment.rungs["40"].candidates("wsd") == (0.5e-3, 1e-3, 2e-3)
+    assert chosen(experiment, best_at(1.6e-3, 0.8e-3))["40"]["baseline"] == 0.8e-3
+
+
 def test_runs_have_their_rungs_length_and_value() -> None:
     experiment = laddered(shared=("wsd",))
     study = study_of(experiment)
@@ -180,6 +187,7 @@ def test_noise_widens_what_is_foretold() -> None:
         ({"tuned": ("7",)}, "ladder.tuned"),
         ({"shared": ("lion",)}, "ladder.shared"),
         ({"last": {"baseline": "wsd"}}, "ladder.last"),
+        ({"multiples": {"20": (1, 2)}}, "ladder.multiples.*of the tuned rungs"),
         ({"tuned": ()}, "rungs that are tuned need the sweep"),
         ({"rungs": {"a": {"budget.steps": 4}, "b": {"budget.steps": 2}}}, "the smallest first"),
         ({"rungs": {"a": {"schedule.name": "wsd"}, "b": {}}}, "no path that the rungs change"),

@@ -44,7 +44,7 @@ REGULARISATION: dict[str, dict[str, Any]] = {
 
 @recipe
 def laptop(*, steps: int = 160, seeds: int = 3) -> Study:
-    """Kernels, then AdamW or Muon and linear or warmup-stable-decay: three to five minutes.
+    """Kernels, then AdamW or Muon and linear or warmup-stable-decay: five to seven minutes.
 
     A GPT-2 of 0.9 million parameters with 2,048 tokens of its own reads 1 MB: the lower end of the
     recipe ``ladder``, where it learns more than tables of bytes hold. Products are in bfloat16

@@ -295,8 +295,7 @@ def attention_paged(
 
     Pages may be in 8 bits beside wider queries: int8 or float8_e4m3fn, the numbers of a row next to
     one another. Key n then stands for ``k_scale[page, head, row] * k_pages[page, head, row]``, and
-    value n likewise. Both scales must be there. The CPU kernels and "tiled" read such pages; the
-    GPU kernels do not.
+    value n likewise. Both scales must be there. Kernels read such pages where they lie.
 
     Values of block_table, key_lengths and cu_seqlens_q are checked if they are on the CPU. On a
     device they are not read, except in checked mode; kernels clamp lengths and page numbers to the

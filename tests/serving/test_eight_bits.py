@@ -161,7 +161,8 @@ def test_forks_windows_and_cascades(storage: torch.dtype) -> None:
         assert_rule(together[i : i + 1], q[i : i + 1], keys, values, storage)
     at_once = cache.attend([fork, origin], q, cascade=True)
     torch.testing.assert_close(at_once, together)
-    tensors, scales = cache._readable([fork, origin], None)
+    tensors = cache.k_pages, cache.v_pages, *cache.tables([fork, origin])
+    scales: dict[str, Any] = {"k_scale": cache.k_scales, "v_scale": cache.v_scales}
     assert_same_bits(at_once, cascade_attention(q, *tensors, 32, **scales), "two common pages")
     narrow = cache_of(storage, window=20)
     (sequence,), (k,), (v,) = filled(narrow, [100], torch.float32)
@@ -170,20 +171,6 @@ def test_forks_windows_and_cascades(storage: torch.dtype) -> None:
     assert narrow.free_pages == 58
     keys, values = (torch.cat([x, more[:1, :, :1]], 2) for x in (k, v))
     assert_rule(narrow.attend([sequence], q[:1]), q[:1], keys, values, storage, window=20)
-
-
-@STORAGES
-@DTYPES
-def test_pages_that_are_written_out(dtype: torch.dtype, storage: torch.dtype) -> None:
-    """What kernels of GPUs read: pages in the cache's dtype, each row as it was rounded."""
-    cache = cache_of(storage, dtype=dtype)
-    chosen, keys, values = filled(cache, [1, 40, 133], dtype)
-    (*pools, table, lengths), scales = cache._readable(chosen, "gpu")
-    assert not scales
-    for i, length in enumerate(lengths.tolist()):
-        for pool, rows in zip(pools, (keys[i], values[i]), strict=True):
-            found = pool[table[i].long()].transpose(0, 1).flatten(1, 2)[:, :length]
-            assert_same_bits(found[None], back(rows, storage), f"rows of {i}")
 
 
 def test_what_is_refused() -> None:

@@ -222,8 +222,9 @@ class PagedKVCache(Sequences):
             self._check_queries(sequences, self._counts(sequences, q, keywords))
             seen, mask = window(self.window - 1, 0), keywords.get("mask")
             asked["mask"] = seen if mask is None else as_mask(mask) & seen
-        tensors, scales = self._readable(sequences, keywords.get("backend"))
-        asked |= scales
+        tensors = (self.k_pages, self.v_pages, *self.tables(sequences))
+        if self.k_scales is not None:
+            asked |= {"k_scale": self.k_scales, "v_scale": self.v_scales}
         if not cascade:
             return attention_paged(q, *tensors, **asked)
         counts = self._counts(sequences, q, keywords)
@@ -232,22 +233,6 @@ class PagedKVCache(Sequences):
             raise InvalidArgument("cu_seqlens_q", "another tensor", required)
         shared = self._common(sequences, counts) * self.page_size
         return cascade_attention(q, *tensors, shared, **asked)
-
-    def _readable(
-        self, sequences: Sequence[int], backend: str | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Pages that the kernels read, with the tables of sequences; and scales of the pages."""
-        table, lengths = self.tables(sequences)
-        if self.k_scales is None:
-            return (self.k_pages, self.v_pages, table, lengths), {}
-        if self.k_pages.is_cpu and backend != "gpu":
-            scales = {"k_scale": self.k_scales, "v_scale": self.v_scales}
-            return (self.k_pages, self.v_pages, table, lengths), scales
-        # Only the kernels of GPUs do not read 8 bits beside wider queries.
-        used, places = torch.unique(table, return_inverse=True)
-        pages = [pool.read(used) for pool in self._pools]
-        values = pages[-1][..., : self._value_dim]
-        return (pages[0], values, places.to(torch.int32), lengths), {}
 
     def _counts(self, sequences: Sequence[int], q: Tensor, keywords: dict[str, Any]) -> list[int]:
         """Return how many queries each sequence has; none where that cannot be looked at."""

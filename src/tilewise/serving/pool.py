@@ -6,7 +6,6 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.variants.float8 import FLOAT8
 
-_NEAR = 1 << 17  # numbers in float32 that stay in a processor's cache from pass to pass
 _LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
 
 
@@ -102,19 +101,3 @@ class Pool:
         values, scales = quantised(rows, self.values.dtype)
         self._bytes()[pages, :, places] = values.view(torch.uint8)
         self.scales[pages, :, places] = scales
-
-    def read(self, pages: Tensor) -> Tensor:
-        """Pages in the dtype that went in, [count, Hk, page_size, width]: a copy."""
-        if self.scales is None:
-            return self.values[pages]
-        sizes = self.values.shape[1:]
-        step = len(pages)
-        if self.values.is_cpu:
-            step = max(1, min(step, _NEAR // sizes.numel()))
-        found = self.like.new_empty((len(pages), *sizes))
-        wide = found.new_empty((step, *sizes), dtype=torch.float32)
-        for first in range(0, len(pages), max(1, step)):
-            some = pages[first : first + step]
-            rows = wide[: len(some)].copy_(self._bytes()[some].view(self.values.dtype))
-            found[first : first + step] = rows.mul_(self.scales[some][..., None])
-        return found

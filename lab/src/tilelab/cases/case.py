@@ -65,6 +65,7 @@ class Case:
         gain: multiplies q and k.
         statistics: of the rows, that a call gives too.
         page_size: of the pages that keys and values lie in; 0: they do not.
+        stored: dtype of these pages, whose rows have scales then; None for ``dtype``.
         every_dtype: whether the GPU check runs it in float32 and float16 too.
         passes: what is measured: the output, the gradients of q, k and v, or both.
         kind: what records of measurements call its mask and score.
@@ -92,6 +93,7 @@ class Case:
     gain: float = 1.0
     statistics: Statistics = field(default="", repr=False)
     page_size: int = field(default=0, repr=False)
+    stored: torch.dtype | None = field(default=None, repr=False)
     every_dtype: bool = field(default=False, repr=False)
     passes: Pass = field(default="forward", repr=False)
     kind: str = field(default="full", repr=False)

@@ -302,7 +302,10 @@ _EACH = ("document_each", "causal", "and")
 _FEW = ("few_documents", "causal", "and")
 _EIGHT: dict[str, Any] = {"dtype": FLOAT8}
 _SINGLE: dict[str, Any] = {"dtype": torch.float32}
+_INT8: dict[str, Any] = {"stored": torch.int8}
+_FP8: dict[str, Any] = {"stored": FLOAT8}
 _ONE: dict[str, Any] = {"queries": 1, "kind": "decode"}
+_PREFILL: dict[str, Any] = {"mask": _CAUSAL, "passes": "forward"}
 _FOUR: dict[str, Any] = {"queries": 4, "kind": "decode"}
 _CAP: dict[str, Any] = {"mask": _CAUSAL, "score": _CAPPED}
 _FACTS: dict[str, Any] = {"sinks": True, "statistics": "top1"}
@@ -339,6 +342,10 @@ _GATE = (
     _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, passes="forward"),
     _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, passes="forward"),
     _compiled("causal pages of 16 fp8", 128, mask=_CAUSAL, page_size=16, **_EIGHT),
+    _compiled("causal int8 pages of 16", 128, mask=_CAUSAL, page_size=16, **_INT8, **_ONE),
+    _compiled("causal fp8 pages of 128", 128, mask=_CAUSAL, page_size=128, **_FP8, **_ONE),
+    _compiled("causal int8 pages of 128", 128, page_size=128, **_INT8, **_PREFILL),
+    _compiled("causal fp8 pages of 16", 128, page_size=16, **_FP8, **_PREFILL),
 )
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -75,8 +75,6 @@ class GpuBackend(Backend):
         if wrong and _interprets():
             name = str(problem.dtype).removeprefix("torch.")
             reasons.append(f"Triton's interpreter gets products of {name} wrong; use float16")
-        if problem.stored is not None:
-            reasons.append("it does not read pages in 8 bits beside wider queries")
         if problem.page_size and problem.keys >= _MOST_KEYS:
             reasons.append(
                 f"a block table for {problem.keys} keys is over its limit of {_MOST_KEYS}"

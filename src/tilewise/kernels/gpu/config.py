@@ -8,7 +8,7 @@ chip come before the table (``plan/tuned.py``), and depend on the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache
@@ -204,7 +204,7 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
 # attends without saying where; a row that is missing is that of the name before it. "pass8" is of
-# float8, whatever the call, on chips whose other rows spill with it.
+# float8, whatever the call, on chips whose other rows spill with it, "pass~" of pages in 8 bits.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -253,6 +253,10 @@ _TABLE = _rows(
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
     cdna         forward* 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    ampere       forward~ 128x64/8/3    64x64/8/3     64x32/8/2     32x32/8/2
+    blackwell    decode~  16x64/4/3     16x32/4/3     16x64/8/2     16x16/4/2
+    cdna         forward~ 128x64/8/1    128x32/8/1    64x32/8/1     32x16/8/1
+    cdna4        forward~ 128x64/8/2    64x32/8/2     64x32/8/2     64x16/8/2
     cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
     rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/4/1
@@ -343,7 +347,7 @@ class Config(NamedTuple):
         for name, blocks in self.overrides:
             if name == pass_name:
                 return blocks
-        if self.measured.entries:
+        if self.measured.entries and problem.stored is None:
             entry = self.measured.entries.get(place_of(pass_name, problem))
             if entry is not None:
                 return entry.blocks
@@ -355,6 +359,7 @@ class Config(NamedTuple):
             problem.value_dim,
             _is_heavy(problem),
             _is_scattered(problem),
+            problem.stored is not None,
         )
 
     def part(self, pass_name: Pass, problem: Problem) -> int:
@@ -419,6 +424,7 @@ def tiles_for(
     value_dim: int,
     has_variant: bool,
     scattered: bool = False,
+    stored: bool = False,
 ) -> Blocks:
     """Return the blocks of a pass, small enough for the shared memory of the family.
 
@@ -430,12 +436,14 @@ def tiles_for(
         value_dim: Dv.
         has_variant: whether there is a mask or a score that needs registers.
         scattered: whether blocks in which nothing attends are found out on the way.
+        stored: whether keys and values are in 8 bits, and widened on the way.
     """
     chip = FAMILIES[family]
     # Columns that are not there are hidden one by one, in registers.
     has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
-    row = _row(chip, pass_name, dtype, has_variant, scattered)
+    own = ("~",) * stored + ("8",) * (dtype is FLOAT8)
+    row = _row(chip, pass_name, dtype, (*own, *("*",) * scattered, *("+",) * has_variant, ""))
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
@@ -444,12 +452,11 @@ def tiles_for(
     return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
 
 
-def _row(chip: Family, pass_name: Pass, dtype: torch.dtype, heavy: bool, scattered: bool) -> _Row:
-    """The most particular row that there is; of two such a chip's own before that of its table."""
+def _row(chip: Family, pass_name: Pass, dtype: torch.dtype, marks: Sequence[str]) -> _Row:
+    """The first of these rows that there is; of two such a chip's own before that of its table."""
     tables: tuple[str, ...] = (chip.name, chip.table)
     if dtype.itemsize > 2 and chip.table != _INTERPRETER:
         tables = (*(f"{table}:single" for table in tables), "single")
-    marks = ("8",) * (dtype is FLOAT8) + ("*",) * scattered + ("+",) * heavy + ("",)
     for mark in marks:
         for where in tables:
             if (where, pass_name + mark) in _TABLE:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.walk.float8 import stored_form
 from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
     knows_whole_tiles,
@@ -36,6 +39,7 @@ class Form(NamedTuple):
         BLIND: no block is known to be shown whole.
         SKIPS: blocks of which no pair attends may be met.
         FP8: how 8 bits are multiplied, see ``walk.float8``.
+        STORED: what pages in 8 bits hold, see there.
         PART: columns that products are summed over at a time, or 0 for all of them.
         DROPOUT: some pairs are dropped.
         REVERSED: the last tiles come first.
@@ -55,6 +59,7 @@ class Form(NamedTuple):
     BLIND: bool
     SKIPS: bool
     FP8: str
+    STORED: str = ""
     PART: int = 0
     DROPOUT: bool = False
     DV: int = 0
@@ -91,6 +96,7 @@ def form_of(
         BLIND=not knows_whole_tiles(problem, variant),
         SKIPS=meets_empty_tiles(problem, variant),
         FP8=fp8,
+        STORED=stored_form(problem, config.family),
     )
 
 
@@ -106,23 +112,42 @@ def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict
 
 def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
     """Return whether scores may be kept in units of the bare product q.k."""
-    scaled = operands.q_scale is not None or operands.k_scale is not None
+    scaled = any(scale is not None for scale in head_scales(problem, operands)[:2])
     return variant.score is None and problem.scale > _LEAST_FOLDED and not scaled
 
 
 def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
     """Return the tensors of a call, but for those that say where sequences lie, and their strides.
 
-    ``outputs`` are out, lse, row_max and row_sum; ``per_head`` sinks and the scales of q, k and v.
+    ``outputs`` are out, lse, row_max and row_sum; ``per_head`` sinks and the scales of q, k and v;
+    ``per_row`` those of k and v in pages of 8 bits.
     """
     stats = result.stats
     inputs = (operands.q, operands.k, operands.v)
     return {
         "inputs": inputs,
         "outputs": (result.out, result.lse, stats[0], stats[1]),
-        "per_head": (operands.sinks, operands.q_scale, operands.k_scale, operands.v_scale),
+        "per_head": (operands.sinks, *head_scales(problem, operands)),
+        "per_row": rows_scales(problem, operands),
         "strides": tuple([head_strides(tensor, problem) for tensor in (*inputs, result.out)]),
     }
+
+
+def head_scales(problem: Problem, operands: Operands) -> tuple[Tensor | None, ...]:
+    """Return the scales of the heads of q, k and v, each None where it is 1."""
+    if problem.stored is not None:
+        return None, None, None
+    return operands.q_scale, operands.k_scale, operands.v_scale
+
+
+def rows_scales(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+    """Return the scales of the rows of k and v with their strides; None where they have none."""
+    if problem.stored is None:
+        return None, None
+    k, v = operands.k_scale, operands.v_scale
+    assert k is not None
+    assert v is not None
+    return (k, k.stride()), (v, v.stride())
 
 
 def sequences_of(operands: Operands) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from tilewise.kernels.gpu.forward.arguments import (
     finishing_of,
     form_of,
     functions_of,
+    head_scales,
     paging_of,
     sequences_of,
     tensors_of,
@@ -40,6 +41,7 @@ from tilewise.kernels.gpu.walk.float8 import (
     fp8_products,
     lowered,
     scaled_for,
+    stored_form,
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -51,6 +53,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     line_place,
     lists_of,
     range_of,
+    scaled_side,
     side_of,
     slots_of,
     split_range,
@@ -97,6 +100,7 @@ def attend(
     inputs,
     outputs,
     per_head,
+    per_row,
     sequences,
     lists,
     k_rows,
@@ -160,8 +164,12 @@ def attend(
     row = ((b, h, m[:, None], M, N), (scale, seed_low, seed_high, drop_below))
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
     start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
-    k_side = side_of(k_head, k_strides, pages, k_rows, start)
-    v_side = side_of(v_head, v_strides, pages, v_rows, start)
+    if FORM.STORED == "":
+        k_side = side_of(k_head, k_strides, pages, k_rows, start)
+        v_side = side_of(v_head, v_strides, pages, v_rows, start)
+    else:
+        k_side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
+        v_side = scaled_side(v_head, v_strides, pages, per_row[1], h // group)
     spans = split_range(low, full_low, full_high, high, N, BN)
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
     sides = (k_side, v_side, low, high)
@@ -205,7 +213,7 @@ def forward_launches(
     """
     blocks = config.blocks("forward", problem)
     fp8 = fp8_products(problem, config.family)
-    operands = with_codes(operands, fp8)
+    operands = with_codes(operands, fp8, stored_form(problem, config.family))
     before: list[Launch] = []
     transposed = wants_transposed(fp8, config.family)
     if transposed:
@@ -236,7 +244,7 @@ def forward_launches(
         EDGE_STAGES=rows.edge_stages,
         PART=config.part("forward", problem),
     )
-    if operands.q_scale is not None or operands.k_scale is not None:
+    if any(scale is not None for scale in head_scales(problem, operands)[:2]):
         form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
     constants = {**functions_of(variant), "FORM": form}
     launches = [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]

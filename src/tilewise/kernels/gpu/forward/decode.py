@@ -36,13 +36,14 @@ from tilewise.kernels.gpu.forward.online import (
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, with_codes
+from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes
 from tilewise.kernels.gpu.walk.pairs import seed_words
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     keys_at,
     launch_of,
     lists_of,
+    scaled_side,
     split_range,
 )
 from tilewise.problem import Operands, Problem, Result
@@ -72,6 +73,7 @@ def attend_split(
     inputs,
     outputs,
     per_head,
+    per_row,
     block_table,
     key_lengths,
     partials,
@@ -143,7 +145,9 @@ def attend_split(
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
     k_head = head_of(k, k_strides, b_k, kv_head, 0)
     v_head = head_of(v, v_strides, b_k, kv_head, 0)
-    sides = ((k_head, k_strides, pages), (v_head, v_strides, pages), low, high)
+    k_side = scaled_side(k_head, k_strides, pages, per_row[0], kv_head)
+    v_side = scaled_side(v_head, v_strides, pages, per_row[1], kv_head)
+    sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     walks = walks_of(spans, (None, None, None), b, kv_head, 0, BN)
     state = nothing_seen(FORM)
@@ -191,7 +195,7 @@ def decode_launches(
     """
     unlisted = variant._replace(tables=())
     fp8 = fp8_products(problem, config.family, whole_walk=False)
-    operands = with_codes(operands, fp8)
+    operands = with_codes(operands, fp8, stored_form(problem, config.family))
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits

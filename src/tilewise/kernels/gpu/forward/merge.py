@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Splitting, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
-from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, paging_of
+from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, head_scales, paging_of
 from tilewise.kernels.gpu.forward.online import settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import LOG2E
@@ -134,7 +134,7 @@ def merge_launch(
     arguments: dict[str, Any] = {
         "outputs": (result.out, result.lse, *result.stats[:2]),
         "sinks": operands.sinks,
-        "v_scale": operands.v_scale,
+        "v_scale": head_scales(problem, operands)[2],
         "key_lengths": operands.key_lengths,
         "partials": tuple(partials),
         "out_strides": head_strides(result.out, problem),

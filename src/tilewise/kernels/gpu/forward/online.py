@@ -11,10 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.walk.float8 import decoded
+from tilewise.kernels.gpu.walk.float8 import decoded, widened
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
-from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, load_keys, load_tile, tile_in
+from tilewise.kernels.gpu.walk.tiles import (
+    counts_in,
+    list_of,
+    load_keys,
+    load_tile,
+    row_scales,
+    tile_in,
+)
 
 RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
@@ -67,8 +74,11 @@ def scores_of_block(
         k = load_keys(
             side, n0, low, high, FORM.BN, FORM.D, q.shape[1], MASKED, FORM.WIDE, FORM.PAGE
         )
-        k = decoded(k, FORM)
+        k = widened(k, q.dtype, FORM)
         products = tl.dot(q, tl.trans(k), input_precision=FORM.PRECISION)
+        if FORM.STORED != "":
+            scales = row_scales(side, n0, low, high, FORM.BN, MASKED, FORM.PAGE)
+            products = products * scales[None, :]
     else:
         keys = (side[0], side[1], n0, low, high)
         products = product_in_parts(q, keys, place[2].shape[0], FORM.BN, FORM.D, FORM)
@@ -154,7 +164,13 @@ def absorb(
         v = load_keys(
             v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM.WIDE, FORM.PAGE
         )
-        v = decoded(v, FORM)
+        v = widened(v, q.dtype if FORM.STORED != "" else v.dtype, FORM)
+        if FORM.STORED != "":
+            scales = row_scales(v_side, n0, low, high, FORM.BN, MASKED, FORM.PAGE)
+            if q.dtype == tl.float16:  # a small scale would make subnormal numbers of p
+                v = (v.to(tl.float32) * scales[:, None]).to(tl.float16)
+            else:
+                p = p * scales[None, :]
     if FORM.FP8 == "short":
         # The number only keeps the compiler from adding to acc within the matrix units after all.
         acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=FORM.BN)

@@ -20,7 +20,14 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import form_of, functions_of, paging_of, sequences_of
+from tilewise.kernels.gpu.forward.arguments import (
+    form_of,
+    functions_of,
+    head_scales,
+    paging_of,
+    rows_scales,
+    sequences_of,
+)
 from tilewise.kernels.gpu.forward.online import (
     beside_sink,
     queries_at,
@@ -30,7 +37,7 @@ from tilewise.kernels.gpu.forward.online import (
     walks_of,
 )
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.float8 import scaled_for, with_codes
+from tilewise.kernels.gpu.walk.float8 import scaled_for, stored_form, with_codes
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
@@ -40,6 +47,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     line_place,
     programs_of,
     range_of,
+    scaled_side,
     slots_of,
     split_range,
 )
@@ -118,6 +126,7 @@ def describe(
     inputs,
     outputs,
     per_head,
+    per_row,
     sequences,
     lists,
     strides,
@@ -163,7 +172,7 @@ def describe(
     )
     row = ((b, h, m[:, None], M, N), scale)
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
-    sides = ((k_head, k_strides, pages), low, high)
+    sides = (scaled_side(k_head, k_strides, pages, per_row[0], h // group), low, high)
     spans = split_range(low, full_low, full_high, high, N, BN)
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
     top, total, moment, first_key = walk_keys(
@@ -201,12 +210,13 @@ class Walk(NamedTuple):
 def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
     """Return the launch that fills the statistics of a result, which has memory for them."""
     blocks = walk.blocks
-    operands = with_codes(operands, walk.fp8)
+    operands = with_codes(operands, walk.fp8, stored_form(problem, walk.config.family))
     tiles = slots_of(problem, problem.queries, blocks.queries)
     arguments = {
         "inputs": (operands.q, operands.k),
         "outputs": (result.stats[2], result.max_logit, result.entropy, result.top_key),
-        "per_head": (operands.sinks, operands.q_scale, operands.k_scale),
+        "per_head": (operands.sinks, *head_scales(problem, operands)[:2]),
+        "per_row": rows_scales(problem, operands),
         "sequences": sequences_of(operands),
         "lists": walk.lists,
         "strides": (head_strides(operands.q, problem), head_strides(operands.k, problem)),

@@ -81,6 +81,7 @@ def key_rows(
         or problem.keys < wanted.keys
         or problem.page_size % blocks.keys
         or problem.dtype.itemsize != _ITEM_BYTES
+        or problem.stored is not None
         or widest > _WIDEST
         or problem.dropout_p
         or any(instr.op == "bias" for instr in problem.score)

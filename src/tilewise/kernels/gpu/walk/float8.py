@@ -12,6 +12,11 @@ How a chip multiplies it is its family's (``config.Fp8Products``), and ``FP8`` o
 * "casts": decode calls, or keys in pages, on any of these chips. Such a call is bound by bytes, and
   its values are not transposed (``transpose.py``). Operands are float8 and cast to float16.
 
+Pages in 8 bits beside wider queries (``Problem.stored``) are another matter: there a number stands
+for itself times its row's scale, and products are those of the queries' dtype. ``STORED`` of the
+forms says what the numbers are: "" there are none, "numbers" that the chip's compiler widens by
+itself, "codes" of float8 as above.
+
 Probabilities of 8 bits are raised by 2^8 on the way. The largest is then 256 of 448, and those down
 to 2^-14 of it keep all their digits.
 """
@@ -46,8 +51,18 @@ def fp8_products(problem: Problem, family: str, *, whole_walk: bool = True) -> s
     return "casts"
 
 
-def with_codes(operands: Operands, fp8: str) -> Operands:
+def stored_form(problem: Problem, family: str) -> str:
+    """Return ``STORED`` of a problem on a family of chips."""
+    if problem.stored is None:
+        return ""
+    return "codes" if problem.stored is FLOAT8 and FAMILIES[family].fp8 == "halves" else "numbers"
+
+
+def with_codes(operands: Operands, fp8: str, stored: str = "") -> Operands:
     """The operands as a kernel takes them: codes in the place of numbers that it decodes itself."""
+    if stored == "codes":
+        k, v = operands.k.view(torch.uint8), operands.v.view(torch.uint8)
+        return operands._replace(k=k, v=v)
     if fp8 != "halves":
         return operands
     q, k, v = (tensor.view(torch.uint8) for tensor in operands[:3])
@@ -55,19 +70,41 @@ def with_codes(operands: Operands, fp8: str) -> Operands:
 
 
 @triton.jit
-def decoded(tile, FORM: tl.constexpr):
-    """Return a tile of codes, or of float8, as float16 where the form says so; any other as it is.
+def _from_codes(tile):
+    """Return codes of float8 as float16.
 
     Exponent and fraction of a code, moved to where float16 has them, are a number 2^8 too small.
     """
+    wide = tile.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    halves = bits.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
+
+
+@triton.jit
+def decoded(tile, FORM: tl.constexpr):
+    """Return a tile of codes, or of float8, as float16 where the form says so; any other as it is.
+
+    Pages in 8 bits beside wider queries are ``widened``.
+    """
     if FORM.FP8 == "halves":
-        wide = tile.to(tl.uint16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        halves = bits.to(tl.float16, bitcast=True) * 256.0
-        tile = tl.where((wide & 0x7F) == 0x7F, float("nan"), halves)
+        tile = _from_codes(tile)
     elif FORM.FP8 == "casts":
         tile = tile.to(tl.float16)
     return tile
+
+
+@triton.jit
+def widened(tile, dtype, FORM: tl.constexpr):
+    """Return a tile of keys or values in the dtype of products; their rows' scales are left out.
+
+    Every number of 8 bits is exact in 16 bits.
+    """
+    if FORM.STORED == "codes":
+        tile = _from_codes(tile)
+    if FORM.STORED != "":
+        tile = tile.to(dtype)
+    return decoded(tile, FORM)
 
 
 @triton.jit

@@ -146,10 +146,10 @@ def load_keys(
 
     ``side`` may have two more parts: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
     where in it the head's rows begin, (b, h, row). The descriptor then copies the blocks whose rows
-    are all there, which are those that are not MASKED.
+    are all there, which are those that are not MASKED. Or it has one: scales, see ``row_scales``.
     """
     head, strides = side[0], side[1]
-    if len(side) > 3 and not MASKED:
+    if len(side) > 4 and not MASKED:
         b, h, begin = side[4]
         row = begin + first
         if PAGE > 0:
@@ -192,6 +192,33 @@ def side_of(head, strides, pages, rows, start):
     """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
     # One return: Triton 3.6 compiles those behind it, too.
     return (head, strides, pages) if rows is None else (head, strides, pages, rows, start)
+
+
+@triton.jit
+def scaled_side(head, strides, pages, scales, h):
+    """The ``side`` of keys or values in pages of 8 bits; ``scales`` is (pointer, strides) or None.
+
+    Its last part is where the scales of the head's rows begin, and their strides (page, h, row).
+    """
+    if scales is None:
+        side = head, strides, pages
+    else:
+        of_head = scales[0] + tl.cast(scales[1][1], tl.int64) * h
+        side = head, strides, pages, (of_head, scales[1])  # type: ignore[assignment]
+    return side
+
+
+@triton.jit
+def row_scales(
+    side, first, low, high, BLOCK: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr
+):
+    """The scales of the rows that ``load_keys`` loads from a ``scaled_side``, ``[BLOCK]``."""
+    of_head, strides = side[3]
+    rows = first + tl.arange(0, BLOCK)
+    inside = (rows >= low) & (rows < high)
+    page = page_of(side[2], rows // PAGE, inside, MASKED)
+    places = of_head + (page * strides[0] + (rows % PAGE).to(tl.int64) * strides[2])
+    return tl.load(places, mask=inside, other=0.0) if MASKED else tl.load(places)
 
 
 @triton.jit

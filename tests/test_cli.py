@@ -47,6 +47,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert version("tilewise") == tilewise.__version__
 
 
+def test_the_package_is_the_command() -> None:
+    ran = [sys.executable, "-m", "tilewise", "--version"]
+    found = subprocess.run(ran, capture_output=True, text=True, check=True)
+    assert found.stdout == f"tilewise {tilewise.__version__}\n"
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["teleport"]) == 2
     assert "unknown command 'teleport'" in capsys.readouterr().err
@@ -167,7 +173,7 @@ def test_doctor_names_the_instruction_set_that_runs(isa: str) -> None:
 def test_an_unknown_instruction_set_is_an_error() -> None:
     if available_isas() == [NO_CORE]:
         pytest.skip("the compiled core is not built: ./run setup says why")
-    run = [sys.executable, "-m", "tilewise.cli", "doctor"]
+    run = [sys.executable, "-m", "tilewise", "doctor"]
     environment = os.environ | {"TILEWISE_ISA": "mmx"}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -186,7 +192,7 @@ def test_an_unknown_instruction_set_is_an_error() -> None:
     indirect=True,
 )
 def test_a_forced_instruction_set_runs(isa: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "tilewise.cli", "doctor", "--peak"]
+    run = [sys.executable, "-m", "tilewise", "doctor", "--peak"]
     environment = os.environ | {"TILEWISE_ISA": isa, "TILEWISE_CACHE": str(tmp_path)}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
     assert f"{isa} runs, forced by TILEWISE_ISA={isa}" in done.stdout

@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.commands",),
     ("tilewise.doctor",),
     ("tilewise.cli",),
+    ("tilewise.__main__",),
     ("tilelab",),
     ("tilelab.common", "tilelab.huggingface", "tilelab.stats"),
     ("tilelab.cases",),

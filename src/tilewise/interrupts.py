@@ -19,9 +19,9 @@ INTERRUPTED = 130
 
 
 def command_loads() -> bool:
-    """Return whether this process is the command ``tilewise``, or ``python -m tilewise.cli``."""
+    """Return whether this process is the command ``tilewise``, or ``python -m tilewise``."""
     program = sys.argv[0] if sys.argv else ""
-    asked = sys.orig_argv[1:3] == ["-m", f"{__package__}.cli"]
+    asked = sys.orig_argv[1:3] == ["-m", __package__]
     return asked or os.path.basename(program).removesuffix(".exe") == "tilewise"
 
 

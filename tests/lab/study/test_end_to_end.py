@@ -127,7 +127,7 @@ def test_a_study_learns_decides_and_reports(
 def started(command: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
-        [sys.executable, "-m", "tilewise.cli", *command],
+        [sys.executable, "-m", "tilewise", *command],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

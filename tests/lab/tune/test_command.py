@@ -247,7 +247,7 @@ def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = os.pathsep.join((str(folder), str(ROOT / "src")))
     environment["TILEWISE_CACHE"] = str(folder / "cache")
     return subprocess.run(
-        [sys.executable, "-m", "tilewise.cli", "tune", "--self-test", *arguments],
+        [sys.executable, "-m", "tilewise", "tune", "--self-test", *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -36,11 +36,22 @@ PASSES = (
     "flash_attn_interface._flash_attn_backward",
     "flash_attn_interface._flash_attn_varlen_backward",
 )
+NEWER = "FlashAttention-3 and -4"
+THIRD = (
+    "version_3.flash_attn_func",
+    "version_3.flash_attn_qkvpacked_func",
+    "version_3.flash_attn_varlen_func",
+    "version_3.flash_attn_with_kvcache",
+)
+FOURTH = ("cute.flash_attn_func", "cute.flash_attn_varlen_func")
 # What the page calls functions of flash-attn where a row is of just these.
 GROUPS = {
     "every attention": ATTENTION,
     f"every attention but `{CACHE}`": tuple(name for name in ATTENTION if name != CACHE),
     "every pass": PASSES,
+    "every newer attention": (*THIRD, *FOURTH),
+    "every newer attention but `cute`": THIRD,
+    "every newer attention but packed": (THIRD[0], *THIRD[2:], *FOURTH),
 }
 FLASH_FUNCTIONS = (
     *ATTENTION,
@@ -61,6 +72,7 @@ NN = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer"
 # The functions of each section of the page.
 SECTIONS = {
     FLASH: FLASH_FUNCTIONS,
+    NEWER: (*THIRD, *FOURTH),
     "`torch.nn.functional.scaled_dot_product_attention`": (
         "scaled_dot_product_attention",
         "tilewise.sdpa",
@@ -130,9 +142,10 @@ def arguments(row: Row) -> list[str]:
     return [name.partition(" ")[0].partition("=")[0] for name in row.argument.split(", ")]
 
 
-@pytest.mark.parametrize("name", FLASH_FUNCTIONS)
+@pytest.mark.parametrize("name", [*FLASH_FUNCTIONS, *THIRD, *FOURTH])
 def test_every_argument_of_flash_attn_has_a_row(name: str) -> None:
-    rows = [row for row in ROWS[FLASH] if name in row.functions]
+    section = FLASH if name in FLASH_FUNCTIONS else NEWER
+    rows = [row for row in ROWS[section] if name in row.functions]
     found = [own for row in rows if row.state != "refused" for own in arguments(row)]
     assert sorted(found) == sorted(inspect.signature(function(name)).parameters)
 

@@ -61,6 +61,8 @@ def alone(code: str, *folders: Path) -> str:
         ("flash_attn.layers.rotary", "apply_rotary_emb"),
         ("flash_attn.layers.rotary", "RotaryEmbedding"),
         ("flash_attn.ops.triton.rotary", "apply_rotary"),
+        ("flash_attn.cute", "flash_attn_varlen_func"),
+        ("flash_attn.cute.interface", "flash_attn_func"),
     ],
 )
 def test_names_are_found(module: str, name: str) -> None:
@@ -109,6 +111,19 @@ def test_install_twice_and_undo() -> None:
         importlib.metadata.version("flash-attn")
     with pytest.raises(InvalidArgument, match="not installed"):
         compat.uninstall("flash_attn")
+
+
+def test_the_third_version_stands_in_by_itself() -> None:
+    """Beside the second, each undone alone."""
+    compat.install("flash_attn_interface")
+    compat.install("flash_attn")
+    found = importlib.import_module("flash_attn_interface").flash_attn_func
+    assert found.__module__ == "tilewise.compat.flash_attn.version_3"
+    assert importlib.metadata.version("flash_attn_3") == "3.0.0"
+    compat.uninstall("flash_attn_interface")
+    assert importlib.util.find_spec("flash_attn_interface") is None
+    assert importlib.util.find_spec("flash_attn") is not None
+    compat.uninstall("flash_attn")
 
 
 def test_names_that_cannot_be_stood_in_for() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tilewise.compat import flash_attn
-from tilewise.compat.flash_attn import bert_padding, flash_attn_interface
+from tilewise.compat.flash_attn import bert_padding, cute, flash_attn_interface, version_3
 from tilewise.compat.flash_attn.layers import rotary
 
 FLAGS = (
@@ -50,10 +50,40 @@ BESIDE: dict[Any, str] = {
     bert_padding.pad_input: "hidden_states indices batch seqlen",
     bert_padding.index_first_axis: "input indices",
 }
+_DESCALES = "q_descale=None k_descale=None v_descale=None"
+_WINDOWS = "window_size=(-1,-1) attention_chunk=0 softcap=0.0"
+_SPLITS = "num_splits=1 pack_gqa=None deterministic=False"
+_FLAGS_3 = (
+    f"softmax_scale=None causal=False qv=None {_DESCALES} {_WINDOWS} {_SPLITS} sm_margin=0 "
+    "return_attn_probs=False"
+)
+_USED = "seqused_q=None seqused_k=None"
+_FLAGS_4 = (
+    "softmax_scale=None causal=False window_size=(None,None) learnable_sink=None softcap=0.0 "
+    f"{_SPLITS}"
+)
+NEWER: dict[Any, str] = {
+    version_3.flash_attn_func: f"q k v {_FLAGS_3}",
+    version_3.flash_attn_varlen_func: f"q k v {PACKING} {_USED} {_FLAGS_3}",
+    version_3.flash_attn_qkvpacked_func: f"qkv softmax_scale=None causal=False {_DESCALES} "
+    f"{_WINDOWS} deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+    version_3.flash_attn_with_kvcache: "q k_cache v_cache k=None v=None qv=None rotary_cos=None "
+    "rotary_sin=None cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None "
+    "cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+    f"{_DESCALES} softmax_scale=None causal=False {_WINDOWS} rotary_interleaved=True "
+    "scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    cute.flash_attn_func: f"q k v {_FLAGS_4} mask_mod=None full_block_cnt=None "
+    "full_block_idx=None mask_block_cnt=None mask_block_idx=None block_size=None return_lse=False",
+    cute.flash_attn_varlen_func: "q k v cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
+    f"max_seqlen_k=None {_USED} page_table=None {_FLAGS_4} score_mod=None mask_mod=None "
+    "block_sparse_tensors=None cu_total_m_blocks=None cu_total_n_blocks=None aux_tensors=None "
+    "return_lse=False",
+}
 EVERY = [
     *((getattr(flash_attn, name), text) for name, text in OPEN.items()),
     *((getattr(flash_attn_interface, name), text) for name, text in PASSES.items()),
     *BESIDE.items(),
+    *NEWER.items(),
 ]
 
 

@@ -16,27 +16,44 @@ from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from os import PathLike
 from types import ModuleType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from tilewise.compat.stand_in_version import FLASH_ATTN_VERSION
+from tilewise.compat.stand_in_version import FLASH_ATTN_3_VERSION, FLASH_ATTN_VERSION
 from tilewise.errors import InvalidArgument, Unsupported
 
 __all__ = ["install", "installed", "uninstall"]
 
-
 _HERE = "tilewise.compat.flash_attn"
-_PACKAGE, _DISTRIBUTION = "flash_attn", "flash-attn"
-_NOTE = "tilewise standing in for flash-attn (tilewise.compat.install)"  # the summary
-# Its modules, each with tilewise's whose public names it has; "" for none.
-_MODULES = {
-    "flash_attn": _HERE,
-    "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
-    "flash_attn.bert_padding": f"{_HERE}.bert_padding",
-    "flash_attn.layers": "",
-    "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
-    "flash_attn.ops": "",
-    "flash_attn.ops.triton": "",
-    "flash_attn.ops.triton.rotary": f"{_HERE}.layers.rotary",
+
+
+class _Package(NamedTuple):
+    """What is stood in for: its distribution, and its modules with those whose names they have."""
+
+    distribution: str
+    version: str
+    modules: dict[str, str]  # "" for a module without names
+
+
+_PACKAGES = {
+    "flash_attn": _Package(
+        "flash-attn",
+        FLASH_ATTN_VERSION,
+        {
+            "flash_attn": _HERE,
+            "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
+            "flash_attn.bert_padding": f"{_HERE}.bert_padding",
+            "flash_attn.layers": "",
+            "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
+            "flash_attn.ops": "",
+            "flash_attn.ops.triton": "",
+            "flash_attn.ops.triton.rotary": f"{_HERE}.layers.rotary",
+            "flash_attn.cute": f"{_HERE}.cute",
+            "flash_attn.cute.interface": f"{_HERE}.cute",
+        },
+    ),
+    "flash_attn_interface": _Package(
+        "flash-attn-3", FLASH_ATTN_3_VERSION, {"flash_attn_interface": f"{_HERE}.version_3"}
+    ),
 }
 
 
@@ -47,24 +64,24 @@ def install(name: str) -> None:
     does not look again: install first.
 
     Args:
-        name: ``"flash_attn"``: its functions, ``flash_attn_interface``, ``bert_padding`` and
-            ``layers.rotary``, and the distribution ``flash-attn`` in the version whose interface
-            they have.
+        name: ``"flash_attn"``: its functions, ``flash_attn_interface``, ``bert_padding``,
+            ``layers.rotary`` and FlashAttention-4's ``cute``, and the distribution ``flash-attn``
+            in the version whose interface they have. ``"flash_attn_interface"``: FlashAttention-3.
 
     Raises:
         InvalidArgument: no package of that name can be stood in for.
         Unsupported: the package itself is installed.
     """
-    _check(name)
+    package = _package(name)
     if installed(name):
         return
     if name in sys.modules or find_spec(name) is not None:
+        ours = package.modules[name]
         raise Unsupported(
             f"{name} itself is installed here: tilewise does not take its place",
-            fix=f"import tilewise.compat.{name} under that name, or uninstall "
-            f"{_DISTRIBUTION} first",
+            fix=f"import {ours} under that name, or uninstall {package.distribution} first",
         )
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder(name))
     invalidate_caches()
 
 
@@ -74,38 +91,46 @@ def uninstall(name: str) -> None:
     Raises:
         InvalidArgument: no package of that name can be stood in for, or it is not installed.
     """
-    _check(name)
-    finders = [each for each in sys.meta_path if isinstance(each, _Finder)]
+    package, finders = _package(name), _finders(name)
     if not finders:
         raise InvalidArgument("name", f"{name!r}, which is not installed", "one that is")
     for finder in finders:
         sys.meta_path.remove(finder)
-    for module in _MODULES:
+    for module in package.modules:
         sys.modules.pop(module, None)
     invalidate_caches()
 
 
 def installed(name: str) -> bool:
     """Return whether tilewise stands in for the package."""
-    return name == _PACKAGE and any(isinstance(each, _Finder) for each in sys.meta_path)
+    return bool(_finders(name))
 
 
-def _check(name: str) -> None:
-    if name != _PACKAGE:
-        raise InvalidArgument("name", repr(name), f"one of {_PACKAGE!r}")
+def _finders(name: str) -> list[_Finder]:
+    return [each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name]
+
+
+def _package(name: str) -> _Package:
+    if name not in _PACKAGES:
+        raise InvalidArgument("name", repr(name), f"one of {', '.join(map(repr, _PACKAGES))}")
+    return _PACKAGES[name]
 
 
 class _Finder(MetaPathFinder):
     """Answers for the package's modules and for its distribution."""
 
+    def __init__(self, name: str) -> None:
+        self.name, self._package = name, _PACKAGES[name]
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of one of its modules, else None."""
-        source = _MODULES.get(fullname)
+        modules = self._package.modules
+        source = modules.get(fullname)
         if source is None:
             return None
-        within = any(other.startswith(fullname + ".") for other in _MODULES)
+        within = any(other.startswith(fullname + ".") for other in modules)
         return ModuleSpec(fullname, _Names(source), origin=source or None, is_package=within)
 
     def find_distributions(
@@ -113,8 +138,9 @@ class _Finder(MetaPathFinder):
     ) -> Iterable[Distribution]:
         """Yield its distribution if a search is for that or for everything."""
         wanted = None if context is None else context.name
-        if wanted is None or wanted.replace("_", "-").lower() == _DISTRIBUTION:
-            yield _StandIn()
+        own = self._package.distribution
+        if wanted is None or wanted.replace("_", "-").lower() == own:
+            yield _StandIn(self.name, own, self._package.version)
 
 
 class _Names(Loader):
@@ -134,7 +160,10 @@ class _Names(Loader):
 
 
 class _StandIn(Distribution):
-    """The metadata of the package."""
+    """The metadata of a package."""
+
+    def __init__(self, package: str, distribution: str, number: str) -> None:
+        self._package, self._distribution, self._number = package, distribution, number
 
     def read_text(self, filename: str) -> str | None:
         """Return the text of METADATA and top_level.txt; None for any other file."""
@@ -142,11 +171,14 @@ class _StandIn(Distribution):
             # Nothing is imported for it: whatever reads entry points reads this, also while the
             # modules themselves are being imported.
             return (
-                f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\n"
-                f"Version: {FLASH_ATTN_VERSION}\nSummary: {_NOTE}\n"
+                f"Metadata-Version: 2.1\nName: {self._distribution}\n"
+                f"Version: {self._number}\nSummary: {self._note()}\n"
             )
-        return f"{_PACKAGE}\n" if filename == "top_level.txt" else None
+        return f"{self._package}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> NoReturn:
         """There are no files."""
-        raise FileNotFoundError(f"{_NOTE} has no file {path}")
+        raise FileNotFoundError(f"{self._note()} has no file {path}")
+
+    def _note(self) -> str:
+        return f"tilewise standing in for {self._distribution} (tilewise.compat.install)"

@@ -58,6 +58,7 @@ def attend(
     options: Options,
     given: Mapping[str, Tensor | None],
     cu_seqlens_q: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionResult:
     """Attention of queries to the keys of their sequence in a cache.
 
@@ -69,6 +70,7 @@ def attend(
         given: the caller's tensors by their names, q, keys and values among them: one that requires
             a gradient is named when somebody asks for it.
         cu_seqlens_q: integer [B + 1], or None.
+        sinks: floating [Hq], or None.
 
     Returns:
         out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq]. A backward pass through them raises
@@ -78,7 +80,7 @@ def attend(
         bare = cache
         if cache.starts is not None and cache.starts.is_cpu:
             bare = _without_padding(cache, cache.starts)
-        found = in_place(q, bare, options, cu_seqlens_q)
+        found = in_place(q, bare, options, cu_seqlens_q, sinks=sinks)
     assert found.lse is not None
     out, lse = forward_only(_WHAT, _FIX, (found.out, found.lse), given)
     return AttentionResult(out, lse, found.stats)
@@ -97,6 +99,7 @@ def in_place(
     options: Options,
     cu_seqlens_q: Tensor | None = None,
     backend: str | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionResult:
     """``attend`` by ``attention_paged``, whose pages are the cache's blocks."""
     mask, starts = options.mask, cache.starts
@@ -114,6 +117,7 @@ def in_place(
         mask=mask,
         score=options.score(),
         scale=options.scale,
+        sinks=sinks,
         return_lse=True,
         backend=backend,
     )
@@ -156,7 +160,7 @@ def check_lengths(cache: Cache, name: str, new: int = 0) -> None:
         raise InvalidArgument("cache_leftpad", str(cache.starts.tolist()), "numbers of 0 or more")
 
 
-def check_blocks(cache: Cache, new: int = 0) -> None:
+def check_blocks(cache: Cache, new: int = 0, name: str = "block_table") -> None:
     """The table names blocks that there are, where sequences have keys; on the CPU only.
 
     ``check_lengths`` has looked at it.
@@ -164,4 +168,4 @@ def check_blocks(cache: Cache, new: int = 0) -> None:
     if not cache.table.is_cpu:
         return
     held, size = cache.k.shape[:2]
-    check_entries("block_table", cache.table, cache.lengths + new, size, held)
+    check_entries(name, cache.table, cache.lengths + new, size, held)

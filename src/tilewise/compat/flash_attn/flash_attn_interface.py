@@ -25,7 +25,7 @@ What they share:
   dropout, it is the probabilities before dropout in q's dtype, negative where dropped. It takes
   **N x N memory**, because the reference computes it a second time, for tests only. It has no
   gradient.
-* Functions of other versions (descales, ``qv``, sinks) are ``tilewise.attention``'s own keywords.
+* Arguments of later versions (descales, ``qv``, sinks) are in ``version_3.py`` and ``cute.py``.
 
 The passes by themselves, ``_flash_attn_forward`` and others, are in ``passes.py``.
 

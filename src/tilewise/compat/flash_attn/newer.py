@@ -1,0 +1,202 @@
+"""What the interfaces of FlashAttention-3 and -4 share, beyond that of flash-attn 2."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.checks import FLOATING, check_tensor, check_whole
+from tilewise.compat.flash_attn.arguments import Options, WindowSize, bounds, check_rank, read
+from tilewise.compat.flash_attn.cache import Cache, attend, check_blocks, check_integers
+from tilewise.compat.flash_attn.cache import check_lengths as check_cache
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.functional import attention, attention_varlen
+from tilewise.variants import masks
+
+
+class Sequences(NamedTuple):
+    """Where the rows and keys of sequences are.
+
+    Args:
+        starts_q: integer [sequences + 1] of packed queries; None where they are not packed.
+        starts_k: likewise of keys.
+        used_q: integer [sequences]: how many queries of each there are, instead of all.
+        used_k: likewise of keys.
+        pages: integer [sequences, P] of keys in pages; None where they are not.
+    """
+
+    starts_q: Tensor | None = None
+    starts_k: Tensor | None = None
+    used_q: Tensor | None = None
+    used_k: Tensor | None = None
+    pages: Tensor | None = None
+
+
+WHOLE = Sequences()
+
+
+class Flags(NamedTuple):
+    """The numbers of a call, and its sinks."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize
+    softcap: float
+    attention_chunk: int = 0
+    sinks: Tensor | None = None
+
+
+class Found(NamedTuple):
+    """A result, and its lse: float32 [B, Hq, M] or [Hq, Tq], -inf for a row without keys."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def computed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flags: Flags,
+    where: Sequences = WHOLE,
+    qv: Tensor | None = None,
+    descales: tuple[Tensor | None, ...] = (None, None, None),
+) -> Found:
+    """Attention of [B, S, H, D] tensors or packed [T, H, D] ones.
+
+    Args:
+        q: the queries, packed where ``where`` has their starts.
+        k: the keys likewise, or pages [blocks, page size, Hk, D].
+        v: the values as the keys.
+        flags: the numbers.
+        where: the sequences.
+        qv: a second part of the queries, [..., Hq, Dv], whose products with the values are added to
+            the scores before the scale.
+        descales: what the numbers of float8 q, k and v stand for, as floating [sequences, Hk].
+    """
+    packed = where.starts_q is not None
+    shape = "[T, H, D]" if packed else "[B, S, H, D]"
+    keys = "[blocks, page size, H, D]" if where.pages is not None else shape
+    for name, tensor, its in (("q", q, shape), ("k", k, keys), ("v", v, keys)):
+        check_rank(name, tensor, its)
+    count = q.shape[0] if where.starts_q is None else where.starts_q.shape[0] - 1
+    if packed != (where.starts_k is not None) and where.pages is None:
+        name = "cu_seqlens_k" if packed else "cu_seqlens_q"
+        raise InvalidArgument(name, "None beside the other", "both, or neither")
+    for name, used in (("seqused_q", where.used_q), ("seqused_k", where.used_k)):
+        if used is not None:
+            check_integers(name, used, (count,), q.device.type)
+    options = _read(count, q.shape[-2], flags, where)
+    if qv is not None:
+        q, k, options = _with_values(q, k, v, qv, options)
+    if where.pages is not None:
+        return _over_pages(q, k, v, options, flags.sinks, where, descales)
+    words = options.keywords() | _scales(descales, count, q.shape[-2], k.shape[-2])
+    words |= {"sinks": flags.sinks, "return_lse": True}
+    if where.starts_q is not None and where.starts_k is not None:
+        found = attention_varlen(q, k, v, where.starts_q, where.starts_k, **words)
+        return Found(found.out, found.lse)
+    found = attention(*(each.transpose(1, 2) for each in (q, k, v)), **words)
+    return Found(found.out.transpose(1, 2), found.lse)
+
+
+def refuse(**given: object) -> None:
+    """Refuse arguments that are not None."""
+    for name, value in given.items():
+        if value is not None:
+            fix = "Masks and scores are functions of tilewise.attention: mask=, score=."
+            raise Unsupported(
+                f"{name}, which is written for FlashAttention's own compiler", fix=fix
+            )
+
+
+def _read(count: int, heads: int, flags: Flags, where: Sequences) -> Options:
+    """Return the flags as a mask and a score; places count within what is used."""
+    chunk = check_whole("attention_chunk", flags.attention_chunk, 0)
+    options = read(
+        count,
+        heads,
+        0.0,
+        flags.softmax_scale,
+        flags.causal,
+        flags.window_size,
+        flags.softcap,
+        None,
+    )
+    used_q, used_k = where.used_q, where.used_k if where.pages is None else None
+    if not chunk and used_q is None and used_k is None:
+        return options
+    left, right = bounds(flags.window_size)
+    right = 0 if flags.causal else right
+
+    def seen(b: Any, h: Any, m: Any, n: Any) -> Any:
+        rows = m.length if used_q is None else used_q[b]
+        keys = n.length if used_k is None else used_k[b]
+        at = m + keys - rows
+        found = (m < rows) & (n < keys)
+        if left >= 0:
+            found = found & (n >= at - left)
+        if right >= 0:
+            found = found & (n <= at + right)
+        if chunk:
+            found = found & (n // chunk == at // chunk)
+        return found
+
+    return options._replace(mask=masks.function(seen))
+
+
+def _with_values(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Options]:
+    """Return wider queries and keys, whose products are the sums of both products."""
+    required = f"a tensor {[*q.shape[:-1], v.shape[-1]]} in {q.dtype}"
+    check_tensor("qv", qv, required, (q.dtype,), shape=(*q.shape[:-1], v.shape[-1]))
+    if q.dtype.itemsize == 1:
+        raise Unsupported("qv in float8, whose scale may differ from q's", fix="pass 16 bits")
+    q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    return q, k, options._replace(scale=scale)
+
+
+def _scales(
+    descales: tuple[Tensor | None, ...], count: int, heads: int, kv_heads: int
+) -> dict[str, Tensor]:
+    """Return the descales that are there as the scales of heads."""
+    found = {}
+    for letter, each in zip("qkv", descales, strict=True):
+        if each is not None:
+            required = f"a floating tensor [{count}, {kv_heads}]"
+            shape = (count, kv_heads)
+            check_tensor(f"{letter}_descale", each, required, FLOATING, shape=shape)
+            times = heads // kv_heads if letter == "q" else 1
+            found[f"{letter}_scale"] = each.repeat_interleave(times, 1)
+    return found
+
+
+def _over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    sinks: Tensor | None,
+    where: Sequences,
+    descales: tuple[Tensor | None, ...],
+) -> Found:
+    assert where.pages is not None
+    device, starts = q.device.type, where.starts_q
+    count = q.shape[0] if starts is None else starts.shape[0] - 1
+    check_integers("page_table", where.pages, (count, None), device)
+    if any(each is not None for each in descales):
+        raise Unsupported("descales beside a page_table", fix="pass pages in q's dtype")
+    used = where.used_k
+    if used is None:
+        used = torch.full((count,), where.pages.shape[1] * k.shape[1], device=q.device)
+    cache = Cache(k, v, used, where.pages)
+    check_cache(cache, "seqused_k")
+    check_blocks(cache, name="page_table")
+    given = {"q": q, "k": k, "v": v, "learnable_sink": sinks}
+    found = attend(q, cache, options, given, starts, sinks)
+    assert found.lse is not None
+    return Found(found.out, found.lse)

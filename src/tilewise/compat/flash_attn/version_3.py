@@ -1,0 +1,206 @@
+"""FlashAttention-3's calls (its module ``flash_attn_interface``) by ``tilewise.attention``.
+
+The formula is that of ``flash_attn_interface`` of flash-attn 2, without dropout and ALiBi. New:
+
+* ``qv`` [..., Hq, Dv]: qv.v is added to q.k, before the scale, which is 1/sqrt(D + Dv) then.
+* ``attention_chunk``: a row sees the keys of its own chunk, with its place counted from the end of
+  the keys, as for ``causal``.
+* ``q_descale``, ``k_descale``, ``v_descale``, floating [sequences, Hk]: what float8 numbers stand
+  for. Forward only.
+* ``seqused_q``, ``seqused_k``: how many rows and keys of each sequence count. Other rows give 0.
+* ``num_splits``, ``pack_gqa``, ``sm_margin``, ``deterministic`` and ``scheduler_metadata`` change
+  nothing: the same call gives the same bits.
+
+The lse is -inf for a row without keys, as there.
+
+Source: Shah et al., FlashAttention-3 (2024); the signatures are those of its ``hopper`` folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.compat.flash_attn import kv_cache
+from tilewise.compat.flash_attn.arguments import WindowSize, check_rank
+from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
+from tilewise.errors import InvalidArgument, Unsupported
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of [B, S, H, D] tensors, with gradients of q, k, v and qv.
+
+    See the top of this module for the arguments. ``return_attn_probs`` asks for ``(out, lse)``, lse
+    [B, Hq, M].
+    """
+    flags = Flags(softmax_scale, causal, window_size, softcap, attention_chunk)
+    descales = (q_descale, k_descale, v_descale)
+    found = computed(q, k, v, flags, qv=qv, descales=descales)
+    return tuple(found) if return_attn_probs else found.out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_func`` of one tensor, [B, S, 3, H, D].
+
+    With ``num_heads_q`` the heads are one after the other, [B, S, Hq + 2 Hk, D].
+    """
+    if num_heads_q is None:
+        check_rank("qkv", qkv, "[B, S, 3, H, D]")
+        q, k, v = qkv.unbind(2)
+    else:
+        check_rank("qkv", qkv, "[B, S, H, D]")
+        both = qkv.shape[2] - num_heads_q
+        if both <= 0 or both % 2:
+            required = f"heads of q and as many of k as of v, of {qkv.shape[2]} in all"
+            raise InvalidArgument("num_heads_q", str(num_heads_q), required)
+        q, k, v = torch.split(qkv, [num_heads_q, both // 2, both // 2], dim=2)
+    flags = Flags(softmax_scale, causal, window_size, softcap, attention_chunk)
+    found = computed(q, k, v, flags, descales=(q_descale, k_descale, v_descale))
+    return tuple(found) if return_attn_probs else found.out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences [T, H, D], likewise; the lse is [Hq, Tq]."""
+    flags = Flags(softmax_scale, causal, window_size, softcap, attention_chunk)
+    where = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    descales = (q_descale, k_descale, v_descale)
+    found = computed(q, k, v, flags, where, qv, descales)
+    return tuple(found) if return_attn_probs else found.out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """``flash_attn_with_kvcache`` of flash-attn 2, with the arguments in this order. Forward only.
+
+    Raises:
+        Unsupported: qv, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, descales or
+            attention_chunk.
+    """
+    others = {
+        "qv": qv,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "attention_chunk": attention_chunk or None,
+    }
+    for name, value in others.items():
+        if value is not None:
+            fix = "call tilewise.attention_paged, or flash_attn_varlen_func with seqused_k"
+            raise Unsupported(f"{name} of flash_attn_with_kvcache", fix=fix)
+    return kv_cache.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        page_table,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        rotary_interleaved,
+        return_softmax_lse=return_softmax_lse,
+    )

@@ -1,0 +1,284 @@
+"""The calls of FlashAttention-3 and -4, against plain torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import plain
+from tests.compat.flash_reference import Flags, seen_of
+from tests.contract import assert_exact
+from tests.paged import in_pages
+from tilewise.compat.flash_attn import cute, version_3
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+
+THIRD: Any = version_3  # called with packed arguments
+FOURTH: Any = cute
+LENGTHS = ((7, 20), (9, 13), (0, 4), (5, 0))
+USED_Q, USED_K = (5, 9, 0, 2), (11, 13, 4, 0)
+FLAGS = [
+    Flags(),
+    Flags(causal=True),
+    Flags(window_size=(6, 2), softcap=1.5),
+    Flags(causal=True, window_size=(4, -1), softmax_scale=-0.3),
+]
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    """Packed q, k, v and qv, and the starts of their rows and keys."""
+    generator = torch.Generator().manual_seed(5)
+    rows, keys = (sum(each) for each in zip(*LENGTHS, strict=True))
+    sizes = ((rows, 4, 16), (keys, 2, 16), (keys, 2, 24), (rows, 4, 24))
+    tensors = [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
+    starts = [
+        torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in zip(*LENGTHS, strict=True)
+    ]
+    return tensors, starts
+
+
+def reference(
+    tensors: list[Tensor],
+    flags: Flags,
+    used: tuple[tuple[int, ...], tuple[int, ...]],
+    chunk: int = 0,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Out [Tq, Hq, Dv] and lse [Hq, Tq], in the dtype of the tensors; rows unused see no key."""
+    q, k, v, *qv = tensors
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    lse = q.new_full(q.shape[:2][::-1], -torch.inf)
+    lse = lse if sink is None else torch.logaddexp(lse, sink[:, None])
+    first, first_key = 0, 0
+    for (rows, keys), m, n in zip(LENGTHS, *used, strict=True):
+        here, there = slice(first, first + m), slice(first_key, first_key + n)
+        part, its_keys = q[here], k[there]
+        if qv:
+            part = torch.cat([part, qv[0][here]], -1)
+            its_keys = torch.cat([its_keys, v[there]], -1)
+        seen = seen_of(m, n, flags)
+        if chunk:
+            at = torch.arange(m)[:, None] + n - m
+            seen &= torch.arange(n)[None] // chunk == at // chunk
+
+        def score(s: Tensor, *_: Tensor) -> Tensor:
+            return flags.softcap * torch.tanh(s / flags.softcap) if flags.softcap else s
+
+        if m and n:
+            found = plain.attend(
+                *(each.transpose(0, 1)[None] for each in (part, its_keys, v[there])),
+                scale=flags.softmax_scale,
+                score=score,
+                mask=lambda *_, seen=seen: seen,
+                sinks=sink,
+            )
+            out[here], lse[:, here] = found.out[0].transpose(0, 1), found.lse[0]
+        first, first_key = first + rows, first_key + keys
+    return out, lse
+
+
+def checked(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    tensors: list[Tensor],
+    compare: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+) -> None:
+    """Output, lse and gradients by the 2x rule."""
+    results = []
+    for which, dtype in ((call, None), (lambda *x: compare(list(x)), None), (call, torch.float64)):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+        out, lse = (which if dtype is None else lambda *x: compare(list(x)))(*leaves)
+        grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape)
+        grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
+        results.append([out.detach(), lse.detach(), *grads])
+    names = ("out", "lse", "dq", "dk", "dv", "dqv or dsink")
+    for name, *three in zip(names, *results, strict=False):
+        assert_exact(three[0], three[1], three[2], name)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("part", ["all", "used"])
+def test_the_third_version(flags: Flags, chunk: int, part: str) -> None:
+    """Packed sequences of different lengths, qv, chunks, and rows that are not used."""
+    tensors, starts = drawn()
+    rows, keys = zip(*LENGTHS, strict=True)
+    used = (USED_Q, USED_K) if part == "used" else (rows, keys)
+    asked = [torch.tensor(each) if part == "used" else None for each in used]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *qv: Tensor) -> Any:
+        return THIRD.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            *starts,
+            9,
+            20,
+            *asked,
+            softmax_scale=flags.softmax_scale,
+            causal=flags.causal,
+            qv=qv[0] if qv else None,
+            window_size=flags.window_size,
+            attention_chunk=chunk,
+            softcap=flags.softcap,
+            return_attn_probs=True,
+        )
+
+    for count in (3, 4):
+        checked(call, tensors[:count], lambda x: reference(x, flags, used, chunk))
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("part", ["all", "used"])
+def test_the_fourth_version(flags: Flags, part: str) -> None:
+    """With a sink, which has a gradient."""
+    tensors, starts = drawn()
+    rows, keys = zip(*LENGTHS, strict=True)
+    used = (USED_Q, USED_K) if part == "used" else (rows, keys)
+    asked = [torch.tensor(each) if part == "used" else None for each in used]
+    window = tuple(None if each < 0 else each for each in flags.window_size)
+    sink = torch.linspace(-1, 2, 4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
+        return FOURTH.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            *starts,
+            seqused_q=asked[0],
+            seqused_k=asked[1],
+            softmax_scale=flags.softmax_scale,
+            causal=flags.causal,
+            window_size=window,
+            learnable_sink=sink,
+            softcap=flags.softcap,
+            return_lse=True,
+        )
+
+    checked(call, [*tensors[:3], sink], lambda x: reference(x[:3], flags, used, sink=x[3]))
+
+
+def test_dense_calls_are_those_of_one_sequence_each() -> None:
+    (q, k, v, qv), _ = drawn()
+    q, k, v, qv = (x[None, :7] for x in (q, k, v, qv))
+    third = THIRD.flash_attn_func(q, k, v, causal=True, qv=qv, return_attn_probs=True)
+    starts = torch.tensor([0, 7])
+    packed = THIRD.flash_attn_varlen_func(
+        q[0], k[0], v[0], starts, starts, 7, 7, causal=True, qv=qv[0], return_attn_probs=True
+    )
+    for one, other in zip(third, packed, strict=True):
+        torch.testing.assert_close(one[0], other)
+    out, none = FOURTH.flash_attn_func(q, k, v, causal=True)
+    assert none is None
+    torch.testing.assert_close(out, THIRD.flash_attn_func(q, k, v, causal=True))
+    heads = torch.cat([q, k, k], 2)
+    found = THIRD.flash_attn_qkvpacked_func(heads, causal=True, num_heads_q=4)
+    torch.testing.assert_close(found, THIRD.flash_attn_func(q, k, k, causal=True))
+    stacked = torch.stack([q, q, q], 2)
+    found = THIRD.flash_attn_qkvpacked_func(stacked)
+    torch.testing.assert_close(found, THIRD.flash_attn_func(q, q, q))
+
+
+def test_keys_that_are_not_used_may_hold_anything() -> None:
+    (q, k, v, _), starts = drawn()
+    used = torch.tensor(USED_K)
+    expected = FOURTH.flash_attn_varlen_func(q, k, v, *starts, seqused_k=used, causal=True)[0]
+    k, v = k.clone(), v.clone()
+    k[11:20], v[11:20] = torch.nan, torch.nan
+    found = FOURTH.flash_attn_varlen_func(q, k, v, *starts, seqused_k=used, causal=True)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_pages_and_caches() -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (
+        [torch.randn(2, n, 16, generator=generator) for n in (20, 0, 33)] for _ in range(2)
+    )
+    paged = in_pages(keys, values, 8)
+    pages = [x.transpose(1, 2) for x in paged[:2]]
+    q = torch.randn(3, 1, 4, 16, generator=generator)
+    sink = torch.randn(4)
+    found, lse = FOURTH.flash_attn_varlen_func(
+        q,
+        *pages,
+        seqused_k=paged.key_lengths,
+        page_table=paged.block_table,
+        causal=True,
+        learnable_sink=sink,
+        return_lse=True,
+    )
+    assert lse is not None
+    for b, (k, v) in enumerate(zip(keys, values, strict=True)):
+        one, own = FOURTH.flash_attn_func(
+            q[b : b + 1],
+            *(x[None].transpose(1, 2) for x in (k, v)),
+            causal=True,
+            learnable_sink=sink,
+            return_lse=True,
+        )
+        torch.testing.assert_close(found[b : b + 1], one)
+        torch.testing.assert_close(lse[b : b + 1], own)
+    cached = THIRD.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=paged.key_lengths, page_table=paged.block_table, causal=True
+    )
+    alone = FOURTH.flash_attn_varlen_func(
+        q, *pages, seqused_k=paged.key_lengths, page_table=paged.block_table, causal=True
+    )[0]
+    torch.testing.assert_close(cached, alone)
+
+
+Q = torch.zeros(1, 3, 2, 8)
+ROWS = torch.zeros(3, 2, 8)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "rank": (lambda: THIRD.flash_attn_func(ROWS, Q, Q), InvalidArgument, "^q: "),
+    "qv": (
+        lambda: THIRD.flash_attn_func(Q, Q, Q, qv=Q[..., :4]),
+        InvalidArgument,
+        r"^qv: .*\[1, 3, 2, 8\]",
+    ),
+    "chunk": (
+        lambda: THIRD.flash_attn_func(Q, Q, Q, attention_chunk=-1),
+        InvalidArgument,
+        "^attention_chunk: ",
+    ),
+    "descale": (
+        lambda: THIRD.flash_attn_func(Q, Q, Q, q_descale=torch.ones(3)),
+        InvalidArgument,
+        r"^q_descale: .*\[1, 2\]",
+    ),
+    "heads": (
+        lambda: THIRD.flash_attn_qkvpacked_func(Q, num_heads_q=2),
+        InvalidArgument,
+        "^num_heads_q: ",
+    ),
+    "one start": (
+        lambda: FOURTH.flash_attn_varlen_func(ROWS, ROWS, ROWS, torch.tensor([0, 3])),
+        InvalidArgument,
+        "^cu_seqlens_k: got None beside the other",
+    ),
+    "used": (
+        lambda: FOURTH.flash_attn_varlen_func(Q, Q, Q, seqused_k=torch.tensor([1, 2])),
+        InvalidArgument,
+        r"^seqused_k: .*\[1\]",
+    ),
+    "no tensor": (lambda: FOURTH.flash_attn_func(Q, Q, 3), InvalidType, "^v: "),
+    "mask_mod": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, mask_mod=lambda *_: True),
+        Unsupported,
+        "mask_mod, which .*\n.*functions of tilewise.attention",
+    ),
+    "cache": (
+        lambda: THIRD.flash_attn_with_kvcache(Q, Q, Q, qv=Q),
+        Unsupported,
+        "qv of flash_attn_with_kvcache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(name: str) -> None:
+    call, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        call()

@@ -112,17 +112,14 @@ class BackwardKernel {
       const i64 first = block * kTileQueries, row = seq.query_begin + first;
       const int rows = static_cast<int>(min(kTileQueries, seq.queries - first));
       const int width = static_cast<int>(round_up(rows, lanes));
+      const bool few = seq.queries <= kFewQueries && width == lanes;
       Word *o = static_cast<Word*>(base), *g = o + size;
       Mode::transposed(Mode::at(f_.out.data, view_at(f_.out, b, h, row)), f_.out.row, f_.out.col, rows, f_.value_dim,
                        width, o);
       Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
                        rows, f_.value_dim, width, g);
-      for_columns<Acc>(width, [&](auto vectors, int column) {
-        constexpr int kV = decltype(vectors)::value;
-        for (int i = column; i < column + kV * lanes; i += lanes)
-          store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i,
-                      Product::template inner<kV>(o + i, g + i, width, words));
-      });
+      for (int i = 0; i < width; i += lanes)
+        store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, Product::inner(o + i, g + i, width, words, few));
       if (by_keys.shows(seq, h)) by_keys.query_tile(b, h, first, base);
     });
   }

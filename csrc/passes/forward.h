@@ -368,14 +368,15 @@ class ForwardKernel {
     Acc* s = memory.scores;
     const i64 depth = Mode::words(f_.head_dim);
     const int words = (count + Mode::per_word - 1) / Mode::per_word;
+    const bool few = seq.queries <= kFewQueries;
     bool peaked = true;
     if (units_.chain) {
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
-                                                                width, nullptr, nullptr, ahead);
+                                                                width, nullptr, nullptr, ahead, few);
       peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {.peak = memory.peak});
     } else {
-      Product::template run<AOrder::row_major, Into::overwrite, true>(keys, key_stride, tile.q, width, count, depth,
-                                                                      width, s, width, nullptr, memory.peak, ahead);
+      Product::template run<AOrder::row_major, Into::overwrite, true>(
+          keys, key_stride, tile.q, width, count, depth, width, s, width, nullptr, memory.peak, ahead, few);
     }
     if (!peaked || !masked.plain) mask_and_peak(s, width, count, masked.plain ? nullptr : masked.bits, memory.peak);
     if (f_.entropy.data) track_top(s, width, count, masked.begin, tile, memory.peak);

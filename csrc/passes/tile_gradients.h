@@ -216,12 +216,13 @@ class TileGradients {
                       const typename ScoreChain<Acc>::Extras& extras, Ahead* ahead) const {
     const GradTile<Mode>& tile = memory.tile;
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
+    const bool few = seq.queries <= kFewQueries;
     Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
                                                               Mode::words(f_.head_dim), width, memory.scores, width,
-                                                              nullptr, nullptr, ahead);
+                                                              nullptr, nullptr, ahead, few);
     Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
                                                               Mode::words(f_.value_dim), width, memory.grads, width,
-                                                              nullptr, nullptr, ahead);
+                                                              nullptr, nullptr, ahead, few);
     if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, extras);
     if (f_.dropout <= 0) return nullptr;
     dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,

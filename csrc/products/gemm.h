@@ -81,9 +81,10 @@ constexpr int kChain = 32, kPiece = kChain;
 #endif
 
 // Inner products (scores, dP) are summed in pieces of kPiece terms: a softmax turns the error of a large score into a
-// relative error of the output. Many queries read and write C once per piece, 1 % of the time at a depth of 128. Few
-// queries wait for the stream of keys, which pieces in C would interrupt (1.3x the time): theirs meet in registers, and
-// can be shorter.
+// relative error of the output. Several vectors of queries read and write C once per piece, 1 % of the time at a depth
+// of 128. One vector waits for the stream of keys, which pieces in C would interrupt (1.3x the time): there they meet
+// in registers, in the same order. Where one vector has all queries of a sequence of few (kFewQueries), they are
+// shorter.
 constexpr int kShortPiece = 16;
 // Rows of C whose pieces are in registers too.
 #if TILEWISE_VECTOR_BYTES == 64 || defined(__aarch64__)
@@ -124,19 +125,13 @@ struct Gemm {
   template <AOrder kOrder, Into kInto>
   static constexpr bool kInner = kOrder == AOrder::row_major && kInto == Into::overwrite && Dot::per_word == 1;
 
-  // Words of a piece of an inner product with kV vectors of columns.
-  template <int kV>
-  static constexpr int kInnerPiece = Dot::per_word > 1 ? kChain
-                                     : kV == 1         ? kShortPiece
-                                                       : kPiece;
-
-  // An entry of an inner product in one of kV vectors of columns, added up in the order in which `run` does it.
-  template <int kV>
-  TW_INLINE Vec<Acc> inner(const Word* a, const Word* b, i64 stride, int words) {
+  // An entry of an inner product, added up in the order in which `run` does it.
+  TW_INLINE Vec<Acc> inner(const Word* a, const Word* b, i64 stride, int words, bool few) {
+    const int piece = Dot::per_word > 1 ? kChain : few ? kShortPiece : kPiece;
     Vec<Acc> sum{};
-    for (int d = 0; d < words; d += kInnerPiece<kV>) {
+    for (int d = 0; d < words; d += piece) {
       Vec<Acc> part{};
-      for (int x = d; x < words && x < d + kInnerPiece<kV>; x++)
+      for (int x = d; x < words && x < d + piece; x++)
         part = Dot::multiply_add(part, load(a + x * stride), load(b + x * stride));
       sum += part;
     }
@@ -178,13 +173,14 @@ struct Gemm {
   }
 
   // Rows of C, the pieces of inner products being added in registers (one vector) or in C (several).
-  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak>
+  template <int kR, int kV, AOrder kOrder, Into kInto, bool kPeak, bool kFew>
   TW_INLINE void rows_of(const Word* a, i64 lda, const Word* b, i64 ldb, int depth, Acc* c, i64 ldc, const Acc* alpha,
                          Vec<Acc>* peak) {
     if constexpr (!kInner<kOrder, kInto>) {
       block<kR, kV, kOrder, kInto, kPeak>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
     } else if constexpr (kV == 1) {
-      block<kR, kV, kOrder, kInto, kPeak, kShortPiece>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
+      constexpr int kLongest = kFew ? kShortPiece : kPiece;
+      block<kR, kV, kOrder, kInto, kPeak, kLongest>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
     } else if (depth <= kPiece) {
       block<kR, kV, kOrder, kInto, kPeak>(a, lda, b, ldb, depth, c, ldc, alpha, peak);
     } else {
@@ -196,7 +192,7 @@ struct Gemm {
     }
   }
 
-  template <int kV, AOrder kOrder, Into kInto, bool kPeak>
+  template <int kV, AOrder kOrder, Into kInto, bool kPeak, bool kFew>
   TW_NOINLINE static void columns(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, Acc* c, i64 ldc,
                                   const Acc* alpha, Acc* peak_out, Ahead* ahead) {
     constexpr int lanes = kLanes<Acc>;
@@ -207,13 +203,13 @@ struct Gemm {
     for (int v = 0; v < kV; v++) peak[v] = set(-static_cast<Acc>(__builtin_inf()));
     int r = 0;
     for (; r + kMost <= rows; r += kMost) {
-      rows_of<kMost, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      rows_of<kMost, kV, kOrder, kInto, kPeak, kFew>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
       if (ahead != nullptr) ahead->step();
     }
     for (; r + 2 <= rows; r += 2)
-      rows_of<2, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      rows_of<2, kV, kOrder, kInto, kPeak, kFew>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     for (; r < rows; r++)
-      rows_of<1, kV, kOrder, kInto, kPeak>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
+      rows_of<1, kV, kOrder, kInto, kPeak, kFew>(a + r * step, lda, b, ldb, depth, c + r * ldc, ldc, alpha, peak);
     if constexpr (kPeak) {
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) store(peak_out + v * lanes, peak[v]);
@@ -221,15 +217,17 @@ struct Gemm {
   }
 
   // width is a multiple of the lanes; alpha and peak (the largest entry of each column) hold `width` numbers. `ahead`:
-  // what is fetched on the way.
+  // what is fetched on the way. `few`: the columns are the queries of a sequence of few.
   template <AOrder kOrder, Into kInto, bool kPeak = false>
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
-                  const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr) {
+                  const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr, bool few = false) {
     for_columns<Acc>(width, [&](auto vectors, int column) {
       constexpr int kV = decltype(vectors)::value;
       const Acc* factor = alpha ? alpha + column : nullptr;
       Acc* top = peak ? peak + column : nullptr;
-      columns<kV, kOrder, kInto, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, factor, top, ahead);
+      auto* const add_up = kV == 1 && kInner<kOrder, kInto> && few ? &columns<kV, kOrder, kInto, kPeak, true>
+                                                                   : &columns<kV, kOrder, kInto, kPeak, false>;
+      add_up(a, lda, b + column, ldb, rows, depth, c + column, ldc, factor, top, ahead);
     });
   }
 };

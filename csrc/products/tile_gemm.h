@@ -178,7 +178,7 @@ struct TileGemm {
   // that the order of A says nothing more.
   template <AOrder, Into kInto, bool kPeak = false>
   static void run(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, Acc* c, i64 ldc,
-                  const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr) {
+                  const Acc* alpha = nullptr, Acc* peak = nullptr, Ahead* ahead = nullptr, bool = false) {
     if constexpr (kInto == Into::rescale) {
       u64 same = ~u64{0};
       for (int i = 0; i < width; i += kSide) same &= bits_of_mask<i32>((Vec<i32>)(load(alpha + i) == 1.0f));
@@ -191,8 +191,7 @@ struct TileGemm {
 
   // An entry of a product, of each lane, added up in the order of the tile instruction: even and odd places apart over
   // 16 words, then both, then to the rest.
-  template <int>
-  TW_INLINE Vec<float> inner(const Word* a, const Word* b, i64 stride, int words) {
+  TW_INLINE Vec<float> inner(const Word* a, const Word* b, i64 stride, int words, bool) {
     Vec<float> sum{};
     for (int d = 0; d < words; d += kStep) {
       Vec<float> even{}, odd{};

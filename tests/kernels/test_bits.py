@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tests.cases import FLOATS, Case
 from tests.contract import assert_same_bits
 from tests.inputs import Inputs, build
-from tests.kernels.targets import Target, pairs
+from tests.kernels.targets import Target, only_cpu, pairs
 from tests.oracle import Outcome, Sent, assert_same, attend, send
 from tilewise import masks
 
@@ -167,3 +168,19 @@ def test_layouts_agree(target: Target) -> None:
     for change in (bshd, sparse):
         changed = inputs._replace(q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
         assert_same(attend(changed, target.backend, sent), expected)
+
+
+@only_cpu
+@pytest.mark.parametrize("width", [16, 80])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_how_many_queries_come_at_once(target: Target, dtype: torch.dtype, width: int) -> None:
+    """From 9 on it changes no bit, wherever a row's tile ends; sums over the width have pieces."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(1, 4, 150, width, generator=generator).to(dtype)
+    k, v = (torch.randn(1, 2, 300, width, generator=generator).to(dtype) for _ in range(2))
+    many = tilewise.attention(q, k, v)
+    for count in (9, 16, 17, 33, 65, 100):
+        for first in (0, 7):
+            rows = slice(first, first + count)
+            found = tilewise.attention(q[:, :, rows], k, v)
+            assert_same_bits(found, many[:, :, rows], f"{count} queries from {first} on")

@@ -109,7 +109,7 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
     model, training = config.model, config.training
     tokens = training.batch * model.context
     precision = training.precision
-    layer = _layer_bytes(config)
+    layer = _layer_bytes(config, device)
     pairs = training.batch * model.heads * model.context**2
     each, at_once = 2 * (_ELEMENT_BYTES[precision],)
     if device == "cuda" and precision != "float32":
@@ -177,7 +177,7 @@ def _predicted(config: RunConfig) -> float:
     return share
 
 
-def _layer_bytes(config: RunConfig) -> int:
+def _layer_bytes(config: RunConfig, device: str) -> int:
     """Return the bytes that one layer keeps of a micro-batch, without the matrix."""
     model, training = config.model, config.training
     tokens, element = training.batch * model.context, _ELEMENT_BYTES[training.precision]
@@ -192,8 +192,9 @@ def _layer_bytes(config: RunConfig) -> int:
             kept += element * model.width * tokens
     if turned:
         kept += 2 * _FLOAT_BYTES * model.context * model.head_width  # cosines and sines, twice
-    if model.qk_norm:
-        kept += 2 * _FLOAT_BYTES * (model.width + model.kv_width) * tokens
+    if model.qk_norm:  # in one pass with the rotation only what goes in is kept
+        once = turned and device == "cpu"
+        kept += (element if once else 2 * _FLOAT_BYTES) * (model.width + model.kv_width) * tokens
     return kept
 
 

@@ -77,7 +77,7 @@ class Part(NamedTuple):
 PARTS = {
     each.dataset: each
     for each in (
-        Part("cola", "matthews", 0.045, 0.025, 0, 0.1, 48, 32, 3e-4),
+        Part("cola", "matthews", 0.045, 0.025, 0, 0.1, 48, 16, 1e-4),
         Part("rte", "accuracy", 0.055, 0.03, 0, 0.1, 160, 32, 1e-4, "pairs"),
         # Its phrases are soon known by heart: rather more of them than three epochs of fewer.
         Part("sst2", "accuracy", 0.015, 0.008, 24_000, 0.02, 64, 32, 2e-4, epochs=1),

@@ -242,6 +242,10 @@ def test_a_layer_normalises_and_turns_at_once() -> None:
     torch.testing.assert_close(layer(x), at_once)
     assert seen
     handle.remove()
+    handle = layer.query_norm.register_full_backward_hook(lambda *_: seen.clear())
+    layer(x).sum().backward()
+    assert not seen
+    handle.remove()
 
     class Doubled(torch.nn.RMSNorm):
         def forward(self, x: Tensor) -> Tensor:

@@ -266,6 +266,7 @@ def _in_rotation(
         if type(each) is nn.RMSNorm
         and each.eps is not None
         and not (each._forward_hooks or each._forward_pre_hooks)
+        and not (each._backward_hooks or each._backward_pre_hooks)
     ]
     if how is None or len(found) < len(norms):
         return None, None

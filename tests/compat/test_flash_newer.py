@@ -263,11 +263,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidArgument,
         r"^seqused_k: .*\[1\]",
     ),
+    "more than there are": (
+        lambda: FOURTH.flash_attn_varlen_func(Q, Q, Q, seqused_q=torch.tensor([4])),
+        InvalidArgument,
+        r"^seqused_q: got \[4\]; required: from 0 to the sequences' lengths, \[3\]",
+    ),
     "no tensor": (lambda: FOURTH.flash_attn_func(Q, Q, 3), InvalidType, "^v: "),
     "mask_mod": (
         lambda: FOURTH.flash_attn_func(Q, Q, Q, mask_mod=lambda *_: True),
         Unsupported,
-        "mask_mod, which .*\n.*functions of tilewise.attention",
+        "mask_mod of FlashAttention-4.*\n.*tilewise.attention",
     ),
     "cache": (
         lambda: THIRD.flash_attn_with_kvcache(Q, Q, Q, qv=Q),

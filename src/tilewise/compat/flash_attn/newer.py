@@ -88,6 +88,9 @@ def computed(
     for name, used in (("seqused_q", where.used_q), ("seqused_k", where.used_k)):
         if used is not None:
             check_integers(name, used, (count,), q.device.type)
+    _check_used("seqused_q", where.used_q, where.starts_q, q)
+    if where.pages is None:
+        _check_used("seqused_k", where.used_k, where.starts_k, k)
     options = _read(count, q.shape[-2], flags, where)
     if qv is not None:
         q, k, options = _with_values(q, k, v, qv, options)
@@ -106,10 +109,18 @@ def refuse(**given: object) -> None:
     """Refuse arguments that are not None."""
     for name, value in given.items():
         if value is not None:
-            fix = "Masks and scores are functions of tilewise.attention: mask=, score=."
-            raise Unsupported(
-                f"{name}, which is written for FlashAttention's own compiler", fix=fix
-            )
+            fix = "pass a mask, score or BlockMask to tilewise.attention"
+            raise Unsupported(f"{name} of FlashAttention-4, which its own compiler reads", fix=fix)
+
+
+def _check_used(name: str, used: Tensor | None, starts: Tensor | None, rows: Tensor) -> None:
+    """Sequences have as many rows as are used; looked at on the CPU only."""
+    if used is None or not used.is_cpu:
+        return
+    lengths = torch.full_like(used, rows.shape[1]) if starts is None else starts.diff()
+    if bool(((used < 0) | (used > lengths)).any()):
+        required = f"from 0 to the sequences' lengths, {lengths.tolist()}"
+        raise InvalidArgument(name, str(used.tolist()), required)
 
 
 def _read(count: int, heads: int, flags: Flags, where: Sequences) -> Options:

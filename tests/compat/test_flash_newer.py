@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tests import plain
 from tests.compat.flash_reference import Flags, seen_of
 from tests.contract import assert_exact
 from tests.paged import in_pages
-from tilewise.compat.flash_attn import cute, version_3
+from tilewise.compat.flash_attn import cute, newer, version_3
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.variants.float8 import FLOAT8
 
 THIRD: Any = version_3  # called with packed arguments
 FOURTH: Any = cute
@@ -179,6 +182,22 @@ def test_dense_calls_are_those_of_one_sequence_each() -> None:
     stacked = torch.stack([q, q, q], 2)
     found = THIRD.flash_attn_qkvpacked_func(stacked)
     torch.testing.assert_close(found, THIRD.flash_attn_func(q, q, q))
+
+
+def test_descales_are_of_the_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float8, which a CPU computes by the reference alone."""
+    monkeypatch.setattr(newer, "attention", partial(tilewise.attention, backend="tiled"))
+    generator = torch.Generator().manual_seed(1)
+    narrow = [torch.randn(2, 9, h, 16, generator=generator).to(FLOAT8) for h in (4, 2, 2)]
+    descales = [torch.rand(2, 2, generator=generator) + 0.5 for _ in narrow]
+    names = ("q_descale", "k_descale", "v_descale")
+    found = THIRD.flash_attn_func(*narrow, causal=True, **dict(zip(names, descales, strict=True)))
+    wide = [
+        x.float() * scale[:, None].repeat_interleave(x.shape[2] // 2, 2)[..., None]
+        for x, scale in zip(narrow, descales, strict=True)
+    ]
+    expected = THIRD.flash_attn_func(*wide, causal=True)
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
 def test_keys_that_are_not_used_may_hold_anything() -> None:

@@ -24,7 +24,7 @@ SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 # import one another freely (but neither they nor their folders in a circle); units of one floor do
 # not.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("tilewise.errors", "tilewise.folders", "tilewise.interrupts", "tilewise.torch_private"),
+    ("tilewise.errors", "tilewise.folders", "tilewise.loading", "tilewise.torch_private"),
     ("tilewise.checks",),
     ("tilewise.chips", "tilewise.variants"),
     ("tilewise.problem",),

@@ -11,11 +11,18 @@ import pytest
 # Steps in one fresh process, each with what its expression is then.
 STEPS: dict[str, tuple[str, str, str]] = {
     "tilewise does not import compat": (
-        "import sys, torch\n"
+        "import gc, sys, torch\n"
+        "collections = gc.get_stats()[2]['collections']\n"
         "before, sdpa = list(sys.meta_path), torch.nn.functional.scaled_dot_product_attention\n"
         "import tilewise",
         "[name for name in sys.modules if name.startswith('tilewise.compat')]",
         "[]",
+    ),
+    # A collection of torch's objects takes longer than the imports.
+    "nor collects": (
+        "pass",
+        "gc.get_stats()[2]['collections'] - collections, gc.isenabled()",
+        "(0, True)",
     ),
     "nor Triton, to make a raw score": (
         "from types import SimpleNamespace as S\n"

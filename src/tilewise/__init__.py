@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-from tilewise.interrupts import command_loads, ending_at_once
+from tilewise.loading import collecting_later, command_loads, ending_at_once
 
-with ending_at_once(command_loads()):  # torch takes its time
+with collecting_later(), ending_at_once(command_loads()):  # torch takes its time
     from tilewise import errors, nn
     from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (

@@ -16,7 +16,7 @@ from tilewise import __version__
 from tilewise.commands.plugins import plugin
 from tilewise.commands.visible import visible
 from tilewise.errors import TilewiseError
-from tilewise.interrupts import INTERRUPTED, ending_at_once
+from tilewise.loading import INTERRUPTED, ending_at_once
 
 
 class _Command(NamedTuple):

@@ -1,12 +1,8 @@
-"""Floor 0: Ctrl-C while the command loads: exit status 130 and no traceback.
-
-Loading takes two seconds, most of them torch's. An interrupt in an import comes up as a traceback,
-or as an error of a package that was loaded by half. So the command ends at once instead. Programs
-that import tilewise keep Python's own way: only the command, by its name, asks for this.
-"""
+"""Floor 0: what is otherwise while tilewise loads: the garbage collector and Ctrl-C."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -29,6 +25,11 @@ def command_loads() -> bool:
 def ending_at_once(wanted: bool = True) -> Iterator[None]:
     """End the process with status 130 on Ctrl-C while the block lasts.
 
+    Loading takes two seconds, most of them torch's. An interrupt in an import comes up as a
+    traceback, or as an error of a package that was loaded by half. So the command ends at once.
+    Programs that import tilewise keep Python's own way: only the command, by its name, asks for
+    this.
+
     ``wanted=False`` changes nothing. Neither does another thread than the main one, nor a program
     that handles or ignores Ctrl-C itself.
     """
@@ -41,6 +42,22 @@ def ending_at_once(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Leave the garbage collector off while the block lasts, if it was on.
+
+    Our imports make enough objects for a full collection. It reads all of torch's objects too, and
+    takes longer than the imports.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

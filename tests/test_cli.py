@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -168,6 +171,76 @@ def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_names_the_instruction_set_that_runs(isa: str) -> None:
     found = {check.what: check.found for check in examine()}
     assert found["instruction set"].startswith(f"{isa} runs")
+
+
+def test_doctor_says_what_is_fast(
+    isa: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["doctor"])
+    assert doctor.FAST[isa] in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "absence", lambda: "it is not built")
+    assert "without the compiled core" in doctor.what_is_fast()
+
+
+def test_doctor_knows_every_instruction_set() -> None:
+    sources = Path(__file__).parents[1] / "csrc" / "isa"
+    named = {each.stem for each in sources.glob("*.cc")} - {"dispatch"}
+    sets = {each for each in named if not each.startswith(("decode_", "passes_"))}
+    assert sets == doctor.FAST.keys()
+
+
+@pytest.fixture(scope="module")
+def completions() -> dict[str, str]:
+    """The completion script of each shell."""
+    made = {}
+    for shell in ("bash", "zsh", "fish"):
+        said = io.StringIO()
+        with redirect_stdout(said):
+            assert cli.main(["completion", shell]) == 0
+        made[shell] = said.getvalue()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["ben"], ["bench"]),
+        (["bench", "m"], ["me", "memory", "models"]),
+        (["bench", "--pict"], ["--picture"]),
+        (["study", "wiki"], ["wikitext"]),
+        (["study", "--dry"], ["--dry-run"]),
+        (["explain", "--kv"], ["--kv-heads"]),
+        (["completion", "f"], ["fish"]),
+        (["nonsense", ""], []),
+    ],
+)
+def test_bash_completes(completions: dict[str, str], typed: list[str], offered: list[str]) -> None:
+    words = " ".join(f"'{word}'" for word in ["tilewise", *typed])
+    program = (
+        f"{completions['bash']}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed)}; _tilewise; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == offered
+
+
+def test_other_shells_offer_the_same_words(completions: dict[str, str]) -> None:
+    assert completions["zsh"].endswith(completions["bash"])
+    fish = completions["fish"].splitlines()
+    assert {shlex.split(line)[0] for line in fish} == {"complete"}  # every quote is closed
+    assert "complete -c tilewise -n '__fish_seen_subcommand_from bench' -l picture" in fish
+    assert "complete -c tilewise -n '__fish_seen_subcommand_from study' -a wikitext" in fish
+    for name in ("doctor", "bench", "study", "explain", "tune", "demo", "completion"):
+        assert any(f"__fish_use_subcommand -f -a {name}" in line for line in fish)
+
+
+def test_completion_without_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert cli.main(["completion", "bash"]) == 0
+    assert 'doctor) words="--help --peak"' in said.getvalue()
+    assert "study)" not in said.getvalue()
 
 
 def test_an_unknown_instruction_set_is_an_error() -> None:

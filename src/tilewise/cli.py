@@ -1,4 +1,4 @@
-"""The ``tilewise`` command: doctor, explain, study, demo, bench, tune.
+"""The ``tilewise`` command: its subcommands.
 
 Each subcommand is imported when it is called, so that a package that only one of them needs is no
 trouble for the others.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -32,18 +33,24 @@ _COMMANDS = (
     _Command("demo", "the study of the kernels, for short"),
     _Command("bench", "measure against torch's own attention"),
     _Command("tune", "measure blocks for the GPU that is there"),
+    _Command("completion", "a script for the shell's TAB key", "tilewise.commands.completion"),
 )
 
 
 def _usage() -> str:
     lines = ["usage: tilewise COMMAND [options]", "       tilewise --version", ""]
-    lines += [f"  {command.name:<8} {command.help}" for command in _COMMANDS]
+    lines += [f"  {command.name:<10} {command.help}" for command in _COMMANDS]
     return "\n".join([*lines, "", "tilewise COMMAND --help tells more."])
 
 
 def _load(command: _Command) -> Callable[[Sequence[str]], int | None]:
     main: Callable[[Sequence[str]], int | None]
     main = import_module(command.module).main if command.module else plugin(command.name)
+    if command.name == "completion":  # it asks the others for their options
+        others = [each for each in _COMMANDS if each is not command]
+        return partial(
+            main, commands={each.name: (each.help, partial(_load, each)) for each in others}
+        )
     return main
 
 

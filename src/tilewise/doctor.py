@@ -20,6 +20,19 @@ from tilewise.chips import Chip, detect
 from tilewise.engine import registry
 from tilewise.kernels.cpu.core import absence, core
 
+_WIDENED = "widened to float32 first, which saves memory and not time"
+# What is fast on a processor and what is not, by the instruction set that runs.
+FAST = {
+    "avx512_amx": f"Fast here: bfloat16, in AMX tiles, and float32. float16 is {_WIDENED}.",
+    "avx512_bf16": f"Fast here: bfloat16, in pairs, and float32. float16 is {_WIDENED}.",
+    "avx512": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
+    "avx2": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
+    "portable": "Portable code runs here. It is fast on ARM, in float32, and slow elsewhere.",
+}
+_NO_CORE = (
+    "Nothing is fast here: without the compiled core only `tiled` runs, in plain torch. It saves "
+    "memory, not time."
+)
 # The file names of the OpenMP runtimes there are: GNU's, LLVM's and Intel's.
 _OPENMP_NAMES = ("libgomp", "libomp", "libiomp")
 
@@ -72,6 +85,14 @@ def report(checks: Sequence[Check]) -> str:
     )
 
 
+def what_is_fast() -> str:
+    """Return a sentence or two on what is fast on this machine and what is not."""
+    said = _NO_CORE if absence() else FAST[core().isa_active()]
+    if registry.load("gpu").absence() is None:
+        said += " On the GPU the Triton kernels run."
+    return said
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 1 if something needs mending, else 0."""
     parser = argparse.ArgumentParser(
@@ -87,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.peak:
         checks += _peak_checks()
     print(report(checks))
+    print(f"\n{what_is_fast()}\n`tilewise bench me` measures it in a minute.")
     return 0 if all(check.ok for check in checks) else 1
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tilelab.bench import children, command, main
-from tilelab.bench.goals import SCALING_GOAL, Scaling, cases, key_of, measure
+from tilelab.bench import children, command, main, me
+from tilelab.bench.goals import SCALING_GOAL, GoalRecord, Scaling, cases, key_of, measure
 from tilelab.cases.case import Pass
 from tilelab.common.worker import Child
 from tilelab.peers.plain import Measured
@@ -215,3 +216,46 @@ def test_a_child_that_fails_says_why() -> None:
     said = r"process ended with 1 after .*StopIteration"
     with Child(children.MODULE) as child, pytest.raises(TilewiseError, match=said):
         children.scaling(child, "no such case", 0.1)
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_eight_cases_as_bars_and_as_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, picture = RECORDS / "amd-epyc-26-2" / "cpu.json", tmp_path / "bench.png"
+    assert main(["me", "--from", str(stored), "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    found = me.results(GoalRecord.read(stored))
+    assert [f"{each.name} {each.dtype}" for each in found] == list(me.EIGHT)
+    assert all(text.count(f"  {each.ratio:.2f}x  ") == 1 for each in found)
+    ahead = sum(each.ratio > 1 for each in found)
+    assert f"tilewise is faster in {ahead} of 8; geometric mean" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_core
+def test_me_measures_only_the_eight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where its picture goes
+    short = ["--cases", "decode", "--rounds", "1", "--json", "me.json"]
+    assert main(["me", *short]) == 0
+    (case,) = json.loads(Path("me.json").read_text())["cases"]
+    assert f"{case['name']} {case['dtype']}" in me.EIGHT
+    assert me.PICTURE.exists()
+    assert " of 1; geometric mean" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path: Path) -> None:
+    stored = RECORDS / "amd-epyc-26-2" / "cpu.json"
+    with pytest.raises(TilewiseError, match=r"--picture.*bench\.nonsense"):
+        main(["me", "--from", str(stored), "--picture", str(tmp_path / "bench.nonsense")])
+
+
+def test_a_slower_case_is_named() -> None:
+    found = me.results(GoalRecord.read(RECORDS / "amd-epyc-26-2" / "cpu.json"))
+    slow = replace(found[0], torch=replace(found[0].torch, cpu_s=[1e-9]))
+    assert me.sentence([slow, found[1]]).endswith(f"Slower: {slow.name} {slow.dtype}.")
+    assert me.sentence([]) == "None of the eight cases was measured."

@@ -155,7 +155,7 @@ def test_help_names_every_subcommand_recipe_and_choice(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"])
     text = capsys.readouterr().out
-    for words in (*command._SUBCOMMANDS, "--set", "--jobs", "--threads", "--out", "--yes"):
+    for words in (*command.SUBCOMMANDS, "--set", "--jobs", "--threads", "--out", "--yes"):
         assert words in text
     for name in ("run", "show", "list"):
         with pytest.raises(SystemExit):

@@ -66,14 +66,14 @@ def test_every_command_is_taken(
     monkeypatch.setattr(Conductor, "conduct", conduct)
     words = shlex.split(line, comments=True)[1:]
     if words[1] in ("show", "compare", "export"):
-        assert words[1] in command._SUBCOMMANDS
+        assert words[1] in command.SUBCOMMANDS
         asked_of = words[2:3] if words[1] == "export" else words[2:]
         experiments = recipes.find(f"{example}:choices").study().experiments
         known = {f"{each.name}/{arm}" for each in experiments for arm in each.arm_names}
         assert {each.removesuffix("/seed-0") for each in asked_of} <= known
         return
     assert cli.main(words) == 0
-    looks = words[1] in command._SUBCOMMANDS or "--dry-run" in words
+    looks = words[1] in command.SUBCOMMANDS or "--dry-run" in words
     assert len(asked) == (0 if looks else 1)
 
 
@@ -117,7 +117,7 @@ def test_every_name_is_there(kind: Kind) -> None:
 
 def test_every_subcommand_is_there() -> None:
     shown = "\n".join(LINES)
-    asked = [name for name in command._SUBCOMMANDS if name != "run"]
+    asked = [name for name in command.SUBCOMMANDS if name != "run"]
     assert [name for name in asked if not re.search(rf"\b{name}\b", shown)] == []
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tilelab.bench import children, compare, memory, suites
+from tilelab.bench import children, compare, me, memory, suites
 from tilelab.bench.goals import DTYPES, GoalRecord, cases, key_of, measure, overhead
 from tilelab.bench.page import html, markdown, pictures
 from tilelab.bench.points import SuiteRecord
@@ -46,6 +46,8 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "lists": suites.lists,
     "widths": suites.widths,
 }
+_OF_GOALS = ("cpu", "me")  # measured from the cases that have goals
+NAMES = (*_OF_GOALS, *SUITES, "all", "compare", "show")
 _SCALING_S = 0.6  # for the rounds of one case on one and two threads
 _LONG = 16384  # queries and keys of the memory measurement
 
@@ -62,12 +64,12 @@ def run(argv: Sequence[str]) -> int:
         return _run_suites(argv)
     if first in ("compare", "show"):
         return (_compare if first == "compare" else _show)(argv[1:])
-    if first != "cpu" and not first.startswith("-"):
-        names = f"{', '.join(SUITES)}, all"
-        near = get_close_matches(first, ("cpu", *SUITES, "all", "compare", "show"), n=1)
+    if first not in _OF_GOALS and not first.startswith("-"):
+        names = f"{', '.join((*_OF_GOALS, *SUITES))}, all"
+        near = get_close_matches(first, NAMES, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         print(
-            f"tilewise bench: no suite {first!r}.{meant} There are: cpu, {names}; "
+            f"tilewise bench: no suite {first!r}.{meant} There are: {names}; "
             "and compare A.json B.json, show FILE.json.",
             file=sys.stderr,
         )
@@ -87,7 +89,7 @@ def _run_goals(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.source is not None:
         record = GoalRecord.read(options.source)
-        show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+        _show_goals(record, options)
         return _status(record, options.check)
     chosen = [
         case
@@ -95,6 +97,7 @@ def _run_goals(argv: Sequence[str]) -> int:
         if case.type_name in (options.dtype or DTYPES)
         and (options.cases or "") in key_of(case)
         and (case.quick or not options.quick)
+        and (options.what == "cpu" or me.among_eight(case))
     ]
     if not chosen:
         names = ", ".join(dict.fromkeys(case.name for case in cases()))
@@ -107,14 +110,15 @@ def _run_goals(argv: Sequence[str]) -> int:
         os.execve(sys.executable, [sys.executable, "-m", "tilelab.bench", *argv], environment())
     others = packages() if options.peers else []
     record = GoalRecord.begin(options.threads, others)
-    everything = not (options.quick or options.cases or options.dtype or options.threads > 1)
+    part = options.what == "me" or options.quick or options.cases or options.dtype
+    everything = not (part or options.threads > 1)
     rounds = (options.rounds, options.rounds) if options.rounds else None
     with Child(children.MODULE) as child:
         cores = record.machine["cores"] if everything else 0
         steps = _steps(chosen, options, rounds, child, cores, others)
         unlimited, console = Budget(float("inf")), Console(stderr=True)
         conduct(record, [("cpu", steps)], unlimited, None, console, options.threads)
-    show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+    _show_goals(record, options)
     # A part of the bench never replaces a whole one.
     path = options.json
     if path is None and everything and rounds is None:
@@ -126,6 +130,22 @@ def _run_goals(argv: Sequence[str]) -> int:
     return 130 if record.status == INTERRUPTED else _status(record, options.check)
 
 
+def _show_goals(record: GoalRecord, options: argparse.Namespace) -> None:
+    """Print the tables of a run; of ``me`` the bars, and draw its picture."""
+    if options.what == "cpu":
+        show_tables(heading(record), tables(record, brief=options.brief), options.markdown)
+        return
+    me.show(record, Console())
+    try:
+        me.draw(record, options.picture)
+    except (ValueError, OSError) as error:
+        fix = "Name a file such as bench.png in a folder that you can write."
+        raise InvalidArgument(
+            "--picture", str(options.picture), f"a picture: {error}", fix
+        ) from None
+    print(f"\nPicture: {options.picture}", file=sys.stderr)
+
+
 def _steps(
     chosen: Sequence[Case],
     options: argparse.Namespace,
@@ -135,7 +155,8 @@ def _steps(
     others: Sequence[Package],
 ) -> list[Step]:
     """Return each case, the cost of a call, two threads and memory; the cases alone for 0 cores."""
-    budget_s, usual = (0.8, (3, 9)) if options.quick else (2.0, (3, 15))
+    short = options.quick or options.what == "me"
+    budget_s, usual = (0.8, (3, 9)) if short else (2.0, (3, 15))
     effort = budget_s, rounds or usual
 
     def one(case: Case, _: Budget) -> list[Finding]:
@@ -193,7 +214,8 @@ def _parser_of_goals() -> argparse.ArgumentParser:
         "bench show FILE, and tilewise bench compare A.json B.json.",
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("cpu",), default="cpu", help="what to measure")
+    said = "the cases that have goals (cpu), or eight of them in a minute, with a picture (me)"
+    add("what", nargs="?", choices=_OF_GOALS, default="cpu", help=said)
     add("--quick", action="store_true", help="few cases, less than a minute")
     add("--cases", metavar="TEXT", help="only cases whose name and dtype contain this")
     add("--dtype", action="append", choices=DTYPES, help="only this dtype (repeat for more)")
@@ -203,6 +225,8 @@ def _parser_of_goals() -> argparse.ArgumentParser:
     add("--check", type=float, metavar="R", help="fail if a ratio is below R")
     add("--json", type=Path, metavar="FILE", help="write all samples here")
     add("--markdown", action="store_true", help="print the tables as Markdown")
+    said = f"of me ({me.PICTURE}); the ending says the format"
+    add("--picture", type=Path, default=me.PICTURE, metavar="FILE", help=said)
     add("--brief", action="store_true", help="print dtypes side by side, without times")
     said = "print the tables of a stored JSON and measure nothing"
     add("--from", dest="source", type=Path, metavar="FILE", help=said)

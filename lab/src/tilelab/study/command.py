@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         TilewiseError: what a user can put right, but for wrong usage.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    subcommand = _SUBCOMMANDS.get(given[0]) if given else None
+    subcommand = SUBCOMMANDS.get(given[0]) if given else None
     try:
         return subcommand(given[1:]) if subcommand else _run(given)
     except InvalidArgument as error:
@@ -252,7 +252,7 @@ def _verdict(argv: Sequence[str]) -> int:
     return table.main(argv, _console())
 
 
-_SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "recipes": _recipes,
     "choices": _choices,

@@ -45,6 +45,7 @@ struct MaskInstr {
   View tensor;                         // of `dense`; the table of `blocks` and `tiles`
   i64 block_queries = 0, block_keys = 0;
   const ExprProgram* expr = nullptr;
+  const ExprProgram* by_keys = nullptr;  // the same with the keys in its lanes, for few queries
 };
 
 // One step of the score chain, applied in order to s = scale * q.k (natural units).
@@ -59,10 +60,12 @@ struct ScoreInstr {
   double cap = 0;
   View tensor;  // slopes (batch and head strides) or the bias
   DType dtype = DType::f32;
-  const ExprProgram* value = nullptr;  // outputs: the new score
-  const ExprProgram* slope = nullptr;  // the new score and its derivative; of a backward pass
+  const ExprProgram* value = nullptr;    // outputs: the new score
+  const ExprProgram* by_keys = nullptr;  // the same with the keys in its lanes, for few queries
+  const ExprProgram* slope = nullptr;    // the new score and its derivative; of a backward pass
 };
 
+constexpr i64 kFewQueries = 8;  // sequences of no more have kernels of their own in the forward pass
 constexpr int kMaxMask = 32;
 constexpr int kMaxScore = 8;
 constexpr int kMaxDim = 576;    // the backend refuses wider heads; 512 and 64 are those of latent attention

@@ -13,8 +13,6 @@ namespace tilewise::TILEWISE_ISA {
 constexpr int kBlockKeys = 128;                // keys of a block; part of the rounding contract
 constexpr int kRoomKeys = kBlockKeys * 3 / 2;  // the last block of a sequence takes a short rest with it
 
-constexpr i64 kFewQueries = 8;  // sequences of no more have kernels of their own in the forward pass
-
 struct Sequence {
   i64 b, query_begin, key_begin, queries, keys;
 };

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -252,8 +253,8 @@ class Kernel {
   void set_compiler(nb::object compiler) { compiler_ = std::move(compiler); }
 
   // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
-  // it. sequences: (cu_q, cu_k, longest query, longest key) of a variable-length call; of keys in pages, whose cu_k is
-  // 0, then (block_table, its columns, page_size, key_lengths); else empty. p: a copy of `problem()`.
+  // it. sequences: (cu_q, cu_k) of a variable-length call; of keys in pages, whose cu_k is 0, then (block_table, its
+  // columns, page_size, key_lengths); else empty. p: a copy of `problem()`.
   void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
             nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
     if (threads < 1 || threads > kMostThreads)
@@ -263,36 +264,39 @@ class Kernel {
     p.seed = seed;
     p.sinks = pointer<void>(sinks);
     const i64 given = length(sequences, "sequences");
-    if (given != 8 && given != (varlen_ ? 4 : 0)) bad("sequences has the wrong number of elements");
+    if (given != 6 && given != (varlen_ ? 2 : 0)) bad("sequences has the wrong number of elements");
     if (varlen_) {
       p.cu_q = address<const i64>(sequences, 0, "sequences");
       p.cu_k = pointer<i64>(static_cast<std::uintptr_t>(number(sequences, 1)));
-      p.queries = number(sequences, 2);
-      p.keys = number(sequences, 3);
+      p.queries = longest(p.cu_q, p.batch);
+      p.keys = p.cu_k == nullptr ? 0 : longest(p.cu_k, p.batch);
     }
-    if (given == 8) {
-      p.keys = number(sequences, 3);
-      p.block_table = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 4)));
-      p.page_slots = number(sequences, 5);
-      p.page_size = number(sequences, 6);
-      p.key_lengths = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 7)));
+    if (given == 6) {
+      p.block_table = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 2)));
+      p.page_slots = number(sequences, 3);
+      p.page_size = number(sequences, 4);
+      p.key_lengths = pointer<std::int32_t>(static_cast<std::uintptr_t>(number(sequences, 5)));
+      if (p.key_lengths == nullptr && p.batch > 0) bad("keys in pages have no lengths");
+      p.keys = p.batch > 0 ? *std::max_element(p.key_lengths, p.key_lengths + p.batch) : 0;
       if (p.page_slots < 0 || p.page_size < 1) bad("a page must have at least one row");
     } else if (varlen_ && p.cu_k == nullptr) {
       bad("a variable-length call has no cu_seqlens of its keys");
     }
     check_problem(p);
+    const bool few = !backward && (varlen_ || p.page_size > 0 || p.queries <= kFewQueries);
     std::size_t mask_expr = 0;
     for (int i = 0; i < p.mask_length; i++) {
       if (p.mask[i].op == MaskOp::expr)
         p.mask[i].expr =
             compiled(mask_exprs_[mask_expr], mask_exprs_[mask_expr].outputs, {}, mask_tensors, p, exprs, ExprUse::mask),
-        mask_expr++;
+        p.mask[i].by_keys = few ? exchanged(mask_exprs_[mask_expr], p, exprs) : nullptr, mask_expr++;
       else
         bind_mask(p.mask[i], mask_slots_[i], mask_tensors);
     }
     for (int i = 0; i < p.score_length; i++) {
       if (p.score[i].op == ScoreOp::expr) {
         p.score[i].value = compiled(value_, value_.outputs, {}, score_tensors, p, exprs, ExprUse::score);
+        p.score[i].by_keys = few ? exchanged(value_, p, exprs) : nullptr;
         if (backward && derivative_.outputs.empty()) bad("a backward pass needs the score's derivative");
         if (backward)
           p.score[i].slope = compiled(derivative_, {derivative_.outputs[0], derivative_.outputs[1]}, {}, score_tensors,
@@ -342,6 +346,11 @@ class Kernel {
   const Problem& problem() const { return problem_; }
 
  private:
+  static i64 longest(const i64* starts, i64 sequences) {
+    i64 most = 0;
+    for (i64 b = 0; b < sequences; b++) most = std::max(most, starts[b + 1] - starts[b]);
+    return most;
+  }
   MaskInstr& next_mask(MaskOp op) {
     if (problem_.mask_length == kMaxMask)
       bad("a mask program has at most " + std::to_string(kMaxMask) + " instructions");
@@ -380,6 +389,11 @@ class Kernel {
     CompiledExpr& expr = *exprs.back();
     if (compile_exprs && compiler_.is_valid()) expr.run_by(code_of(e, outputs, loads, expr.program(), use));
     return &expr.program();
+  }
+  // The last of the expressions, with queries and keys exchanged; it is not compiled.
+  static const ExprProgram* exchanged(const GivenExpr& e, Problem& p, CompiledExprs& exprs) {
+    exprs.push_back(std::make_unique<CompiledExpr>(*exprs.back(), e.nodes, e.kinds, e.outputs, p));
+    return &exprs.back()->program();
   }
   // The compiled code of a program, asked for when it first runs; null where there is none. What else a program is made
   // of follows from what is compared here.

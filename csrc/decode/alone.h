@@ -153,7 +153,7 @@ class RowsAlone {
       MaskedTile& keys = piece.keys;
       keys.begin = blocks.begin(piece.block), keys.end = blocks.end(piece.block);
       if (f_.mask_length == 0) return true;
-      const Mask mask(f_, x.seq.b, x.first_head, x.seq.queries, x.seq.keys, memory.expr);
+      const Mask mask(f_, x.seq.b, x.first_head, x.seq.queries, x.seq.keys, memory.expr, true);
       keys.bits = memory.bits[turn];
       if (keys.resolve(mask, x.m, 1, keys.begin, keys.end) && keys.begin < keys.end) return true;
     }

@@ -97,7 +97,7 @@ class DecodeKernel {
       const i64 rows = kernel.rows_, width = round_up(rows, lanes);
       q = carve.take<Word>(rows * kernel.q_stride_);
       scores = carve.take<Acc>(width * kRoomKeys);
-      chain = carve.take<Acc>(kernel.units_.chain ? kRoomKeys * round_up(kFewQueries, lanes) : 0);
+      chain = carve.take<Acc>(kernel.units_.chain ? kFewQueries * kTileQueries : 0);
       alpha = carve.take<Acc>(width);
       peak = carve.take<Acc>(width);
       for (const Key*** array : {&keys, &values}) *array = carve.take<const Key*>(kRoomKeys + kSubKeys);
@@ -128,7 +128,9 @@ class DecodeKernel {
     for (int i = 0; i < p.mask_length; i++) {
       const MaskInstr& x = p.mask[i];
       const bool tensor = x.op == MaskOp::dense || x.op == MaskOp::blocks || x.op == MaskOp::tiles;
-      if (x.op == MaskOp::expr || (tensor && x.tensor.head != 0)) return false;
+      if (tensor && x.tensor.head != 0) return false;
+      for (int at = 0; x.op == MaskOp::expr && at < x.expr->begin[kExtents]; at++)
+        if (x.expr->values[at].op == ExprOp::head) return false;
     }
     return true;
   }
@@ -236,7 +238,7 @@ class DecodeKernel {
         memory.tiles[g] = memory.tiles[0];
         continue;
       }
-      const Mask mask(f_, t.seq.b, t.first_head + g, t.seq.queries, t.seq.keys, memory.expr);
+      const Mask mask(f_, t.seq.b, t.first_head + g, t.seq.queries, t.seq.keys, memory.expr, true);
       MaskedTile tile;
       tile.bits = memory.bits + g * kRoomKeys;
       if (!tile.resolve(mask, 0, m, n0, n1)) tile.begin = tile.end = 0;
@@ -284,9 +286,7 @@ class DecodeKernel {
     Acc* scores = memory.scores + g * m * kRoomKeys;
     if (units_.chain) chain(t, g, tile.begin, count, memory);
     if (!tile.plain)
-      for (int i = 0; i < m; i++)
-        for (int j = 0; j < count; j++)
-          if ((tile.bits[j] >> i & 1) == 0) scores[i * kRoomKeys + j] = -kInfinity;
+      for (int i = 0; i < m; i++) hide(tile.bits, i, count, scores + i * kRoomKeys);
     if (to.numbers.best == nullptr) return;
     for (int i = 0; i < m; i++) {
       const Acc* row = scores + i * kRoomKeys;
@@ -302,18 +302,33 @@ class DecodeKernel {
     }
   }
 
-  // The score chain has the queries in its lanes.
+  // Scores of pairs whose bit i is not set leave the softmax.
+  static void hide(const u64* bits, int i, int count, Acc* scores) {
+    static_assert(kSubKeys % lanes == 0);
+    for (int j = 0; j < count; j += lanes) {
+      u64 seen = 0;
+      TW_UNROLL(16)
+      for (int x = 0; x < lanes; x++) seen |= (bits[j + x] >> i & 1) << x;
+      store(scores + j, select_bits<Acc>(seen, load(scores + j), set(-kInfinity)));
+    }
+  }
+
+  // The score chain has the keys in its lanes.
   void chain(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {
     const i64 h = t.first_head + g;
-    const int m = static_cast<int>(t.seq.queries), width = static_cast<int>(round_up(m, lanes));
-    const ScoreChain<Acc> steps(f_, t.seq.b, h, t.seq.queries, t.seq.keys, memory.expr);
+    const int m = static_cast<int>(t.seq.queries);
+    const ScoreChain<Acc> steps(f_, t.seq.b, h, t.seq.keys, t.seq.queries, memory.expr, true);
     Acc* scores = memory.scores + g * m * kRoomKeys;
     alignas(kVectorBytes) Acc peak[kTileQueries];
-    for (int j = 0; j < count; j++)
-      for (int i = 0; i < width; i++) memory.chain[j * width + i] = i < m ? scores[i * kRoomKeys + j] : 0;
-    steps.apply(memory.chain, width, 0, m, n0, count, {.peak = peak});
-    for (int j = 0; j < count; j++)
-      for (int i = 0; i < m; i++) scores[i * kRoomKeys + j] = memory.chain[j * width + i];
+    for (int j = 0; j < count; j += kTileQueries, scores += kTileQueries) {
+      const int keys = static_cast<int>(min(kTileQueries, count - j)), width = static_cast<int>(round_up(keys, lanes));
+      const std::size_t bytes = static_cast<std::size_t>(keys) * sizeof(Acc);
+      for (int i = 0; i < m; i++)
+        for (int x = 0; x < width; x += lanes)
+          store(memory.chain + i * width + x, load_first(scores + i * kRoomKeys + x, keys - x));
+      steps.apply(memory.chain, width, n0 + j, keys, 0, m, {.peak = peak});
+      for (int i = 0; i < m; i++) std::memcpy(scores + i * kRoomKeys, memory.chain + i * width, bytes);
+    }
   }
 
   void drop(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {

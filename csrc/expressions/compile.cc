@@ -63,6 +63,14 @@ int extent_of_leaf(ExprOp op) {
   return op == ExprOp::query ? per_query : op == ExprOp::key ? per_key : whole_tile;
 }
 
+// Of an expression whose queries and keys change places.
+ExprOp exchanged(ExprOp op) {
+  if (op == ExprOp::query) return ExprOp::key;
+  if (op == ExprOp::key) return ExprOp::query;
+  if (op == ExprOp::queries) return ExprOp::keys;
+  return op == ExprOp::keys ? ExprOp::queries : op;
+}
+
 i64 elements(const ExprTensor& t) {
   i64 count = 1;
   for (int d = 0; d < t.rank; d++) count *= t.size[d];
@@ -195,6 +203,32 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
                            const std::vector<int>& outputs, const std::vector<int>& loads,
                            const std::vector<ExprTensor>& tensors, Problem& problem)
     : tensors_(tensors) {
+  select(nodes, kinds, outputs, loads);
+  look_at_tensors();
+  choose_width(problem);
+  find_room(problem);
+}
+
+CompiledExpr::CompiledExpr(const CompiledExpr& straight, std::vector<ExprNode> nodes,
+                           const std::vector<ExprKind>& kinds, const std::vector<int>& outputs, Problem& problem)
+    : tensors_(straight.tensors_), held_(straight.held_) {
+  for (ExprNode& node : nodes) node.op = exchanged(node.op);
+  select(nodes, kinds, outputs, {});
+  program_.held = held_.data();
+  program_.wide = straight.program_.wide, program_.wide_floats = straight.program_.wide_floats;
+  find_room(problem);
+}
+
+void CompiledExpr::find_room(Problem& problem) {
+  assign_registers();
+  plan_tail();
+  program_.room = problem.expr_room;
+  problem.expr_room += program_.bytes;
+}
+
+// Finds the values that the outputs and loads need, and orders them by extent.
+void CompiledExpr::select(const std::vector<ExprNode>& nodes, const std::vector<ExprKind>& kinds,
+                          const std::vector<int>& outputs, const std::vector<int>& loads) {
   std::vector<ExprValue> all;
   for (std::size_t at = 0; at < nodes.size(); at++) all.push_back(described(nodes, kinds, at, all));
   std::vector<char> needed(nodes.size(), 0);
@@ -228,12 +262,6 @@ CompiledExpr::CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector
   for (std::size_t i = 0; i < loads.size(); i++) program_.load[i] = moved(all[static_cast<std::size_t>(loads[i])]);
   program_.values = values_.data();
   program_.tensors = tensors_.data();
-  look_at_tensors();
-  choose_width(problem);
-  assign_registers();
-  plan_tail();
-  program_.room = problem.expr_room;
-  problem.expr_room += program_.bytes;
 }
 
 void CompiledExpr::look_at_tensors() {

@@ -35,12 +35,19 @@ class CompiledExpr {
   // Each load's tensor has its rank and kind. The program's scratch memory is appended to the problem's.
   CompiledExpr(const std::vector<ExprNode>& nodes, const std::vector<ExprKind>& kinds, const std::vector<int>& outputs,
                const std::vector<int>& loads, const std::vector<ExprTensor>& tensors, Problem& problem);
+  // The same expression with queries and keys in each other's place: for few queries, whose lanes are keys. It is to
+  // be run with both exchanged too. It has the outputs of `straight`, and no loads of which a gradient is wanted.
+  CompiledExpr(const CompiledExpr& straight, std::vector<ExprNode> nodes, const std::vector<ExprKind>& kinds,
+               const std::vector<int>& outputs, Problem& problem);
   CompiledExpr(const CompiledExpr&) = delete;
   CompiledExpr& operator=(const CompiledExpr&) = delete;
   const ExprProgram& program() const { return program_; }
   void run_by(ExprCompiled compiled) { program_.compiled = compiled; }
 
  private:
+  void select(const std::vector<ExprNode>& nodes, const std::vector<ExprKind>& kinds, const std::vector<int>& outputs,
+              const std::vector<int>& loads);
+  void find_room(Problem& problem);
   void look_at_tensors();
   void choose_width(const Problem& problem);
   void assign_registers();

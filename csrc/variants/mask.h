@@ -14,7 +14,8 @@ struct Range {
 class Mask {
  public:
   // `room`: the thread's scratch memory for expressions; without it only lengths and ranges may be asked for.
-  Mask(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room = nullptr)
+  // `few`: there are no more than kFewQueries queries, and expressions have the keys in their lanes.
+  Mask(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room = nullptr, bool few = false)
       : code_(problem.mask),
         length_(problem.mask_length),
         b_(b),
@@ -26,14 +27,19 @@ class Mask {
     if (problem.expr_room == 0 || room == nullptr) return;
     for (int i = 0; i < length_; i++) {
       if (code_[i].op != MaskOp::expr) continue;
+      by_keys_ = few;
+      if (few) std::swap(queries, keys);
       if (code_[i].expr->wide_floats)
-        ExprRun<double>(*code_[i].expr, room).open(b, h, queries, keys);
+        ExprRun<double>(program_of(code_[i]), room).open(b, h, queries, keys);
       else
-        ExprRun<float>(*code_[i].expr, room).open(b, h, queries, keys);
+        ExprRun<float>(program_of(code_[i]), room).open(b, h, queries, keys);
+      if (few) std::swap(queries, keys);
     }
   }
 
   bool everything() const { return length_ == 0; }
+  // Whether bits cost less for many keys at a time than what says that some of them need none.
+  bool at_once() const { return by_keys_ && table_ == nullptr; }
 
   // The length of this sequence as far as any query may see it: the number of keys, or fewer by a length
   // that bounds the whole mask. What lies beyond is never read.
@@ -109,9 +115,10 @@ class Mask {
     return classify_leaf(code_[leaf], m0, m1, n0, n1);
   }
 
-  // bits[j] for keys n0 + j, j < count <= kSubKeys: bit i tells whether query m0 + i (i < rows) sees the key.
+  // bits[j] for keys n0 + j, j < count <= kKeys: bit i tells whether query m0 + i (i < rows) sees the key.
+  template <int kKeys = kSubKeys>
   TW_NOINLINE void bits(i64 m0, int rows, i64 n0, int count, u64* out) const {
-    u64 stack[kMaxMask][kSubKeys];
+    u64 stack[kMaxMask][kKeys];
     int top = 0;
     for (int i = 0; i < length_; i++) {
       const MaskInstr& x = code_[i];
@@ -249,9 +256,9 @@ class Mask {
       }
       case MaskOp::expr:
         if (x.expr->wide_floats)
-          expr_bits<double>(*x.expr, m0, rows, n0, count, out);
+          expr_bits<double>(program_of(x), m0, rows, n0, count, out);
         else
-          expr_bits<float>(*x.expr, m0, rows, n0, count, out);
+          expr_bits<float>(program_of(x), m0, rows, n0, count, out);
         break;
       case MaskOp::blocks:
         table_bits(x, b_, h_, m0, rows, n0, count, out);
@@ -261,9 +268,19 @@ class Mask {
     }
   }
 
+  const ExprProgram& program_of(const MaskInstr& x) const { return by_keys_ ? *x.by_keys : *x.expr; }
   template <class C>
   void expr_bits(const ExprProgram& program, i64 m0, int rows, i64 n0, int count, u64* out) const {
     ExprRun<C> run(program, room_);
+    if (by_keys_) {
+      run.tile(n0, count);
+      run.piece(nullptr, m0, rows);
+      const Operand truth = run.output(0);
+      for (int j = 0; j < count; j++) out[j] = 0;
+      for (int i = 0; i < rows; i++)
+        for (int j = 0; j < count; j++) out[j] |= u64{truth.at<SInt<C>>(i, j)[0] != 0} << i;
+      return;
+    }
     run.tile(m0, rows);
     if (program.compiled != nullptr) {
       ExprFrame frame = run.frame(nullptr, n0, count);
@@ -308,6 +325,7 @@ class Mask {
   i64 b_, h_, offset_, keys_;
   char* room_;
   const MaskInstr* table_;
+  bool by_keys_ = false;
 };
 
 // A tile after the mask has been asked: the keys from the first piece that is not empty to the last, and the
@@ -328,13 +346,19 @@ struct MaskedTile {
     const Cover whole = mask.classify(m0, m0 + rows - 1, n0, n1 - 1);
     if (whole != partial) return whole == full;
     begin = end = -1;
+    u64 all[kRoomKeys];
+    for (i64 n = n0; mask.at_once() && n < n1; n += kTileQueries)
+      mask.bits<kTileQueries>(m0, rows, n, static_cast<int>(min(kTileQueries, n1 - n)), all + (n - n0));
     for (i64 n = n0; n < n1; n += kSubKeys) {
       const i64 last = min(n + kSubKeys, n1) - 1;
-      Cover cover = mask.classify(m0, m0 + rows - 1, n, last);
-      if (cover == empty && begin < 0) continue;
       const int count = static_cast<int>(last - n + 1);
+      const u64* known = all + (n - n0);
+      Cover cover = mask.at_once() ? cover_of(known, rows, count) : mask.classify(m0, m0 + rows - 1, n, last);
+      if (cover == empty && begin < 0) continue;
       u64* out = begin < 0 ? bits : bits + (n - begin);
-      if (cover == partial) {
+      if (cover == partial && mask.at_once()) {
+        std::memcpy(out, known, static_cast<std::size_t>(count) * sizeof *out);
+      } else if (cover == partial) {
         mask.bits(m0, rows, n, count, out);
         cover = cover_of(out, rows, count);
         if (cover == empty && begin < 0) continue;

@@ -21,6 +21,11 @@ static void bias_piece(const E* from, const View& view, int rows, int count, int
     }
     return;
   }
+  if (view.row == 1) {
+    for (int j = 0; j < count; j++)
+      for (int i = 0; i < width; i += lanes) store(to + j * width + i, widen(from + j * view.col + i, rows - i));
+    return;
+  }
   for (int i = 0; i < width; i += lanes) {
     for (int j = 0; j < count; j += lanes) {
       Vec<C> r[lanes];
@@ -37,17 +42,19 @@ static void bias_piece(const E* from, const View& view, int rows, int count, int
 template <class C>
 class ScoreChain {
  public:
-  // `room`: the thread's scratch memory for expressions.
-  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room)
+  // `room`: the thread's scratch memory for expressions. `by_keys`: queries and keys change places, here and in all
+  // that is said of them below, so that the lanes are keys; without derivatives.
+  ScoreChain(const Problem& problem, i64 b, i64 h, i64 queries, i64 keys, char* room, bool by_keys = false)
       : code_(problem.score),
         length_(problem.score_length),
         b_(b),
         h_(h),
         offset_(keys - queries),
         scale_(static_cast<C>(problem.scale)),
-        room_(room) {
+        room_(room),
+        by_keys_(by_keys) {
     if (length_ == 0 || code_[0].op != ScoreOp::expr) return;
-    ExprRun<C>(*code_[0].value, room).open(b, h, queries, keys);
+    ExprRun<C>(value_of(code_[0]), room).open(b, h, queries, keys);
     if (code_[0].slope) ExprRun<C>(*code_[0].slope, room).open(b, h, queries, keys);
   }
 
@@ -100,13 +107,13 @@ class ScoreChain {
     alignas(kVectorBytes) C room[kTileQueries];
     const Leaving<C> to = {s, extras.peak ? extras.peak : room, width, rows, count};
     const ScoreInstr& x = code_[0];
-    if (x.op == ScoreOp::expr && (extras.gain ? x.slope : x.value)->compiled != nullptr) {
-      run_compiled(extras.gain ? *x.slope : *x.value, to, m0, n0, extras, scale_);
-      return;
+    if (x.op == ScoreOp::expr) {
+      const ExprProgram& program = extras.gain ? *x.slope : value_of(x);
+      if (program.compiled != nullptr) return run_compiled(program, to, m0, n0, extras, scale_);
     }
     for (int i = 0; i < width; i += kLanes<C>) store(to.peak + i, set(-static_cast<C>(__builtin_inf())));
     if (x.op == ScoreOp::expr) {
-      ExprRun<C> run(*x.value, room_);
+      ExprRun<C> run(value_of(x), room_);
       run.tile(m0, rows);
       run.block(s, n0, count, scale_, to.peak);
       return;
@@ -150,6 +157,7 @@ class ScoreChain {
     }
   }
 
+  const ExprProgram& value_of(const ScoreInstr& x) const { return by_keys_ ? *x.by_keys : *x.value; }
   C slope_of(const ScoreInstr& x) const {
     return static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
   }
@@ -177,15 +185,17 @@ class ScoreChain {
 
   void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count) const {
     alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
-    const i64 at = b_ * x.tensor.batch + h_ * x.tensor.head + m0 * x.tensor.row + n0 * x.tensor.col;
+    View view = x.tensor;
+    if (by_keys_) view.row = x.tensor.col, view.col = x.tensor.row;
+    const i64 at = b_ * view.batch + h_ * view.head + m0 * view.row + n0 * view.col;
     if constexpr (sizeof(C) == 8) {
-      bias_piece(static_cast<const double*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+      bias_piece(static_cast<const double*>(view.data) + at, view, rows, count, width, piece);
     } else if (x.dtype == DType::bf16) {
-      bias_piece(static_cast<const Bf16*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+      bias_piece(static_cast<const Bf16*>(view.data) + at, view, rows, count, width, piece);
     } else if (x.dtype == DType::f16) {
-      bias_piece(static_cast<const Half*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+      bias_piece(static_cast<const Half*>(view.data) + at, view, rows, count, width, piece);
     } else {
-      bias_piece(static_cast<const float*>(x.tensor.data) + at, x.tensor, rows, count, width, piece);
+      bias_piece(static_cast<const float*>(view.data) + at, view, rows, count, width, piece);
     }
     for (int x = 0; x < count * width; x += kLanes<C>) store(s + x, load(s + x) + load(piece + x));
   }
@@ -193,7 +203,7 @@ class ScoreChain {
   // A piece, scaled.
   void expr(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count, const Extras& extras) const {
     C* gain = extras.gain;
-    const ExprProgram& program = gain ? *x.slope : *x.value;
+    const ExprProgram& program = gain ? *x.slope : value_of(x);
     if (program.compiled != nullptr) {
       alignas(kVectorBytes) C peak[kTileQueries];
       run_compiled(program, {s, peak, width, rows, count}, m0, n0, extras, 1);
@@ -234,6 +244,7 @@ class ScoreChain {
   i64 b_, h_, offset_;
   C scale_;
   char* room_;
+  bool by_keys_;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

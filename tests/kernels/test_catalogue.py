@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_same_bits
+from tests.contract import assert_exact, assert_same_bits
 from tests.kernels.targets import TARGETS, Target
 from tests.plain import attend
 from tests.variants_catalogue import (
@@ -41,6 +41,32 @@ def test_a_variant_is_plain_torch(target: Target, variant: Variant) -> None:
 def test_over_several_tiles(target: Target, variant: Variant) -> None:
     call = Call(variant, torch.float64, SPREAD)
     assert_all_close(call.run(target.backend), call.plain())
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8])
+@pytest.mark.parametrize("target", CPU, ids=str, indirect=True)
+@each_variant
+def test_few_queries_without_gradients(target: Target, variant: Variant, queries: int) -> None:
+    """They have kernels of their own: keys lie in the lanes, in two blocks and a rest."""
+    call = Call(variant, torch.float64, Sizes(2, 4, queries, 342))
+    with torch.no_grad():
+        out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
+        plain = attend(*call.qkv, **call.formula)
+    assert_all_close({"out": out, "lse": lse}, {"out": plain.out, "lse": plain.lse})
+
+
+@on_the_best
+@pytest.mark.parametrize("queries", [1, 5])
+@each_variant
+def test_few_queries_are_exact(target: Target, variant: Variant, queries: int) -> None:
+    call = Call(variant, torch.float32, Sizes(1, 4, queries, 342))
+    wide = {name: value.detach().double() for name, value in zip("qkv", call.qkv, strict=True)}
+    with torch.no_grad():
+        out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
+        plain = attend(*call.qkv, **call.formula)
+        truth = attend(**wide, **call.formula)
+    assert_exact(out, plain.out, truth.out, f"{variant}: out")
+    assert_exact(lse, plain.lse, truth.lse, f"{variant}: lse")
 
 
 @on_the_best

@@ -71,7 +71,7 @@ def lower_pages(
         InvalidArgument: naming the tensor that says something impossible.
     """
     block_table, key_lengths, cu_q = pages
-    on_cpu = all(tensor is None or tensor.is_cpu for tensor in pages)
+    on_cpu = block_table.is_cpu and key_lengths.is_cpu and (cu_q is None or cu_q.is_cpu)
     packed = cu_q is not None
     extent = Extent(
         problem.batch, problem.heads, 0 if packed else problem.queries, 0, True, check_values=False
@@ -82,8 +82,8 @@ def lower_pages(
             starts = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
             query_counts = tuple([end - start for start, end in pairwise(starts)])
         key_counts = _checked_lengths(problem, key_lengths)
-        counts = torch.tensor(key_counts, dtype=torch.int64)
-        check_entries("block_table", block_table.cpu(), counts, problem.page_size, k.shape[0])
+        table, held = block_table.cpu(), k.shape[0]
+        check_entries("block_table", table, key_lengths.cpu(), problem.page_size, held)
         extent = extent._replace(
             queries=max(query_counts, default=0),
             keys=max(key_counts, default=0),
@@ -93,11 +93,17 @@ def lower_pages(
         )
     device = q.device if stays else torch.device("cpu")
     lowered = Pages(
-        block_table.to(device, torch.int32).contiguous(),
-        key_lengths.to(device, torch.int32).contiguous(),
-        None if cu_q is None else cu_q.to(device, torch.int64).contiguous(),
+        _moved(block_table, device, torch.int32),
+        _moved(key_lengths, device, torch.int32),
+        None if cu_q is None else _moved(cu_q, device, torch.int64),
     )
     return lowered, extent
+
+
+def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is dtype and tensor.device == device and tensor.is_contiguous():
+        return tensor
+    return tensor.to(device, dtype).contiguous()
 
 
 def _checked_lengths(problem: Problem, key_lengths: Tensor) -> tuple[int, ...]:
@@ -116,6 +122,10 @@ def _checked_lengths(problem: Problem, key_lengths: Tensor) -> tuple[int, ...]:
 
 def check_entries(name: str, table: Tensor, counts: Tensor, page_size: int, held: int) -> None:
     """Entries that a sequence has keys in name pages that there are; nobody reads the others."""
+    if table.numel():
+        least, most = torch.aminmax(table)
+        if int(least) >= 0 and int(most) < held:
+            return
     slots = torch.arange(table.shape[1])
     used = slots * page_size < counts[:, None]
     wrong = used & ((table < 0) | (table >= held))

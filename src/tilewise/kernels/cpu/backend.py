@@ -270,8 +270,7 @@ class _Call:
         self.sequences: tuple[int, ...] = ()
         cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
         if cu_q is not None and cu_k is not None:
-            addresses = self._address(cu_q), self._address(cu_k)
-            self.sequences = (*addresses, _longest(cu_q), _longest(cu_k))
+            self.sequences = self._address(cu_q), self._address(cu_k)
         elif operands.block_table is not None:
             self.sequences = self._paged(operands, operands.block_table)
 
@@ -282,20 +281,13 @@ class _Call:
         return self.held[-1].data_ptr()
 
     def _paged(self, operands: Operands, table: Tensor) -> tuple[int, ...]:
-        cu_q, lengths = operands.cu_seqlens_q, operands.key_lengths
-        assert lengths is not None
-        queries = (0, 0, 0) if cu_q is None else (self._address(cu_q), 0, _longest(cu_q))
-        longest = int(lengths.max()) if lengths.numel() else 0
-        pages = (self._address(table), table.shape[1], operands.k.shape[2], self._address(lengths))
-        return (*queries, longest, *pages)
+        pages = self._address(table), table.shape[1], operands.k.shape[2]
+        cu_q = self._address(operands.cu_seqlens_q)
+        return (cu_q, 0, *pages, self._address(operands.key_lengths))
 
 
 _EMPTY = torch.empty(0)
 _NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
 def _wants_key_delta(operands: Operands, needs: Needs) -> bool:

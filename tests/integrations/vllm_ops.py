@@ -1,0 +1,87 @@
+"""A pytest plugin: vLLM's operations for attention on a CPU, computed by tilewise.
+
+It runs vLLM's own tests of these operations over tilewise's backend (``test_vllm.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+
+from tilewise.integrations.vllm import TilewiseImpl, TilewiseMetadata
+
+
+def _whole(key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    """The cache [pages, Hk, page_size, 2 D] of which these are the halves."""
+    pages, heads, size, width = key_cache.shape
+    halves = key_cache.as_strided((pages, heads, 2 * size, width), key_cache.stride())
+    assert halves[:, :, size:].data_ptr() == value_cache.data_ptr()
+    return halves.view(pages, heads, size, 2 * width)
+
+
+def _no_plan(**_: Any) -> None:
+    """Of a step: there is nothing to plan."""
+
+
+def _write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    isa: str,
+    **_: Any,
+) -> None:
+    impl = TilewiseImpl(key.shape[1], key.shape[2], 1.0)
+    impl.do_kv_cache_update(None, key, value, _whole(key_cache, value_cache), slot_mapping)
+
+
+def _attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    causal: bool,
+    alibi_slopes: Tensor | None,
+    sliding_window: int,
+    block_table: Tensor,
+    softcap: float,
+    scheduler_metadata: None,
+    s_aux: Tensor | None,
+    dynamic_causal: Tensor | None = None,
+    **_: Any,
+) -> None:
+    impl = TilewiseImpl(
+        query.shape[1],
+        query.shape[2],
+        scale,
+        key_cache.shape[1],
+        None if alibi_slopes is None else alibi_slopes.tolist(),
+        None if sliding_window == -1 else sliding_window,
+        logits_soft_cap=softcap,
+        sinks=s_aux,
+    )
+    step = TilewiseMetadata(
+        query.shape[0],
+        query_start_loc,
+        seq_lens,
+        block_table,
+        torch.empty(0),
+        causal or dynamic_causal is not None,
+        None if dynamic_causal is None else dynamic_causal == 0,
+    )
+    nothing = query.new_empty(0)
+    impl.forward(None, query, nothing, nothing, _whole(key_cache, value_cache), step, output)
+
+
+def pytest_configure() -> None:
+    """Before vLLM's tests import them."""
+    ops.cpu_attn_get_scheduler_metadata = _no_plan
+    ops.cpu_attn_reshape_and_cache = _write
+    ops.cpu_attention_with_kv_cache = _attend

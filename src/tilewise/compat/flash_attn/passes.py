@@ -28,10 +28,10 @@ from tilewise.compat.flash_attn.calls import (
     whole,
 )
 from tilewise.compat.flash_attn.forward_only import forward_only
-from tilewise.engine.call import build_problem, read_keywords
+from tilewise.compat.from_lse import Forward, gradients_of
+from tilewise.engine.call import read_keywords
 from tilewise.errors import InvalidArgument
-from tilewise.variants.lower import Extent, lower_score, statistics_dtype
-from tilewise.variants.program import encode, fitted
+from tilewise.variants.lower import statistics_dtype
 
 Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 _PIECE = 128  # rows in multiples of which flash-attn 2 lays out softmax_d
@@ -290,40 +290,14 @@ def _write_gradients(
 
     ``given`` are dout, q, k, v and out, with heads before rows where they are dense.
     """
-    dout, q, k, v, out = given
-    mask, score, scale = options.mask, options.score(), options.scale
-    wanted = read_keywords(mask, score, scale, float(options.dropout_p), None, None, packed)
-    problem = build_problem(q, k, v, wanted)
-    program, captured = wanted.score.program, wanted.score.captured
-    sizes = (0, 0) if packed else (problem.queries, problem.keys)
-    extent = Extent(problem.batch, problem.heads, *sizes, packed is not None, check_values=False)
-    slopes = lower_score(program, captured, extent, q.dtype, q.device)
-    lse = lse.to(statistics_dtype(q.dtype)).contiguous()
-    lse = torch.where(lse == torch.inf, -torch.inf, lse)  # rows without keys, as tilewise has them
-    gradients: list[Tensor] = torch.ops.tilewise.attention_backward(
-        dout,
-        None,
-        None,
-        out,
-        lse,
-        None,  # of the stats that the kernels keep
-        [*(buffer is not None for buffer in buffers), False, *(False for _ in slopes)],
-        q,
-        k,
-        v,
-        list(wanted.mask.captured),
-        list(slopes),
-        None,
-        seed,
-        *(packed or (None, None)),
-        wanted.mask.text,
-        encode(fitted(program)),
-        None if scale is None else problem.scale,
-        problem.dropout_p,
-        None,
-        True,  # out and lse may be of more keys than these
-    )
-    for buffer, gradient in zip(buffers, gradients, strict=False):
+    dout, *operands, out = given
+    flags = (options.mask, options.score(), options.scale, float(options.dropout_p))
+    keywords = read_keywords(*flags, None, None, packed)
+    q, k, v = operands
+    of_q, of_k, of_v = (buffer is not None for buffer in buffers)
+    forward = Forward(q, k, v, out, lse)
+    gradients = gradients_of(forward, dout, keywords, seed, (of_q, of_k, of_v))
+    for buffer, gradient in zip(buffers, gradients, strict=True):
         if buffer is not None:
             buffer.copy_(gradient)
 

@@ -17,7 +17,8 @@ import torch
 
 from tests.conftest import ROOT
 from tilewise import nn
-from tilewise.compat import flex_attention, sdpa
+from tilewise.compat import flex_attention, sdpa, xformers
+from tilewise.compat.xformers.reading import NAMES
 
 FLASH = "`tilewise.compat.flash_attn`"
 CACHE = "flash_attn_with_kvcache"
@@ -68,11 +69,16 @@ FLASH_FUNCTIONS = (
     "layers.rotary.apply_rotary_emb_kv_",
     "layers.rotary.RotaryEmbedding",
 )
+XFORMERS = "`tilewise.compat.xformers`"
+XFORMERS_FUNCTIONS = tuple(xformers.fmha.__all__)
+# What the page calls functions of xformers where a row is of just these.
+GROUPS["every attention of xformers"] = XFORMERS_FUNCTIONS[:-1]
 NN = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "convert")
 # The functions of each section of the page.
 SECTIONS = {
     FLASH: FLASH_FUNCTIONS,
     NEWER: (*THIRD, *FOURTH),
+    XFORMERS: (*XFORMERS_FUNCTIONS, *(f"attn_bias.{name}" for name in NAMES)),
     "`torch.nn.functional.scaled_dot_product_attention`": (
         "scaled_dot_product_attention",
         "tilewise.sdpa",
@@ -92,6 +98,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "and_masks": flex_attention.and_masks,
     "or_masks": flex_attention.or_masks,
     **{name: getattr(nn, name) for name in NN},
+    **{name: getattr(xformers, name) for name in XFORMERS_FUNCTIONS},
 }
 
 

@@ -129,7 +129,7 @@ def test_the_third_version_stands_in_by_itself() -> None:
 def test_names_that_cannot_be_stood_in_for() -> None:
     for call in (compat.install, compat.uninstall):
         with pytest.raises(InvalidArgument, match="'flash_attn'"):
-            call("xformers")
+            call("apex")
 
 
 def test_the_real_package_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,17 @@ from os import PathLike
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
-from tilewise.compat.stand_in_version import FLASH_ATTN_3_VERSION, FLASH_ATTN_VERSION
+from tilewise.compat.stand_in_version import (
+    FLASH_ATTN_3_VERSION,
+    FLASH_ATTN_VERSION,
+    XFORMERS_VERSION,
+)
 from tilewise.errors import InvalidArgument, Unsupported
 
 __all__ = ["install", "installed", "uninstall"]
 
 _HERE = "tilewise.compat.flash_attn"
+_XFORMERS = "tilewise.compat.xformers"
 
 
 class _Package(NamedTuple):
@@ -54,6 +59,16 @@ _PACKAGES = {
     "flash_attn_interface": _Package(
         "flash-attn-3", FLASH_ATTN_3_VERSION, {"flash_attn_interface": f"{_HERE}.version_3"}
     ),
+    "xformers": _Package(
+        "xformers",
+        XFORMERS_VERSION,
+        {
+            "xformers": _XFORMERS,
+            "xformers.ops": _XFORMERS,
+            "xformers.ops.fmha": _XFORMERS,
+            "xformers.ops.fmha.attn_bias": f"{_XFORMERS}.attn_bias",
+        },
+    ),
 }
 
 
@@ -67,6 +82,8 @@ def install(name: str) -> None:
         name: ``"flash_attn"``: its functions, ``flash_attn_interface``, ``bert_padding``,
             ``layers.rotary`` and FlashAttention-4's ``cute``, and the distribution ``flash-attn``
             in the version whose interface they have. ``"flash_attn_interface"``: FlashAttention-3.
+            ``"xformers"``: the attention of ``xformers.ops`` and ``xformers.ops.fmha``, with its
+            biases.
 
     Raises:
         InvalidArgument: no package of that name can be stood in for.
@@ -131,7 +148,8 @@ class _Finder(MetaPathFinder):
         if source is None:
             return None
         within = any(other.startswith(fullname + ".") for other in modules)
-        return ModuleSpec(fullname, _Names(source), origin=source or None, is_package=within)
+        loader = _Names(source, frozenset(modules))
+        return ModuleSpec(fullname, loader, origin=source or None, is_package=within)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
@@ -144,13 +162,21 @@ class _Finder(MetaPathFinder):
 
 
 class _Names(Loader):
-    """Gives a new module the public names of one of tilewise's."""
+    """Gives a new module the public names of one of tilewise's, and its submodules when asked."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, source: str, modules: frozenset[str]) -> None:
+        self._source, self._modules = source, modules
 
     def exec_module(self, module: ModuleType) -> None:
-        """Copy the names; a module without a source stays empty."""
+        """Copy the names; a module without a source has none."""
+
+        def submodule(name: str) -> ModuleType:
+            whole = f"{module.__name__}.{name}"
+            if whole not in self._modules:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return import_module(whole)
+
+        module.__dict__["__getattr__"] = submodule
         if not self._source:
             return
         source = import_module(self._source)

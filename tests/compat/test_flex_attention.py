@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import tilewise
 from tests.contract import assert_exact
 from tests.plain import attend
 from tilewise import masks
+from tilewise.compat import flex_attention as door
 from tilewise.compat import flex_masks
 from tilewise.compat.flex_attention import (
     AuxRequest,
@@ -390,6 +391,36 @@ def test_what_is_not_in_the_language_is_refused_by_name() -> None:
         create_block_mask(sums, None, None, M, N, device="cpu")
     with pytest.raises(Unsupported, match="compute_dq_write_order"):
         create_block_mask(causal, 1, 1, M, N, device="cpu", compute_dq_write_order=True)
+
+
+def test_every_name_of_torchs_module_is_here() -> None:
+    assert set(torchs.__all__) <= set(door.__all__)
+    torchs_own: Any = torchs.flex_attention
+    expected = inspect.signature(torchs_own).parameters
+    found = inspect.signature(flex_attention).parameters
+    assert [(x.name, x.kind, x.default) for x in found.values()] == [
+        (x.name, x.kind, x.default) for x in expected.values()
+    ]
+
+
+def test_a_request_for_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later torch may know it."""
+
+    class Later(NamedTuple):
+        lse: bool = False
+        max_scores: bool = False
+        entropy: bool = False
+
+    q, k, v, *_ = (x.detach() for x in build(torch.float32))
+    later: Any = Later(lse=True, entropy=True)
+    with pytest.raises(InvalidType, match="return_aux: got a Later; required: an AuxRequest"):
+        flex_attention(q, k, v, enable_gqa=True, return_aux=later)
+    monkeypatch.setattr(door, "AuxRequest", Later)
+    with pytest.raises(Unsupported, match="return_aux with entropy"):
+        flex_attention(q, k, v, enable_gqa=True, return_aux=later)
+    enough: Any = Later(lse=True)
+    _, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=enough)
+    assert aux.lse.shape == q.shape[:3]
 
 
 def test_mistakes() -> None:

@@ -3,7 +3,8 @@
 ``register`` puts a name into torch's registry, as the providers of FA3 and FA4 do, and changes
 nothing else. ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` then switches our
 kernels on, forward and backward, until ``restore_flash_attention_impl()``. They replace the
-operator that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path.
+operator that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path, and those
+of ``torch.nn.attention.varlen`` (``flash_varlen``).
 
 Torch still chooses the path. Calls that its flash path does not take never come here: dropout on
 the CPU, Dv != D, masks that want a gradient, float64 on a GPU. ``tilewise.sdpa()`` takes them.
@@ -57,13 +58,17 @@ def register() -> None:
 
 
 def _activate() -> _Handle:
+    from tilewise.compat.flash_varlen import KERNELS  # whoever imports tilewise waits for less
+
     libraries: Any = torch.library
     library = libraries.Library("aten", "IMPL")
     kernels: tuple[tuple[str, Any, str], ...] = (
         (_CPU, _forward_cpu, "CPU"),
         (f"{_CPU}_backward", _backward_cpu, "CPU"),
     )
+    kernels += tuple((name, kernel, "CPU") for name, kernel in KERNELS.items())
     if torch.version.cuda is not None or torch.version.hip is not None:
+        kernels += tuple((name, kernel, "CUDA") for name, kernel in KERNELS.items())
         kernels += (
             (_GPU, _forward_gpu, "CUDA"),
             (f"{_GPU}_backward", _backward_gpu, "CUDA"),

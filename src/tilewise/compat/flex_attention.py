@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
     noop_mask,
 )
 
-from tilewise.checks import check_tensor
+from tilewise.checks import check_tensor, named
 from tilewise.compat.flex_masks import created, is_adjusted, is_everything, mask_of, score_of
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
@@ -34,6 +34,7 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -86,12 +87,14 @@ def flex_attention(
 
     Raises:
         InvalidArgument, InvalidType: ValueError and TypeError, naming the argument that is wrong.
-        Unsupported: a function is not in the language of scores and masks; or no backend can.
+        Unsupported: a function is not in the language of scores and masks; return_aux asks for
+            something else; or no backend can.
 
     Source: Dong et al., "Flex Attention", 2024; torch.nn.attention.flex_attention.
     """
     _check(query, key, value, enable_gqa)
     _check_options(kernel_options)
+    _check_request(return_aux)
     if return_lse and return_aux is not None:
         raise InvalidArgument("return_lse", "True beside return_aux", "one of the two")
     key, value = _with_batch(query, key, value, block_mask)
@@ -215,6 +218,18 @@ def _check_options(kernel_options: Mapping[str, Any] | None) -> None:
         if name.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS:
             known = ", ".join(sorted(_OPTIONS))
             raise InvalidArgument("kernel_options", repr(name), f"one of torch's: {known}")
+
+
+def _check_request(return_aux: AuxRequest | None) -> None:
+    """Refuse what a later torch may let a request ask for."""
+    if return_aux is None:
+        return
+    if not isinstance(return_aux, AuxRequest):
+        raise InvalidType("return_aux", named(return_aux), "an AuxRequest, or None")
+    for name, wanted in return_aux._asdict().items():
+        if wanted and name not in ("lse", "max_scores"):
+            fix = "call torch.nn.attention.flex_attention for it"
+            raise Unsupported(f"return_aux with {name}", fix=fix)
 
 
 def _with_batch(

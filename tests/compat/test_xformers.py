@@ -282,6 +282,19 @@ def test_a_gap_and_padding_become_pages() -> None:
         assert_same_bits(found, XOPS.memory_efficient_attention(q, k, v, other), "pages")
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("kind", ["Padded", "Gappy"])
+def test_lengths_may_be_written_into_a_bias(kind: str, wanted: bool) -> None:
+    q, k, v = drawn((1, 4, 2, 16), (1, 16, 2, 16), (1, 16, 2, 16))
+    where: Any = 8 if kind == "Padded" else [0, 8, 16]
+    made = getattr(attn_bias, f"BlockDiagonal{kind}KeysMask").from_seqlens
+    bias, longer = (made([1, 3], where, keys, device="cpu") for keys in ([2, 3], [5, 7]))
+    expected = XOPS.memory_efficient_attention(q.requires_grad_(wanted), k, v, longer)
+    bias.k_seqinfo.seqlen.copy_(torch.tensor([5, 7]))
+    found = XOPS.memory_efficient_attention(q, k, v, bias)
+    assert_same_bits(found.detach(), expected.detach(), "written into")
+
+
 def _with(bias: Any, **given: Any) -> Callable[[], Any]:
     q, k, v = drawn((1, 9, 4, 16), (1, 12, 4, 16), (1, 12, 4, 16))
     given = {"query": q, "key": k, "value": v, "attn_bias": bias} | given

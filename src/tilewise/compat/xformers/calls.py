@@ -145,7 +145,8 @@ def _packed(said: Reading, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         assert said.starts_k is not None
         return k, v, said.starts_k
     rows = said.keys.rows()
-    _check_rows(rows, k)
+    if k.is_cpu:
+        _check_rows(rows, k)
     starts = pad(said.keys.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return k.index_select(0, rows), v.index_select(0, rows), starts
 
@@ -166,7 +167,8 @@ def _in_place(call: Call, keys: Keys) -> Any:
     elif keys.page > 1:
         table = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
     else:
-        _check_rows(keys.rows(), k)
+        if k.is_cpu:
+            _check_rows(keys.rows(), k)
         steps = torch.arange(max(keys.longest, 1), device=lengths.device)
         table = (keys.starts[:, None] + steps).clamp(max=max(k.shape[0] - 1, 0))
     pages = [divided(x, 0, (-1, keys.page)) for x in (k, v)]
@@ -179,8 +181,8 @@ def _in_place(call: Call, keys: Keys) -> Any:
 
 
 def _check_rows(rows: Tensor, k: Tensor) -> None:
-    """There are as many rows as the bias names; looked at on the CPU only."""
-    if rows.is_cpu and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < k.shape[0]:
+    """There are as many rows as the bias names."""
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < k.shape[0]:
         required = f"the rows that attn_bias names, to {int(rows.max())}"
         raise InvalidArgument("key", f"{k.shape[0]} rows", required)
 

@@ -176,10 +176,12 @@ def _keys_of(bias: Any) -> Keys:
     info = bias.k_seqinfo
     table, padding = getattr(bias, "block_tables", None), getattr(info, "padding", None)
     starts, lengths, total = info.seqstart[:-1], info.seqlen, sum(info.seqlen_py)
-    if table is None:
-        return Keys(starts, lengths, total, info.max_seqlen, None, padding or 1)
-    if padding is not None:  # places count from the first page of each
+    if table is not None and padding is not None:  # places count from the first page of each
         starts = torch.zeros_like(lengths)
-    else:
+    elif table is not None:
         lengths, total = lengths - starts, total - sum(info.seqstart_py[:-1])
-    return Keys(starts, lengths, total, info.max_seqlen, table, bias.page_size)
+    longest = info.max_seqlen
+    if lengths.is_cpu and lengths.numel():  # somebody may have written into the tensor alone
+        total, longest = int(lengths.sum()), int(lengths.max())
+    page = padding or 1 if table is None else bias.page_size
+    return Keys(starts, lengths, total, longest, table, page)

@@ -124,12 +124,12 @@ class Result(NamedTuple):
             [Tq, Hq, Dv].
         lse: natural-log sum of exponentials of each row, sink included, [B, Hq, M] (varlen
             [Hq, Tq]), float32 (float64 for float64); -inf for a row that sees nothing.
-        stats: [2, *lse.shape] in lse's dtype, before sinks: row_max, the score that a row
+        stats: ``[2, *lse.shape]`` in lse's dtype, before sinks: row_max, the score that a row
             subtracts, in the backend's own unit (``kernels.base.Prepared.row_max_unit``): the
             largest, or one near it; and row_sum = sum of exp(score - row_max). For the backward
             pass of the same backend. With statistics
-            [3, *lse.shape]: row_mean too, the mean under the probabilities (the sink's among them)
-            of the logits less the larger of row_max and the sink, in base-2 units.
+            ``[3, *lse.shape]``: row_mean too, the mean under the probabilities (the sink's among
+            them) of the logits less the larger of row_max and the sink, in base-2 units.
         max_logit, entropy: shaped as lse, natural units; None without statistics.
         top_key: int64, shaped as lse: the first key with the largest score, -1 for none; None
             without the statistics "top1".

@@ -44,7 +44,6 @@ __all__ = [
     "KINDS",
     "PASSES",
     "WIDTHS",
-    "Blocks",
     "Family",
     "Launch",
     "Overrides",

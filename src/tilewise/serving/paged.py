@@ -106,7 +106,7 @@ class PagedKVCache(Sequences):
 
     @property
     def k_scales(self) -> Tensor | None:
-        """Float32 [pages, Hk, page_size]: what the numbers of a row in 8 bits are multiplied by."""
+        """What a row's numbers in 8 bits are multiplied by, float32 [pages, Hk, page_size]."""
         return self._pools[0].scales
 
     @property

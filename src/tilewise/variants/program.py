@@ -3,32 +3,40 @@
 A program is a tuple of instructions in postfix order. It holds no tensor: what a variant captures
 travels beside it, and an instruction names its tensors by slot (the index into that list).
 
-Mask leaves (they push one boolean per pair of query row m and key n):
-    ``band(left, right, anchor)``     a + m - left <= n <= a + m + right; -1 means open;
-                                      a = N - M for anchor 1 (bottom right), 0 for anchor 0
-    ``below(length)`` | ``below()[i]``  n < length, a number or the int64 tensor [B] in slot i
-    ``same_document()[i,j]``          ids_i[b, m] == ids_j[b, n], int64 [B|1, M] and [B|1, N]
-    ``dense()[i]``                    a boolean tensor [B|1, Hq|1, M|1, N|1]
-    ``blocks(q,k)[i]``                a boolean per rectangle of q queries x k keys, a tensor
-                                      [B|1, Hq|1, ceil(M/q), ceil(N/k)]
+Mask leaves (they push one boolean per pair of query row m and key n)::
+
+    band(left, right, anchor)     a + m - left <= n <= a + m + right; -1 means open;
+                                  a = N - M for anchor 1 (bottom right), 0 for anchor 0
+    below(length) | below()[i]    n < length, a number or the int64 tensor [B] in slot i
+    same_document()[i,j]          ids_i[b, m] == ids_j[b, n], int64 [B|1, M] and [B|1, N]
+    dense()[i]                    a boolean tensor [B|1, Hq|1, M|1, N|1]
+    blocks(q,k)[i]                a boolean per rectangle of q queries x k keys, a tensor
+                                  [B|1, Hq|1, ceil(M/q), ceil(N/k)]
+
 Mask connectives (they pop and push booleans): ``and``, ``or``, ``not``.
-What changes nothing, but is known of the boolean before it:
-    ``tiles(q,k,B,H,M,N,w)[i]``       of each rectangle of q queries x k keys whether the mask hides
-                                      all of its pairs (0), some (1) or none (2), a uint8 tensor
-                                      [B|1, Hq|1, ceil(M/q), ceil(N/k)]. It holds for M queries and
-                                      N keys, for B batch items, H heads and floats of width w
-                                      (1: float32, 2: float64), 0 where any will do; of a
-                                      variable-length call for the lengths in [i, j, k]
-Score steps (each maps the running score s of a pair):
-    ``alibi()[i]``                    s - slope_i[b, h] * |m + (N - M) - n|
-    ``softcap(cap)``                  cap * tanh(s / cap)
-    ``bias()[i]``                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
-    ``raw(name)[i,j]``                the Triton functions registered as ``name`` (``raw.py``), with
-                                      any number of tensors
-In both:
-    ``expr{...}[i,j]``                any expression of ``variants/expr.py``: a leaf of a mask, the
-                                      first step of a score or the first one after a ``raw``; slots
-                                      in its text count in [i, j]
+
+What changes nothing, but is known of the boolean before it::
+
+    tiles(q,k,B,H,M,N,w)[i]       of each rectangle of q queries x k keys whether the mask hides
+                                  all of its pairs (0), some (1) or none (2), a uint8 tensor
+                                  [B|1, Hq|1, ceil(M/q), ceil(N/k)]. It holds for M queries and
+                                  N keys, for B batch items, H heads and floats of width w
+                                  (1: float32, 2: float64), 0 where any will do; of a
+                                  variable-length call for the lengths in [i, j, k]
+
+Score steps (each maps the running score s of a pair)::
+
+    alibi()[i]                    s - slope_i[b, h] * |m + (N - M) - n|
+    softcap(cap)                  cap * tanh(s / cap)
+    bias()[i]                     s + bias_i[b, h, m, n], a tensor [B|1, Hq|1, M|1, N|1]
+    raw(name)[i,j]                the Triton functions registered as name (raw.py), with
+                                  any number of tensors
+
+In both::
+
+    expr{...}[i,j]                any expression of variants/expr.py: a leaf of a mask, the
+                                  first step of a score or the first one after a raw; slots
+                                  in its text count in [i, j]
 
 A tensor that a user indexed is named by another form: ``below(1)[i]``, ``same_document(1)[i,j]``,
 and ``dense(1,axes)[i]``, ``bias(1,axes)[i]``, ``alibi(1,axes)[i]`` with the position that indexes

@@ -51,7 +51,7 @@ def function(f: Callable[..., Any]) -> Score:
 
 
 def alibi(slopes: Tensor) -> Score:
-    """ALiBi: s - slope[h] * |m + (N - M) - n|, a linear penalty on distance.
+    """ALiBi: ``s - slope[h] * |m + (N - M) - n|``, a linear penalty on distance.
 
     Args:
         slopes: floating [Hq] or [B, Hq], one slope per query head, no gradient.

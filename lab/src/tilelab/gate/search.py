@@ -22,7 +22,8 @@ from tilelab.cases.case import Case as Attention
 from tilelab.cases.table import rows
 from tilelab.gate.cases import backward, forward, kind_of
 from tilelab.gate.record import TARGETS, Case, Target, faults, target_named
-from tilewise.inspect.gpu import KERNELS, Blocks, Family, Pass, shared_need
+from tilewise.inspect.gpu import KERNELS, Family, Pass, shared_need
+from tilewise.plan.tuned import Blocks
 
 _FORWARD = ("forward", "decode")
 _WIDTH = 128  # of the rows that stand for all widths

@@ -98,7 +98,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def critical_t(seeds: int, comparisons: int, alpha: float, arms: int = 1) -> float:
-    """Return the |t| that the first step of Holm's method asks for; infinite for one seed.
+    """Return the ``|t|`` that the first step of Holm's method asks for; infinite for one seed.
 
     t_(1 - alpha / (2 comparisons)) with arms (seeds - 1) degrees of freedom.
     """

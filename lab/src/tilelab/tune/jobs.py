@@ -15,8 +15,8 @@ from tilelab.cases.case import Case, Use
 from tilelab.cases.table import rows
 from tilelab.gate.cases import kind_of
 from tilelab.gate.search import ladder
-from tilewise.inspect.gpu import FAMILIES, PASSES, Blocks, Pass, tiles_for
-from tilewise.plan.tuned import Place
+from tilewise.inspect.gpu import FAMILIES, PASSES, Pass, tiles_for
+from tilewise.plan.tuned import Blocks, Place
 
 
 class Job(NamedTuple):

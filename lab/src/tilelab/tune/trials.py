@@ -11,8 +11,7 @@ from tilelab.gpu_check import worker
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.jobs import Job, candidates, table_blocks
-from tilewise.inspect.gpu import Blocks
-from tilewise.plan.tuned import Entry
+from tilewise.plan.tuned import Blocks, Entry
 
 _CHECK_S, _MEASURE_S = 180.0, 120.0
 _SELF_TEST_PATIENCE = 10

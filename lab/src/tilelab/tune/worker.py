@@ -25,7 +25,8 @@ from tilelab.gpu_check.worker import main
 from tilelab.tune import jobs
 from tilelab.tune.jobs import Job, read_job
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import KERNELS, Blocks, Launch, Overrides, Pass, family_of, run
+from tilewise.inspect.gpu import KERNELS, Launch, Overrides, Pass, family_of, run
+from tilewise.plan.tuned import Blocks
 from tilewise.problem import Grads, Needs, Result
 
 _BUDGET_S = 1.0  # of the rounds in which blocks are timed in turn

@@ -1,5 +1,7 @@
 """``attn_implementation="tilewise"`` for the models of transformers, through its own interfaces.
 
+Three lines::
+
     import tilewise.integrations.transformers
     tilewise.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilewise")

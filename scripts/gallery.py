@@ -1,12 +1,14 @@
-"""Draw masks from their functions: scripts/gallery.py [docs/gallery.svg].
+"""Draw the masks and scores of docs/gallery.md: scripts/gallery.py [FOLDER].
 
-Rows are queries and columns are keys; dark pairs attend. Needs the extra ``lab`` (matplotlib).
+Each section of the page is a picture in docs/gallery/, and all masks together are docs/gallery.svg.
+Rows are queries and columns are keys; dark pairs attend. Needs the lab (matplotlib).
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +18,30 @@ from torch import Tensor
 import tilewise
 from tilewise import masks
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIDE = 48
-DOCUMENTS = torch.tensor([0] * 14 + [1] * 20 + [2] * 14)
-GLOBAL = 3
 
 
-def _neighbours(b: Any, h: Any, m: Any, n: Any) -> Any:
-    """Pixels of an image of 6 x 8, two rows and columns around."""
-    return (abs(m // 8 - n // 8) <= 1) & (abs(m % 8 - n % 8) <= 2)
+def sections() -> Iterator[tuple[str, str]]:
+    """Yield the title and the code of each section of the page, in its order."""
+    page = (DOCS / "gallery.md").read_text()
+    yield from re.findall(r"^### (.*?)$.*?^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-def _butterfly(b: Any, h: Any, m: Any, n: Any) -> Any:
-    """Blocks of four whose numbers differ in at most one bit."""
-    differ = (m // 4) ^ (n // 4)
-    return (differ & (differ - 1)) == 0
+def _read() -> tuple[dict[str, masks.Mask | Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    """Run the page from top to bottom, and return its masks and its scores by their titles."""
+    names: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {"mask": {}, "score": {}}
+    for title, code in sections():
+        exec(compile(code, f"gallery.md, {title}", "exec"), names)
+        (kind,) = found.keys() & names.keys()
+        found[kind][title] = names.pop(kind)
+    return found["mask"], found["score"]
 
 
-def _random(b: Any, h: Any, m: Any, n: Any) -> Any:
-    """A seeded eighth of the blocks, and the diagonal."""
-    mixed = ((m // 4) * 73 + (n // 4) * 151 + 7) * 37 % 97
-    return (mixed < 12) | (abs(m // 4 - n // 4) <= 1)
-
-
-GALLERY: Mapping[str, masks.Mask | Callable[..., Any]] = {
-    "causal": masks.causal(),
-    "window(8, 8)": masks.window(8, 8),
-    "prefix(12)": masks.prefix(12),
-    "documents, causal": masks.causal() & masks.document(DOCUMENTS),
-    "dilated": lambda b, h, m, n: (n <= m) & ((m - n) % 4 == 0),
-    "strided": lambda b, h, m, n: (n <= m) & ((m - n < 8) | (n % 8 == 7)),
-    "local + global": lambda b, h, m, n: (abs(m - n) <= 4) | (m < GLOBAL) | (n < GLOBAL),
-    "neighbourhood, 2-D": _neighbours,
-    "butterfly": _butterfly,
-    "random blocks": _random,
-    "checkerboard": lambda b, h, m, n: (m // 4 + n // 4) % 2 == 0,
-    "chunks": lambda b, h, m, n: (n <= m) & (m // 12 == n // 12),
-}
+GALLERY: Mapping[str, masks.Mask | Callable[..., Any]]
+SCORES: Mapping[str, Callable[..., Any]]
+GALLERY, SCORES = _read()
 
 
 def picture(mask: masks.Mask | Callable[..., Any]) -> Tensor:
@@ -59,20 +49,43 @@ def picture(mask: masks.Mask | Callable[..., Any]) -> Tensor:
     return tilewise.visible_pairs(mask, SIDE, SIDE)[0, 0]
 
 
+def added(score: Callable[..., Any]) -> Tensor:
+    """What a score makes of products that are 0, from 0 to 1 over the picture, [SIDE, SIDE]."""
+    place = torch.arange(SIDE)
+    with torch.no_grad():
+        values = score(torch.zeros(SIDE, SIDE), 0, 0, place[:, None], place[None, :])
+    return (values - values.min()) / (values.max() - values.min())
+
+
+def _fill(axis: Any, values: Tensor) -> None:
+    axis.imshow(values.numpy(), cmap="Blues", vmin=-0.15, vmax=1.25, interpolation="nearest")
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
 def draw(path: Path) -> None:
-    """Write the gallery as SVG: the same bytes every time."""
+    """Write all masks as one SVG: the same bytes every time."""
     from tilelab.common.svg import plotted
 
     with plotted(path, (9, 7.2), 3, 4) as axes:
         for axis, (name, mask) in zip(axes.flat, GALLERY.items(), strict=True):
-            axis.imshow(
-                picture(mask).numpy(), cmap="Blues", vmin=-0.15, vmax=1.25, interpolation="nearest"
-            )
+            _fill(axis, picture(mask))
             axis.set_title(name, fontsize=10)
-            axis.set_xticks([])
-            axis.set_yticks([])
+
+
+def draw_each(folder: Path) -> None:
+    """Write an SVG for each mask and score, by its title."""
+    from tilelab.common.svg import plotted
+
+    folder.mkdir(exist_ok=True)
+    pictures = {name: picture(mask) for name, mask in GALLERY.items()}
+    pictures |= {name: added(score) for name, score in SCORES.items()}
+    for name, values in pictures.items():
+        with plotted(folder / f"{name.lower().replace(' ', '-')}.svg", (2.4, 2.4), 1) as axis:
+            _fill(axis, values)
 
 
 if __name__ == "__main__":
-    root = Path(tilewise.__file__).resolve().parents[2]
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else root / "docs" / "gallery.svg")
+    place = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    draw(place / "gallery.svg")
+    draw_each(place / "gallery")

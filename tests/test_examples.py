@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -54,14 +55,21 @@ def test_every_mask_of_the_gallery_lets_some_pairs_attend(gallery: dict[str, Any
     for name, picture in pictures.items():
         assert 0.02 < picture.float().mean() < 0.7, name
         assert picture.any(1).all(), f"{name}: every row sees a key"
-    assert torch.equal(pictures["causal"], torch.ones(48, 48).tril().bool())
+    assert torch.equal(pictures["Causal"], torch.ones(48, 48).tril().bool())
     differ = {tuple(picture.flatten().tolist()) for picture in pictures.values()}
     assert len(differ) == len(pictures)
 
 
 def test_the_gallery_is_drawn_the_same_every_time(gallery: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for name in ("one.svg", "two.svg"):
-        gallery["draw"](tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-    assert b"<svg" in (tmp_path / "one.svg").read_bytes()
+    gallery["draw"](tmp_path / "gallery.svg")
+    gallery["draw_each"](tmp_path / "gallery")
+    drawn = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.svg")}
+    docs = SCRIPT.parents[1] / "docs"
+    stored = [docs / "gallery.svg", *(docs / "gallery").iterdir()]
+    assert drawn == {path.relative_to(docs): path.read_bytes() for path in stored}
+    page = (docs / "gallery.md").read_text()
+    shown = set(re.findall(r"^!\[(.*?)\]\((.*?)\)$", page, re.MULTILINE))
+    titles = gallery["GALLERY"].keys() | gallery["SCORES"].keys()
+    assert {title for title, _ in shown} == titles
+    assert {path for _, path in shown} | {"gallery.svg"} == {str(path) for path in drawn}

@@ -1,4 +1,4 @@
-"""The documents tell the truth: their examples run, and every link leads somewhere."""
+"""The documents tell the truth: numbers are the stored ones, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -23,27 +23,6 @@ PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
     *(page for folder in ("docs", "notes") for page in sorted((ROOT / folder).glob("*.md"))),
 ]
-
-
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert examples
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
-    assert "backend" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("page", "count"), [("serving", 3), ("key-lists", 1)])
-def test_the_examples_of_pages_run(page: str, count: int) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == count
-    for example in examples:
-        names: dict[str, object] = {}
-        exec(compile(example, page, "exec"), names)
-        found = names.get("tokens")
-        if isinstance(found, list):
-            assert [len(each) for each in found] == [20, 5]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

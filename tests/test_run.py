@@ -100,7 +100,7 @@ def real_python(tools: Path) -> None:
 def test_help_names_every_command(run: Run) -> None:
     done = run("help")
     assert done.returncode == 0
-    for command in ("study", "demo", "test", "fuzz", "bench", "tilewise", "setup"):
+    for command in ("study", "demo", "test", "fuzz", "bench", "tilewise", "setup", "docs"):
         assert f"./run {command}" in done.stdout
 
 

@@ -28,7 +28,7 @@ LINES = re.findall(r"^    (tilewise study .*)$", PAGE, re.MULTILINE)
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's example as a file."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path_factory.mktemp("page") / "my_study.py"
     path.write_text(code)
     (own,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)

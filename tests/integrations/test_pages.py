@@ -1,0 +1,59 @@
+"""The blocks of pages that need a library: they run as they stand there, with small models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.tiny_models import MODELS, tokens
+from tests.test_pages import BLOCKS, NEEDS, run
+
+
+class AutoModelForCausalLM:
+    """In the place of transformers' class: models of random weights."""
+
+    @staticmethod
+    def from_pretrained(name: str, attn_implementation: str) -> Any:
+        import transformers
+
+        model, config, sizes = MODELS[name]
+        made = getattr(transformers, model)._from_config(
+            getattr(transformers, config)(**sizes), attn_implementation=attn_implementation
+        )
+        made.generation_config.max_new_tokens = 3
+        return made
+
+
+def block(page: str, number: int) -> Any:
+    (found,) = (each for each in BLOCKS if each[:2] == (f"docs/{page}.md", number))
+    assert found[:2] in NEEDS
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the library
+@pytest.mark.usefixtures("transformers_with_tilewise")
+def test_blocks_with_transformers() -> None:
+    names: dict[str, Any] = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": "llama"}
+    model = run([block("model-libraries", 0)], names)["model"]
+    assert model(tokens(1, 7)).logits.isfinite().all()
+    names = {**names, "name": "deepseek_v3", "ids": tokens(1, 7)}
+    run([block("model-libraries", 1)], names)  # makes tokens over its latent cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("transformers_with_tilewise")
+def test_the_block_with_pages_of_transformers() -> None:
+    shown = block("serving", 3)
+    code = shown.code.replace("from_pretrained(...,", "from_pretrained('llama',")
+    names = run([shown._replace(code=code)], {"AutoModelForCausalLM": AutoModelForCausalLM})
+    assert [0 < len(each) <= 100 for each in names["tokens"]] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_block_with_timm(timm: torch.library.Library) -> None:
+    import timm as library
+
+    names = {"timm": library, "images": torch.randn(1, 3, 224, 224)}
+    assert "12 of 12 calls taken" in str(run([block("model-libraries", 2)], names)["report"])

@@ -1,0 +1,184 @@
+"""Every block of Python on a page runs, and every command on a page is one that there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+import runpy
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tilewise import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / f"{folder}/README.md" for folder in ("benchmarks", "examples", "lab")),
+    *(page for folder in ("docs", "notes") for page in sorted((ROOT / folder).glob("*.md"))),
+]
+TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
+
+# What blocks take from their reader: code that runs before them.
+GIVEN = {
+    "CONTRIBUTING.md": "from tilewise.variants.values import Mask, mask_of",
+    "docs/serving.md": "from tilewise.serving import generate; prompts = [[5, 6, 7], [8, 9]]",
+    "docs/studies.md": "from tilelab.study.ask.config import Search, Sweep",
+    "docs/variants.md": (
+        "import torch; q, k, v = torch.randn(3, 1, 4, 512, 32).unbind()\n"
+        "document = torch.arange(512) // 200; bias = torch.randn(4, 1023)\n"
+        "table = torch.randn(1, 1, 512, 512)"
+    ),
+}
+# Blocks that another test runs, with more around them.
+ELSEWHERE = {
+    ("docs/model-libraries.md", 3): "tests/integrations/test_diffusers_processor.py",
+    ("docs/studies.md", 0): "tests/lab/study/test_studies_page.py",
+    ("docs/studies.md", 3): "tests/lab/study/test_studies_page.py",
+    ("docs/variants.md", 3): "tests/kernels/gpu/test_raw.py",
+}
+# Blocks that need a library which ./run does not install: tests/integrations/test_pages.py runs
+# them in the step `integrations` of .ci/run.
+NEEDS = {
+    ("docs/model-libraries.md", 0): "transformers",
+    ("docs/model-libraries.md", 1): "transformers",
+    ("docs/model-libraries.md", 2): "timm",
+    ("docs/serving.md", 3): "transformers",
+}
+
+
+class Block(NamedTuple):
+    """The code of a page's block, and which of the page's blocks of Python it is."""
+
+    page: str
+    number: int
+    code: str
+
+
+BLOCKS = [
+    Block(page, number, code)
+    for page, text in TEXTS.items()
+    for number, code in enumerate(re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.M | re.S))
+]
+PLACES = {block[:2] for block in BLOCKS}
+
+
+def run(blocks: list[Block], names: dict[str, Any]) -> dict[str, Any]:
+    """Run blocks of one page in turn, as its reader would, and return the names that they leave."""
+    exec(GIVEN.get(blocks[0].page, ""), names)
+    for page, number, code in blocks:
+        exec(compile(code, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in PLACES - ELSEWHERE.keys()}))
+def test_the_blocks_of_a_page_run(page: str) -> None:
+    left = ELSEWHERE.keys() | NEEDS.keys()
+    said = io.StringIO()
+    with redirect_stdout(said):
+        names = run([each for each in BLOCKS if each.page == page and each[:2] not in left], {})
+    if page == "README.md":
+        assert "backend" in said.getvalue()
+        assert names["table"].grad.abs().sum() > 0
+    elif page == "docs/serving.md":
+        assert [len(each) for each in names["tokens"]] == [20, 5]
+    elif page == "docs/tour.md":
+        assert "True\n" in said.getvalue()
+        assert "1 of 1 calls taken" in said.getvalue()
+        assert names["verdict"].label == "worse"
+
+
+def test_every_block_is_run_somewhere() -> None:
+    assert len(BLOCKS) > 40
+    assert ELSEWHERE.keys() | NEEDS.keys() <= PLACES
+    for (page, _), test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} runs no block of {page}"
+    for page, text in TEXTS.items():
+        kinds = set(re.findall(r"^```(\S+)$", text, re.M))
+        assert kinds <= {"python", "py", "{toctree}", "{eval-rst}"}, page
+        # Python that is indented is no block: nobody would run it.
+        indented = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        assert not re.findall(r"^    (?:import|from) .*", indented, re.M), page
+
+
+def test_the_notebook_is_the_tour() -> None:
+    """Its cells are the page's blocks, which run above: as a kernel would run them, in turn."""
+    made = runpy.run_path(str(ROOT / "scripts/notebook.py"))["notebook"](TEXTS["docs/tour.md"])
+    stored = (ROOT / "docs/tour.ipynb").read_text()
+    assert made == stored, "python scripts/notebook.py makes it again"
+    cells = json.loads(stored)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [each.code.strip() for each in BLOCKS if each.page == "docs/tour.md"]
+    assert not any(cell.get("outputs") for cell in cells)
+
+
+# ---- commands
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield each line of a page that is a command, as words, with its page."""
+    for page, text in TEXTS.items():
+        fenced = re.findall(r"^```(\S*)\n(.*?)^```", text, re.M | re.S)
+        plain = [code for kind, code in fenced if not kind]
+        other = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        for line in "".join([*plain, *re.findall(r"^    (.*\n)", other, re.M)]).splitlines():
+            start = re.match(r"(?:[A-Z_]+=\S+ )*(?:bash |\S*python3? )?(\S+)", line.strip())
+            if start and re.match(r"\./run$|tilewise$|\S*/tilewise$|scripts/|\.ci/|-m$", start[1]):
+                words = shlex.split(line[line.index(start[1]) :].split("&&")[0], comments=True)
+                yield page, words
+
+
+@pytest.fixture(scope="module")
+def options() -> Mapping[str, str]:
+    """What ``tilewise COMMAND --help`` says, and for a study what recipes say, by command."""
+    found = {}
+    for command in ("doctor", "explain", "study", "demo", "bench", "tune"):
+        said = io.StringIO()
+        with redirect_stdout(said), pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        found[command] = said.getvalue()
+    said = io.StringIO()
+    with redirect_stdout(said):
+        cli.main(["study", "recipes"])
+    found["study"] += said.getvalue()
+    return found
+
+
+def test_every_command_is_there(options: Mapping[str, str]) -> None:
+    seen = 0
+    ours = (ROOT / "run").read_text()
+    for page, (program, *words) in commands():
+        shown = f"{page}: {program} {' '.join(words)}"
+        seen += 1
+        if program == "-m":
+            assert importlib.util.find_spec(words[0]), shown
+        elif "/" in program and program not in ("./run", ".venv/bin/tilewise"):
+            assert (ROOT / program).is_file(), shown
+        elif program == "./run" and words[0] not in options:
+            assert words[0] == "tilewise" or f"./run {words[0]}" in ours, shown
+        else:
+            assert words[0] in options, shown
+            for word in words if words[0] in ("doctor", "explain", "tune") else ():
+                assert not word.startswith("--") or word.split("=")[0] in options[words[0]], shown
+    assert seen > 60
+
+
+def test_every_extra_is_there() -> None:
+    projects = [tomllib.loads((ROOT / f"{at}pyproject.toml").read_text()) for at in ("", "lab/")]
+    known = {each for project in projects for each in project["project"]["optional-dependencies"]}
+    named = {
+        extra
+        for text in TEXTS.values()
+        for extra in re.findall(r"pip install '(?:\.|tilewise|tilelab)\[(\w+)\]'", text)
+    }
+    assert named
+    assert named <= known
+    listed = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/install.md"], re.M))
+    assert listed == set(projects[0]["project"]["optional-dependencies"])

@@ -1,0 +1,176 @@
+"""The docs site builds without a warning, has every public name, and loads nothing remote.
+
+``./run docs --check`` runs this. It needs the extra ``docs``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tilewise
+from tests.test_floors import PUBLIC
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "site"
+# Modules that are public, and whose names users find on the pages of others.
+ELSEWHERE = {
+    "tilewise.commands.visible": "what commands print, for commands of other packages",
+    "tilewise.inspect.answer": "`tilewise explain`",
+    "tilewise.inspect.known_models": "`tilewise explain`",
+    "tilewise.variants.values": "tilewise.masks.Mask and tilewise.scores.Score",
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The folder of pages, built anew."""
+    for package in ("furo", "myst_parser"):
+        pytest.importorskip(package, reason="needs the extra docs: ./run docs --check")
+    command = f"{sys.executable} -W ignore -m sphinx -q -E -a -W -c docs -d build/doctrees . {SITE}"
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return SITE
+
+
+def modules() -> list[str]:
+    """The modules of the reference."""
+    return re.findall(r"^   (tile[\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
+
+
+def module(name: str) -> ModuleType:
+    """The module that users write as ``name``."""
+    parent, _, last = name.rpartition(".")
+    if parent == "tilewise" and isinstance(getattr(tilewise, last, None), ModuleType):
+        found: ModuleType = getattr(tilewise, last)
+        return found
+    return importlib.import_module(name)
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    listed = {module(name).__name__ for name in modules() if name != "tilelab.huggingface"}
+    wanted = {name for name in PUBLIC if not name.endswith(".*")}
+    for package in ("tilewise.inspect", "tilewise.plan.traffic"):
+        assert f"{package}.*" in PUBLIC
+    wanted |= {"tilewise.plan.traffic"}
+    wanted |= {f"tilewise.inspect.{path.stem}" for path in _files("inspect")}
+    # The doors: packages, and modules of a package that its tables call by their names.
+    wanted |= {f"tilewise.integrations.{path.name}" for path in _folders("integrations")}
+    compatible = (ROOT / "docs/compatibility.md").read_text()
+    wanted |= set(re.findall(r"^## `(tilewise\.[\w.]+)`$", compatible, re.M))
+    assert sorted(wanted - listed - ELSEWHERE.keys()) == []
+
+
+def _files(room: str) -> list[Path]:
+    return [path for path in (ROOT / "src/tilewise" / room).glob("*.py") if path.stem[0] != "_"]
+
+
+def _folders(room: str) -> list[Path]:
+    return [path.parent for path in (ROOT / "src/tilewise" / room).glob("*/__init__.py")]
+
+
+def test_every_public_name_is_on_the_site(site: Path) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    kinds = (names for kind, names in inventory.data.items() if kind.startswith("py:"))
+    objects = {name for names in kinds for name in names}
+    names = 0
+    for name in modules():
+        assert name in objects, name
+        public = getattr(module(name), "__all__", ()) if name != "tilelab.huggingface" else ()
+        missing = {f"{name}.{each}" for each in public} - objects
+        assert missing == set()
+        names += len(public)
+    assert names > 200
+
+
+class Loads(HTMLParser):
+    """Collects what a browser fetches for a page, and where its links lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Sort an element's addresses."""
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a":
+            self.links.append(given.get("href", ""))
+        elif tag != "link" or given.get("rel") not in (
+            "canonical",
+            "index",
+            "next",
+            "prev",
+            "search",
+        ):
+            self.fetched += [
+                given[name] for name in ("src", "href", "srcset", "data") if name in given
+            ]
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Loads]:
+    """Every page, read."""
+    found = {}
+    for path in sorted(site.rglob("*.html")):
+        found[path] = Loads()
+        found[path].feed(path.read_text())
+    assert len(found) > 60
+    return found
+
+
+def test_no_page_loads_anything_from_another_host(site: Path, pages: dict[Path, Loads]) -> None:
+    assert any(page.fetched for page in pages.values())
+    remote = re.compile(r"(?:https?:)?//")
+    assert {
+        address for page in pages.values() for address in page.fetched if remote.match(address)
+    } == set()
+    for sheet in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet
+    for script in site.rglob("*.js"):
+        called = r"(?:fetch|import|importScripts|open)\(\s*[\"'`](?:https?:)?//"
+        loaded = r"\.src\s*=\s*[\"'`](?:https?:)?//"
+        assert not re.findall(f"{called}|{loaded}", script.read_text()), script
+    for picture in site.rglob("*.svg"):
+        assert not re.findall(r"href=\"(?:https?:)?//|url\(\s*[\"']?https?:", picture.read_text())
+
+
+def test_every_link_within_the_site_leads_somewhere(pages: dict[Path, Loads]) -> None:
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"\w+:|//", link):
+                continue
+            address, _, place = link.partition("#")
+            target = (path.parent / address).resolve() if address else path
+            if not target.exists() or (
+                place and target in pages and place not in pages[target].ids
+            ):
+                broken.append(f"{path.name}: {link}")
+    assert broken == []
+
+
+def test_the_start_page_and_the_search(site: Path, pages: dict[Path, Loads]) -> None:
+    assert "docs/index.html" in (site / "index.html").read_text()
+    start = (site / "docs/index.html").read_text()
+    assert "speed.svg" in start
+    assert "Exact attention that never writes the N x N matrix" in start
+    index = (site / "searchindex.js").read_text()  # a script, not fetched: search works offline
+    assert all(f'"{word}"' in index or f"{word}:" in index for word in ("logsumexp", "butterfli"))
+    # Every page of docs/ is in the navigation.
+    named = {link.partition("#")[0] for link in pages[site / "docs/index.html"].links}
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or f"{page.stem}.html" in named, page.name

@@ -61,6 +61,8 @@ html_title = "tilewise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_domain_indices = False  # the reference lists its modules
+pygments_dark_style = "github-dark"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0a7a8f", "color-brand-content": "#0a7a8f"},
     "dark_css_variables": {"color-brand-primary": "#4fc0d4", "color-brand-content": "#4fc0d4"},
@@ -95,15 +97,19 @@ def says_nothing(app: Sphinx, kind: str, name: str, of: object, skip: bool, _: o
     return skip or str(getattr(of, "__doc__", "")).startswith("Alias for field number")
 
 
-def of_its_own(app: Sphinx, kind: str, name: str, of: object, _: object, lines: list[str]) -> None:
-    """Leave out the docstring of a constant's type: a constant has none but its comment (#:)."""
+def in_the_readers_words(
+    app: Sphinx, kind: str, name: str, of: object, _: object, lines: list[str]
+) -> None:
+    """Leave out the floors of modules, and what a constant's type says: its comment (#:) counts."""
     if kind == "data" and lines and lines[0] in (inspect.getdoc(type(of)) or "").splitlines()[:1]:
         lines.clear()
+    elif kind == "module" and (floor := re.match(r"Floor \d+: (.)", lines[0])):
+        lines[0] = floor[1].upper() + lines[0][floor.end() :]
 
 
 def setup(app: Sphinx) -> None:
     """Connect them."""
-    app.connect("autodoc-process-docstring", of_its_own)
+    app.connect("autodoc-process-docstring", in_the_readers_words)
     app.connect("autodoc-skip-member", says_nothing)
     app.connect("source-read", complete)
     app.connect("build-finished", lead_to_the_start_page)

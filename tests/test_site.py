@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -36,6 +37,7 @@ def site() -> Path:
     """The folder of pages, built anew."""
     for package in ("furo", "myst_parser"):
         pytest.importorskip(package, reason="needs the extra docs: ./run docs --check")
+    shutil.rmtree(ROOT / "docs/api", ignore_errors=True)  # pages of modules that were
     command = f"{sys.executable} -W ignore -m sphinx -q -E -a -W -c docs -d build/doctrees . {SITE}"
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.variants.checked import checked
     from tilewise.variants.vocabulary import maximum, minimum, where
 
+#: The version of the package.
 __version__ = "0.1.0"
 
 __all__ = [

@@ -7,7 +7,7 @@ from tilewise.errors import InvalidArgument, OutOfPages
 
 
 class PageAllocator:
-    """Hands out pages 0 .. pages - 1; a page that several hold is free when the last lets go.
+    """Hands out pages by their numbers; a page that several hold is free when the last lets go.
 
     Every operation is done whole or, where it raises, not at all.
 

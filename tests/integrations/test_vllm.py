@@ -154,7 +154,7 @@ def test_layers(name: str, dtype: torch.dtype) -> None:
     impl.forward(None, q, k, v, cache, step, padded)
     assert bool((padded[-3:] == 7).all())  # behind the last token nothing is written
     plain = truth(layer, q, k, v, sinks)
-    exact = truth(layer, *(each.double() for each in (q, k, v)), sinks)
+    exact = truth(layer, q.double(), k.double(), v.double(), sinks)
     assert_exact(padded[:-3], plain, exact, name)
 
 
@@ -191,13 +191,23 @@ def test_what_is_refused() -> None:
 def test_registering() -> None:
     place = AttentionBackendEnum.CPU_ATTN
     own = place.get_path()
-    ours.plugin()
-    assert place.get_path() == own  # nobody asked for it
     for _ in range(2):
         ours.register()
         assert place.get_class() is ours.TilewiseBackend
     ours.unregister()
     assert place.get_path() == own
+
+
+def test_vllms_loader_registers_it_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    place = AttentionBackendEnum.CPU_ATTN
+    plugin = load_plugins_by_group("vllm.general_plugins")["tilewise"]
+    for wanted, there in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("TILEWISE_VLLM", wanted)
+        plugin()
+        assert (place.get_path() == f"{ours.__name__}.TilewiseBackend") == there
+    ours.unregister()
 
 
 def test_somebody_elses_backend_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def test_few_queries_without_gradients(target: Target, variant: Variant, queries
 @each_variant
 def test_few_queries_are_exact(target: Target, variant: Variant, queries: int) -> None:
     call = Call(variant, torch.float32, Sizes(1, 4, queries, 342))
-    wide = {name: value.detach().double() for name, value in zip("qkv", call.qkv, strict=True)}
+    q, k, v = (value.detach().double() for value in call.qkv)
     with torch.no_grad():
         out, lse, _ = tilewise.attention(*call.qkv, **call.keywords(target.backend))
         plain = attend(*call.qkv, **call.formula)
-        truth = attend(**wide, **call.formula)
+        truth = attend(q, k, v, **call.formula)
     assert_exact(out, plain.out, truth.out, f"{variant}: out")
     assert_exact(lse, plain.lse, truth.lse, f"{variant}: lse")
 

@@ -1,5 +1,20 @@
-"""Above compat: model libraries that call tilewise through the hooks that they offer.
+"""tilewise in other libraries' models, through their own interfaces; each is imported by name."""
 
-Importing this package imports, registers and patches nothing. transformers has a ``register``. timm
-has no place to register in, so it has an ``enable`` for a model.
-"""
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+__all__ = ["vllm_plugin"]
+
+
+def vllm_plugin() -> None:
+    """Register tilewise with vLLM if the environment says ``TILEWISE_VLLM=1``.
+
+    vLLM's plugin loader calls it in each process (entry point ``vllm.general_plugins``).
+
+    Raises:
+        Unsupported: as ``tilewise.integrations.vllm.register``.
+    """
+    if os.environ.get("TILEWISE_VLLM") == "1":
+        import_module("tilewise.integrations.vllm").register()

@@ -17,7 +17,6 @@ tokens alike.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -50,7 +49,6 @@ except ImportError as error:
 __all__ = ["TilewiseBackend", "register", "unregister"]
 
 _ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
-_WANTED = "TILEWISE_VLLM"
 
 
 def register() -> None:
@@ -73,12 +71,6 @@ def unregister() -> None:
     place = AttentionBackendEnum.CPU_ATTN
     if place.is_overridden() and place.get_path() == _PATH:
         place.clear_override()
-
-
-def plugin() -> None:
-    """Call ``register`` if ``TILEWISE_VLLM=1`` is in the environment: vLLM's loader calls this."""
-    if os.environ.get(_WANTED) == "1":
-        register()
 
 
 class TilewiseBackend(AttentionBackend):
@@ -251,11 +243,12 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             return output
         count = attn_metadata.num_actual_tokens
         starts = attn_metadata.query_start_loc
-        settings = {"score": self._score, "scale": self.scale, "sinks": self.sinks}
-        settings["mask"] = self._mask(attn_metadata)
+        mask = self._mask(attn_metadata)
+        settings: dict[str, Any] = {"mask": mask, "score": self._score, "sinks": self.sinks}
+        settings["scale"] = self.scale
         if self.attn_type in _ENCODERS:
-            packed = (each[:count] for each in (query, key, value))
-            found = attention_varlen(*packed, starts, starts, **settings)
+            q, k, v = query[:count], key[:count], value[:count]
+            found = attention_varlen(q, k, v, starts, starts, **settings)
         else:
             keys, values = _halves(kv_cache)
             found = attention_paged(

@@ -60,6 +60,14 @@ def test_the_core_on_aarch64() -> None:
     _run("cross_test.sh")
 
 
+@pytest.mark.slow
+def test_the_core_for_other_systems() -> None:
+    """scripts/cross_compile.sh: every file for macOS and Windows, warnings as errors."""
+    if not (ROOT / ".venv" / "bin" / "python").exists():
+        pytest.skip("no .venv, into which the script installs ziglang: call ./run setup first")
+    _run("cross_compile.sh")
+
+
 def test_a_stored_study_is_whole(tmp_path: Path) -> None:
     """Every record comes back as it was, checkpoints stay behind, and the bytes are repeatable."""
     study = tmp_path / "study"

@@ -1,8 +1,6 @@
 // Work and memory of a call: sequences, tasks handed out one by one, scratch memory cut into arrays.
 #pragma once
 
-#include <pthread.h>
-
 #include <cstdlib>
 
 #include "base/parallel.h"
@@ -86,8 +84,8 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
     std::size_t bytes;
     int failed;
     i64 for_caller;
-    pthread_t caller;
-  } shared{&work, tasks, 0, bytes, 0, tasks >= 16 * threads, pthread_self()};
+    const void* caller;
+  } shared{&work, tasks, 0, bytes, 0, tasks >= 16 * threads, this_thread()};
   if (tasks < threads) threads = static_cast<int>(max(1, tasks));
   auto body = [](void* context) {
     Shared& s = *static_cast<Shared*>(context);
@@ -97,7 +95,7 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
       return;
     }
     const Session session;
-    const i64 end = pthread_equal(pthread_self(), s.caller) ? s.tasks : s.tasks - s.for_caller;
+    const i64 end = this_thread() == s.caller ? s.tasks : s.tasks - s.for_caller;
     i64 task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
     while (task < end) {
       if (!__atomic_compare_exchange_n(&s.next, &task, task + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;

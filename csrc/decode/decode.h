@@ -53,7 +53,7 @@ class DecodeKernel {
     i64* done = nullptr;
     if (tasks.partials() > 0) {
       const std::size_t all = static_cast<std::size_t>(tasks.partials()) * each;
-      partials = static_cast<char*>(std::aligned_alloc(64, all));
+      partials = static_cast<char*>(allocate(64, all));
       done = static_cast<i64*>(std::calloc(static_cast<std::size_t>(tasks.groups()), sizeof(i64)));
     }
     const bool room = tasks.partials() == 0 || (partials != nullptr && done != nullptr);
@@ -72,7 +72,7 @@ class DecodeKernel {
           for (i64 split = 1; split < t.splits; split++) merge(t, of(0), of(split));
           close(t, of(0));
         });
-    std::free(partials);
+    release(partials);
     std::free(done);
     return finished;
   }

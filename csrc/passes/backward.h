@@ -177,14 +177,14 @@ class BackwardKernel {
     const i64 bytes = round_up(sums + total / tile_size(), 4096);
     Acc* partial = nullptr;
     if (bytes > 0 && bytes <= kPartialShare * operand_bytes())
-      partial = static_cast<Acc*>(std::aligned_alloc(4096, static_cast<std::size_t>(bytes)));
+      partial = static_cast<Acc*>(allocate(4096, static_cast<std::size_t>(bytes)));
     bool ok = true;
     done = total == 0 || partial != nullptr;
     unsigned char* touched = partial ? reinterpret_cast<unsigned char*>(partial) + sums : nullptr;
     if (done)
       ok = split_chunks(first_task, first_sum, partial, touched) &&
            (total == 0 || add_chunks(first_sum, partial, touched));
-    std::free(partial);
+    release(partial);
     std::free(first_task);
     return ok;
   }

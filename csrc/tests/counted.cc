@@ -13,6 +13,7 @@
 #include <map>
 #include <string>
 
+#include "base/parallel.h"
 #include "isa/dispatch.h"
 #include "plain_passes.h"
 
@@ -24,10 +25,10 @@ class Room {
  public:
   explicit Room(i64 count) : count_(count) {
     const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(float) + 4095) / 4096 * 4096;
-    data_ = static_cast<float*>(std::aligned_alloc(4096, std::max<std::size_t>(bytes, 4096)));
+    data_ = static_cast<float*>(allocate(4096, std::max<std::size_t>(bytes, 4096)));
     if (data_ == nullptr) std::exit(2);
   }
-  ~Room() { std::free(data_); }
+  ~Room() { release(data_); }
   Room(const Room&) = delete;
   Room& operator=(const Room&) = delete;
 

@@ -2,8 +2,16 @@
 // element too many crashes; what lies between their elements is NaN, so that it shows.
 #pragma once
 
+#if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#define NOMINMAX
+#include <windows.h>
+#undef near  // names of ours that it defines away
+#undef far
+#else
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
 
 #include <array>
 #include <cstdio>
@@ -15,18 +23,42 @@
 
 namespace tilewise::test {
 
+// Pages of the system: kept without access, opened, given back.
+#if defined(_WIN32)
+inline i64 page_bytes() {
+  SYSTEM_INFO system;
+  GetSystemInfo(&system);
+  return system.dwPageSize;
+}
+inline char* keep_pages(i64 bytes) {
+  return static_cast<char*>(VirtualAlloc(nullptr, static_cast<std::size_t>(bytes), MEM_RESERVE, PAGE_NOACCESS));
+}
+inline bool open_pages(char* from, i64 bytes) {
+  return VirtualAlloc(from, static_cast<std::size_t>(bytes), MEM_COMMIT, PAGE_READWRITE) != nullptr;
+}
+inline void give_back_pages(char* from, i64) { VirtualFree(from, 0, MEM_RELEASE); }
+#else
+inline i64 page_bytes() { return sysconf(_SC_PAGESIZE); }
+inline char* keep_pages(i64 bytes) {
+  void* pages = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
+  return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);
+}
+inline bool open_pages(char* from, i64 bytes) {
+  return mprotect(from, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE) == 0;
+}
+inline void give_back_pages(char* from, i64 bytes) { munmap(from, static_cast<std::size_t>(bytes)); }
+#endif
+
 enum class Place { end, start };
 
 class Guarded {
  public:
   Guarded() = default;
   Guarded(i64 bytes, Place place) : bytes_(bytes) {
-    const i64 page = sysconf(_SC_PAGESIZE), body = (bytes + page - 1) / page * page;
+    const i64 page = page_bytes(), body = (bytes + page - 1) / page * page;
     mapped_ = body + 2 * page;
-    base_ = static_cast<char*>(
-        mmap(nullptr, static_cast<std::size_t>(mapped_), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED ||
-        (body > 0 && mprotect(base_ + page, static_cast<std::size_t>(body), PROT_READ | PROT_WRITE) != 0)) {
+    base_ = keep_pages(mapped_);
+    if (base_ == nullptr || (body > 0 && !open_pages(base_ + page, body))) {
       std::perror("core_test: guarded memory");
       std::exit(2);
     }
@@ -42,7 +74,7 @@ class Guarded {
     return *this;
   }
   ~Guarded() {
-    if (base_ != nullptr) munmap(base_, static_cast<std::size_t>(mapped_));
+    if (base_ != nullptr) give_back_pages(base_, mapped_);
   }
 
   void clear() {  // to NaN in every floating type

@@ -2,7 +2,8 @@
 # The tests of the core with other versions of torch and Python: all but those of the lab, of the integrations, and of the
 # GPU kernels, which go by Triton's version (python -m tilelab.gate), and of the record that this script writes.
 #
-#   scripts/matrix.sh                          torch 2.11, 2.13 and 2.15 with Python 3.11, 2.13 and 2.15 with 3.13
+#   scripts/matrix.sh                          the pairs of this system in .ci/matrix.json, which continuous integration
+#                                              runs on every system
 #   scripts/matrix.sh 2.15.0/3.13 ...          these pairs of torch and Python
 #   scripts/matrix.sh --record                 only write the record anew, from the results that are there
 #
@@ -17,7 +18,7 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 place=${TILEWISE_MATRIX:-$root/build/matrix}
-default=(2.11.0/3.11 2.13.0/3.11 2.15.0/3.11 2.13.0/3.13 2.15.0/3.13)
+any_python=$(command -v python3 || command -v python)
 
 needs='import sys, tomllib
 projects = [tomllib.load(open(path, "rb"))["project"] for path in sys.argv[1:]]
@@ -25,11 +26,19 @@ found = [each for project in projects for each in project["dependencies"]]
 found += [each for project in projects for name in ("data", "dev") for each in project["optional-dependencies"].get(name, ())]
 print(*(each for each in found if not each.startswith(("tilewise", "tilelab", "torch"))), sep="\n")'
 
+# The words of Python's platform module: what uname says differs on Windows.
+read -ra default < <("$any_python" - "$root/.ci/matrix.json" <<'PY'
+import json, platform, sys
+here = f"{platform.system()}-{platform.machine()}"
+print(*("{torch}/{python}".format(**e) for e in json.load(open(sys.argv[1]))["pairs"] if e["system"] == here))
+PY
+)
+
 say() { printf 'matrix: %s\n' "$*" >&2; }
 
 find_python() { # find_python 3.13: prints an interpreter that can make virtual environments
   local candidate
-  for candidate in "python$1" "${PYTHONS:-$HOME/.pyenv/versions}"/*/bin/"python$1"; do
+  for candidate in "python$1" python "${PYTHONS:-$HOME/.pyenv/versions}"/*/bin/"python$1"; do
     if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != tuple(map(int, sys.argv[1].split("."))))' \
       "$1" 2>/dev/null; then
       command -v "$candidate"
@@ -39,14 +48,22 @@ find_python() { # find_python 3.13: prints an interpreter that can make virtual 
   return 1
 }
 
+python_of() { # python_of FOLDER: the interpreter of a virtual environment
+  local candidate
+  for candidate in "$1/bin/python" "$1/Scripts/python.exe"; do
+    if [ -x "$candidate" ]; then echo "$candidate"; fi
+  done
+}
+
 prepare() { # prepare FOLDER TORCH BASE: the environment, and the package with its core in it
-  local folder=$1 torch=$2 base=$3 python=$1/bin/python
-  [ -x "$python" ] || "$base" -m venv "$folder" || return 1
+  local folder=$1 torch=$2 base=$3 python
+  [ -d "$folder" ] || "$base" -m venv "$folder" || return 1
+  python=$(python_of "$folder")
   # The pinned versions, but for what the pair decides: torch, and the Triton that it brings.
   grep -Ev '^(torch|triton|setuptools)==' "$root/constraints.txt" >"$folder/constraints.txt"
   "$python" -m pip install --disable-pip-version-check --quiet -c "$folder/constraints.txt" "torch==$torch" \
     numpy setuptools -r <("$python" -c "$needs" "$root/pyproject.toml" "$root/lab/pyproject.toml") || return 1
-  PATH=$folder/bin:$PATH "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
+  PATH=$(dirname "$python"):$PATH "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
     --config-settings=build-dir="$root/build/matrix-$(basename "$folder")" -e "$root" &&
     "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e "$root/lab"
 }
@@ -66,7 +83,7 @@ run_pair() { # run_pair TORCH/PYTHON: leaves NAME.xml or NAME.why in the folder 
     tail -n 20 "$results/$name.log" >&2
     return 1
   fi
-  python=$folder/bin/python
+  python=$(python_of "$folder")
   "$python" - "$root" >"$results/$name.versions" <<'PY'
 import importlib.metadata as m, json, platform, subprocess, sys
 def version(name):
@@ -77,7 +94,7 @@ import torch
 print(json.dumps({"python": platform.python_version(), "torch": torch.__version__, "triton": version("triton"),
     "numpy": version("numpy"), "machine": platform.machine(), "commit": commit}))
 PY
-  (cd "$root" && env -u TRITON_INTERPRET OMP_WAIT_POLICY=PASSIVE "$python" -m pytest -q -p no:cacheprovider -n "$(nproc)" \
+  (cd "$root" && env -u TRITON_INTERPRET OMP_WAIT_POLICY=PASSIVE "$python" -m pytest -q -p no:cacheprovider -n auto \
     --dist loadfile --ignore=tests/lab --ignore=tests/integrations --ignore=tests/kernels/gpu --ignore=tests/test_matrix.py \
     --junit-xml="$results/$name.xml" ${MATRIX_ARGS:-} tests) |
     tee "$results/$name.log" | tail -n 40
@@ -87,7 +104,7 @@ PY
 }
 
 record() { # the results that are there, laid over those in the record
-  python3 - "$place/results" "${MATRIX_RECORD:-$root/benchmarks/matrix.json}" "$@" <<'PY'
+  "$any_python" - "$place/results" "${MATRIX_RECORD:-$root/benchmarks/matrix.json}" "$@" <<'PY'
 import json, pathlib, sys
 import xml.etree.ElementTree as tree
 

@@ -1,14 +1,16 @@
-"""README, the two pyproject.toml and scripts/matrix.sh claim the versions that the record holds."""
+"""README, the two pyproject.toml, the CI files and scripts/matrix.sh agree on versions."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks/matrix.json"
@@ -25,6 +27,12 @@ def pairs() -> dict[tuple[Version, Version], dict[str, Any]]:
     """What the record says of each pair of torch and Python."""
     entries = json.loads(RECORD.read_text())["pairs"]
     return {tuple(version(part) for part in e["asked"].split("/")): e for e in entries}  # type: ignore[misc]
+
+
+def planned_pairs() -> list[dict[str, str]]:
+    """What .ci/matrix.json plans."""
+    planned: list[dict[str, str]] = json.loads((ROOT / ".ci/matrix.json").read_text())["pairs"]
+    return planned
 
 
 def claimed(name: str) -> Range:
@@ -67,11 +75,49 @@ def test_an_entry_says_what_ran_or_why_not() -> None:
         assert (entry["status"] == "passed") == (entry["failed"] == 0), entry
 
 
-def test_the_script_runs_the_pairs_of_the_record() -> None:
-    found = re.search(r"^default=\((.*)\)$", (ROOT / "scripts/matrix.sh").read_text(), re.M)
-    assert found is not None
+def test_the_record_has_the_pairs_that_the_script_runs_on_linux() -> None:
     recorded = {entry["asked"] for entry in pairs().values()}
-    assert set(found[1].split()) <= recorded
+    planned = {f"{e['torch']}/{e['python']}" for e in planned_pairs() if "Linux" in e["system"]}
+    assert planned <= recorded
+
+
+def test_the_plan_covers_what_the_readme_claims() -> None:
+    """Each version of both, on each system the oldest or newest torch, and nothing beyond."""
+    for name in ("torch", "Python"):
+        oldest, newest = claimed(name)
+        versions = {version(entry[name.lower()]) for entry in planned_pairs()}
+        assert versions == {(oldest[0], minor) for minor in range(oldest[1], newest[1] + 1)}
+    systems = {entry["system"] for entry in planned_pairs()}
+    latest = {e["system"] for e in planned_pairs() if version(e["torch"]) == claimed("torch")[1]}
+    assert systems == latest == {"Linux-x86_64", "Linux-aarch64", "Darwin-arm64", "Windows-AMD64"}
+
+
+@pytest.mark.parametrize("name", ["ci", "wheels"])
+def test_a_workflow_calls_what_is_there(name: str) -> None:
+    """Files of the repository by name, and jobs that other jobs wait for."""
+    text = (ROOT / f".github/workflows/{name}.yml").read_text()
+    workflow = yaml.safe_load(text)
+    for path in set(re.findall(r"(?:scripts|tests|\.ci|\.github)/[\w./-]+\w", text)):
+        assert (ROOT / path).exists(), path
+    jobs = workflow["jobs"]
+    for job in jobs.values():
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= set(jobs)
+        assert job["steps"]
+        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+        for step in job["steps"]:
+            if "run" in step:
+                script = re.sub(r"\$\{\{.*?\}\}", "2.15.0", step["run"])
+                subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_wheels_are_built_for_each_version_of_python() -> None:
+    """One for the oldest, and one that is abi3 from the next on."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    oldest = claimed("Python")[0]
+    stable = tool["scikit-build"]["wheel"]["py-api"]
+    assert stable == f"cp{oldest[0]}{oldest[1] + 1}"
+    assert tool["cibuildwheel"]["build"] == [f"cp{oldest[0]}{oldest[1]}-*", f"{stable}-*"]
 
 
 @pytest.mark.parametrize("folder", ["", "lab"])

@@ -18,11 +18,11 @@ namespace tilewise {
 // The element of a tuple; `what`: the tuple, for the error.
 inline nb::handle item(nb::handle tuple, i64 index, const char* what) {
   if (!PyTuple_Check(tuple.ptr())) bad(std::string(what) + " must be a tuple");
-  const i64 size = PyTuple_GET_SIZE(tuple.ptr());
+  const i64 size = NB_TUPLE_GET_SIZE(tuple.ptr());
   if (index < 0 || index >= size)
     bad(std::string(what) + " has " + std::to_string(size) + " elements; element " + std::to_string(index) +
         " was asked for");
-  return PyTuple_GET_ITEM(tuple.ptr(), index);
+  return NB_TUPLE_GET_ITEM(tuple.ptr(), index);
 }
 
 inline i64 number(nb::handle tuple, i64 index, const char* what = "a tuple of numbers") {
@@ -33,7 +33,7 @@ inline i64 number(nb::handle tuple, i64 index, const char* what = "a tuple of nu
 
 inline i64 length(nb::handle tuple, const char* what) {
   if (!PyTuple_Check(tuple.ptr())) bad(std::string(what) + " must be a tuple");
-  return PyTuple_GET_SIZE(tuple.ptr());
+  return NB_TUPLE_GET_SIZE(tuple.ptr());
 }
 
 inline void require_length(nb::handle tuple, i64 size, const char* what) {

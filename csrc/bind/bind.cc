@@ -839,15 +839,20 @@ NB_MODULE(_core, m) {
   m.attr("MAX_RANK") = kMaxRank;
   m.doc() = "The compiled attention kernels: pointers, strides and sizes in, results written in place.";
   nb::set_leak_warnings(false);  // cached plans hold kernels until the process ends
-  nb::class_<Kernel>(m, "Kernel")
-      .def(nb::init<int, nb::tuple, double, double, bool>(), nb::arg("dtype"), nb::arg("dims"), nb::arg("scale"),
-           nb::arg("dropout"), nb::arg("varlen"))
-      .def("add_mask", &Kernel::add_mask)
-      .def("add_score", &Kernel::add_score)
-      .def("add_mask_expr", &Kernel::add_mask_expr)
-      .def("add_score_expr", &Kernel::add_score_expr)
-      .def("set_score_derivative", &Kernel::set_score_derivative)
-      .def("set_compiler", &Kernel::set_compiler);
+  // The same core may be in the process already, in another package (scripts/hf_kernel.py): nanobind knows its class.
+  if (const nb::handle known = nb::type<Kernel>(); known.is_valid()) {
+    m.attr("Kernel") = known;
+  } else {
+    nb::class_<Kernel>(m, "Kernel")
+        .def(nb::init<int, nb::tuple, double, double, bool>(), nb::arg("dtype"), nb::arg("dims"), nb::arg("scale"),
+             nb::arg("dropout"), nb::arg("varlen"))
+        .def("add_mask", &Kernel::add_mask)
+        .def("add_score", &Kernel::add_score)
+        .def("add_mask_expr", &Kernel::add_mask_expr)
+        .def("add_score_expr", &Kernel::add_score_expr)
+        .def("set_score_derivative", &Kernel::set_score_derivative)
+        .def("set_compiler", &Kernel::set_compiler);
+  }
   m.def("set_tensor_type", &set_tensor_type, nb::arg("type"));
   m.def("signature", &signature);
   m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));

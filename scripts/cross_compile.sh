@@ -3,7 +3,8 @@
 #
 #   scripts/cross_compile.sh [macos] [windows]        default: both, objects only and without optimisation
 #   RUN=/usr/lib/wine/wine64 scripts/cross_compile.sh windows     links the tests, optimised, and runs them there;
-#                                                     TILEWISE_EVERY=4 runs one case in four
+#                                                     TILEWISE_EVERY=4 runs one case in four,
+#                                                     TILEWISE_LEVEL=-O0 builds them without optimisation
 #
 # macOS is arm64, Windows x86-64. The compiler is the ziglang package, which has the headers of both. PYTHON names the
 # Python that has it (default: .venv, into which this script installs it).
@@ -22,8 +23,8 @@ for system in "$@"; do
     *) echo "cross_compile: no system is called '$system': macos or windows" >&2; exit 2 ;;
   esac
   # Linking costs minutes the first time: zig then compiles a C++ library for the system.
-  if [ -n "${RUN:-}" ]; then level=-O3 kind=EXECUTABLE; else level=-O0 kind=STATIC_LIBRARY; fi
-  build=$root/build/cross-$system$level
+  if [ -n "${RUN:-}" ]; then level=${TILEWISE_LEVEL:--O3} kind=EXECUTABLE; else level=-O0 kind=STATIC_LIBRARY; fi
+  build=$root/build/cross-$system$level-${kind,,}
   mkdir -p "$build"
   # The level stands last, where it wins. Zig would trap where the language leaves a result open.
   printf '#!/bin/sh\nexec "%s" -m ziglang c++ -target %s "$@" %s -fno-sanitize=undefined\n' "$python" "$target" "$level" >"$build/c++"

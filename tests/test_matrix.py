@@ -131,3 +131,17 @@ def test_the_packages_ask_for_the_oldest_versions_that_the_readme_names(folder: 
     named = [each for each in project["classifiers"] if each.startswith(start)]
     minors = range(oldest[1], newest[1] + 1)
     assert named == [f"{start}{minor}" for minor in minors]
+
+
+def test_the_conda_recipe_is_of_this_package() -> None:
+    """Its version is the package's, and it asks for what the package asks for."""
+    recipe = yaml.safe_load((ROOT / "packaging/conda/recipe.yaml").read_text())
+    found = re.search(r'__version__ = "(.*)"', (ROOT / "src/tilewise/__init__.py").read_text())
+    assert found is not None
+    assert recipe["context"]["version"] == found[1]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [each.replace("torch", "pytorch") for each in project["project"]["dependencies"]]
+    run = [each.replace(" >=", ">=") for each in recipe["requirements"]["run"]]
+    assert run == [f"python{project['project']['requires-python']}", *wanted]
+    host = [each.replace(" >=", ">=") for each in recipe["requirements"]["host"]]
+    assert set(project["build-system"]["requires"]) <= set(host)

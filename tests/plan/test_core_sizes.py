@@ -32,7 +32,7 @@ def test_the_constants() -> None:
     assert (tile, block, least) == (fills._TILE_QUERIES, fills._BLOCK_KEYS, fills._CHUNK_BLOCKS)
     assert block == backend._BLOCK_KEYS
     assert (least, most) == (backend._CHUNK_BLOCKS, backend._MOST_CHUNKS)
-    assert constant("base/schedule.h", "kFewQueries") == backend._FEW_QUERIES
+    assert constant("base/args.h", "kFewQueries") == backend._FEW_QUERIES
     split = tuple(constant("decode/tasks.h", name) for name in ("kSplitBlocks", "kMostSplits"))
     assert split == (backend._SPLIT_BLOCKS, backend._MOST_SPLITS)
     assert "kDecodeRows = kTileQueries;" in (CSRC / "decode/tasks.h").read_text()

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -171,6 +172,43 @@ def test_encoders(window: int | None) -> None:
     impl.forward(None, q, k, v, torch.empty(0), step, out)
     exact = truth(layer, q.double(), k.double(), v.double(), None)
     assert_exact(out, truth(layer, q, k, v, None), exact, "encoder")
+
+
+def test_what_pads_a_step_is_neither_written_nor_read() -> None:
+    """vLLM pads steps, and gives what pads them the slot -1 and no place in a sequence."""
+    layer = Layer(TOKENS)
+    step = step_of(layer)
+    k, v = torch.randn(2, len(step.slot_mapping), layer.kv_heads, layer.width)
+    impl = ours.TilewiseImpl(layer.heads, layer.width, 0.2, layer.kv_heads)
+    cache = torch.zeros(step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
+    impl.do_kv_cache_update(None, k, v, cache, step.slot_mapping)
+    before = cache.clone()
+    nowhere = torch.full((3,), -1)
+    impl.do_kv_cache_update(None, k[:3], v[:3], cache, nowhere)
+    assert torch.equal(cache, before)
+    cache.zero_()
+    padded = torch.cat((step.slot_mapping, nowhere))
+    more_k, more_v = (torch.cat((each, each[:3])) for each in (k, v))
+    impl.do_kv_cache_update(None, more_k, more_v, cache, padded)
+    assert torch.equal(cache, before)
+
+    common = SimpleNamespace(
+        num_actual_tokens=step.num_actual_tokens + 2,
+        query_start_loc=step.query_start_loc,
+        seq_lens=step.seq_lens,
+        block_table_tensor=step.block_table,
+        slot_mapping=padded,
+        causal=True,
+    )
+    builder = ours.TilewiseMetadataBuilder.__new__(ours.TilewiseMetadataBuilder)
+    builder._causal = True
+    q = torch.randn(step.num_actual_tokens + 2, layer.heads, layer.width)
+    out = torch.full_like(q, 7.0)
+    impl.forward(None, q, k, v, cache, builder.build(0, common), out)
+    alone = torch.empty_like(q[:-2])
+    impl.forward(None, q[:-2], k, v, cache, step, alone)
+    assert torch.equal(out[:-2], alone)
+    assert bool((out[-2:] == 7).all())
 
 
 def test_before_the_first_step() -> None:

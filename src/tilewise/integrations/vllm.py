@@ -168,7 +168,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         common = common_attn_metadata
         one_by_one = isinstance(common.causal, Tensor)
         return TilewiseMetadata(
-            common.num_actual_tokens,
+            int(common.query_start_loc[-1]),  # vLLM's own number counts what pads the step too
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
@@ -266,10 +266,17 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new keys and values [tokens, Hk, D] into the rows of ``slot_mapping`` [tokens]."""
+        """Write new keys and values [tokens, Hk, D] into the rows of ``slot_mapping`` [tokens].
+
+        What pads a step has -1 for its row, and so has all of a step that vLLM only tries.
+        """
         if self.attn_type in _ENCODERS:
             return
         count, size = slot_mapping.shape[0], kv_cache.shape[2]
+        there = slot_mapping >= 0
+        if not bool(there.all()):
+            key, value = key[:count][there], value[:count][there]
+            slot_mapping, count = slot_mapping[there], key.shape[0]
         pages, rows = slot_mapping // size, slot_mapping % size
         for place, new in zip(_halves(kv_cache), (key, value), strict=True):
             place.transpose(1, 2)[pages, rows] = new[:count]

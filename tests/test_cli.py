@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -232,6 +233,22 @@ def test_other_shells_offer_the_same_words(completions: dict[str, str]) -> None:
     assert "complete -c tilewise -n '__fish_seen_subcommand_from study' -a wikitext" in fish
     for name in ("doctor", "bench", "study", "explain", "tune", "demo", "completion"):
         assert any(f"__fish_use_subcommand -f -a {name}" in line for line in fish)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_takes_the_script_before_and_after_its_own(
+    completions: dict[str, str], tmp_path: Path
+) -> None:
+    """A ~/.zshrc need not have loaded zsh's completion."""
+    script = tmp_path / "script"
+    script.write_text(completions["zsh"])
+    for before in ("", "autoload -U compinit && compinit -i; "):
+        program = f"{before}source {script} && print -- $_comps[tilewise]"
+        command = ["zsh", "-f", "-c", program]
+        settings = os.environ | {"ZDOTDIR": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "_tilewise" in done.stdout
 
 
 def test_completion_without_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:

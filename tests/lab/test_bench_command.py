@@ -254,6 +254,23 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path) -> None:
         main(["me", "--from", str(stored), "--picture", str(tmp_path / "bench.nonsense")])
 
 
+@needs_core
+def test_samples_are_kept_where_the_picture_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--cases", "decode", "--rounds", "1", "--json", "me.json"]
+    with pytest.raises(TilewiseError, match="--picture"):
+        main(["me", *short, "--picture", "bench.nonsense"])
+    assert len(json.loads(Path("me.json").read_text())["cases"]) == 1
+
+
+def test_the_picture_says_how_many_threads() -> None:
+    record = GoalRecord.read(RECORDS / "amd-epyc-26-2" / "cpu.json")
+    assert "(line), one thread of AMD" in me.label(record)
+    assert "(line), 2 threads of AMD" in me.label(replace(record, threads=2))
+
+
 def test_a_slower_case_is_named() -> None:
     found = me.results(GoalRecord.read(RECORDS / "amd-epyc-26-2" / "cpu.json"))
     slow = replace(found[0], torch=replace(found[0].torch, cpu_s=[1e-9]))

@@ -27,6 +27,10 @@ _tilewise() {{
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _tilewise tilewise"""
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit -i; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def main(argv: Sequence[str], commands: Commands) -> int:
@@ -68,7 +72,7 @@ def _options(command: Callable[[Sequence[str]], int | None]) -> list[str]:
 def _bash(known: dict[str, list[str]], shell: str) -> str:
     cases = "\n".join(f'      {name}) words="{" ".join(each)}" ;;' for name, each in known.items())
     script = _BASH.format(commands=" ".join(known), cases=cases)
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+    return script if shell == "bash" else _ZSH + script
 
 
 def _fish(known: dict[str, list[str]], commands: Commands) -> str:

@@ -118,14 +118,15 @@ def _run_goals(argv: Sequence[str]) -> int:
         steps = _steps(chosen, options, rounds, child, cores, others)
         unlimited, console = Budget(float("inf")), Console(stderr=True)
         conduct(record, [("cpu", steps)], unlimited, None, console, options.threads)
-    _show_goals(record, options)
     # A part of the bench never replaces a whole one.
     path = options.json
     if path is None and everything and rounds is None:
         name = "cpu.json" if record.status == COMPLETE else "cpu-partial.json"
         path = Path("benchmarks", record.machine["slug"], name)
-    if path is not None:
+    if path is not None:  # first: a picture may fail
         record.write(path)
+    _show_goals(record, options)
+    if path is not None:
         print(f"\nAll samples: {path}", file=sys.stderr)
     return 130 if record.status == INTERRUPTED else _status(record, options.check)
 

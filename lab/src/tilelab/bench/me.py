@@ -98,9 +98,13 @@ def draw(record: GoalRecord, path: Path) -> None:
         axes.margins(x=0.12)
         axes.axvline(1, color="black", linewidth=1)
         axes.spines[["top", "right"]].set_visible(False)
-        machine = record.machine
-        axes.set_xlabel(
-            f"times faster than torch {machine['versions']['torch']} (line), "
-            f"one thread of {machine['chip']}"
-        )
+        axes.set_xlabel(label(record))
         figure.savefig(path)
+
+
+def label(record: GoalRecord) -> str:
+    """Return what the bars of the picture say, and where it was measured."""
+    machine = record.machine
+    threads = "one thread" if record.threads == 1 else f"{record.threads} threads"
+    versions = machine["versions"]
+    return f"times faster than torch {versions['torch']} (line), {threads} of {machine['chip']}"

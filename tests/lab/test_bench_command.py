@@ -169,7 +169,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             main(argv)
         assert stopped.value.code == 2
-    assert "no case matches" in capsys.readouterr().err
+    assert "no case of cpu matches" in capsys.readouterr().err
 
 
 def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

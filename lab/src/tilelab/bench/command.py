@@ -101,7 +101,8 @@ def _run_goals(argv: Sequence[str]) -> int:
     ]
     if not chosen:
         names = ", ".join(dict.fromkeys(case.name for case in cases()))
-        parser.error(f"no case matches --cases {options.cases!r}; the cases: {names}")
+        wanted = " ".join(filter(None, (options.cases, *(options.dtype or ()))))
+        parser.error(f"no case of {options.what} matches {wanted!r}; the cases: {names}")
     _check_core()
     if warning := crowded(options.threads):
         print(f"tilewise bench: {warning}", file=sys.stderr)

@@ -25,7 +25,8 @@ import tilelab
 import tilewise
 from tilewise.errors import TilewiseError
 
-_LAST_S = 3.0  # for a process that has closed its end to be gone
+_LAST_S = 60.0  # for a process that has closed its end to be gone, on a busy machine too
+_NONSENSE_S = 3.0  # for one that may have ended within a line
 _LAST_LINES, _LAST_LETTERS = 3, 300  # of its standard error
 
 
@@ -87,11 +88,12 @@ class Child:
         if limit_s is not None:
             timer.start()
         try:
-            answers, done = _talk(process, job)
+            answers, done, closed = _talk(process, job)
         finally:
             timer.cancel()
         if not done:
-            words, status = self._last_words(late.is_set(), time.perf_counter() - begun)
+            rest_s = _LAST_S if closed else _NONSENSE_S
+            words, status = self._last_words(late.is_set(), time.perf_counter() - begun, rest_s)
             self.close()
             raise ChildError(words, answers, status)
         if process.poll() is not None:  # it ended itself after the job
@@ -129,14 +131,14 @@ class Child:
             )
         return self._process
 
-    def _last_words(self, late: bool, seconds: float) -> tuple[str, int | None]:
-        """Return why a process ended, and its exit status."""
+    def _last_words(self, late: bool, seconds: float, rest_s: float) -> tuple[str, int | None]:
+        """Return why a process ended, and its exit status; wait so long for its end."""
         if late:
             return f"ended after {seconds:.0f} s: it had no more time", None
         assert self._process is not None
         assert self._errors is not None
         try:
-            status = self._process.wait(_LAST_S)
+            status = self._process.wait(rest_s)
         except subprocess.TimeoutExpired:
             return f"after {seconds:.0f} s the process wrote what is no answer", None
         self._errors.seek(0)
@@ -145,20 +147,24 @@ class Child:
         return f"the process ended with {status} after {seconds:.0f} s: {words}", status
 
 
-def _talk(process: subprocess.Popen[str], job: Any) -> tuple[list[Any], bool]:
-    """Return the answers to a job, and whether it came to its end."""
+def _talk(process: subprocess.Popen[str], job: Any) -> tuple[list[Any], bool, bool]:
+    """Return the answers to a job, whether it came to its end, and whether the process hung up."""
     assert process.stdin is not None
     assert process.stdout is not None
     answers: list[Any] = []
-    with suppress(OSError, ValueError):  # the process is gone, or ended within a line
+    try:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         for line in process.stdout:
             found = json.loads(line)
             if "done" in found:
-                return answers, True
+                return answers, True, False
             answers.append(found["answer"])
-    return answers, False
+    except ValueError:  # no answer, or one that it could not finish
+        return answers, False, False
+    except OSError:
+        pass
+    return answers, False, True
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

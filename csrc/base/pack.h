@@ -62,7 +62,7 @@ TW_NOINLINE static void unpack_transposed(const C* from, int width, int rows, in
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
 // ---- 16-bit elements in pairs, for the dot-product instruction
 
 // Pairs of neighbouring 16-bit elements as 32-bit words; an odd last one gets a zero for its neighbour.

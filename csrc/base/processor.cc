@@ -2,13 +2,42 @@
 // toolchain cannot link into a shared object.
 #include "base/processor.h"
 
+#if defined(TILEWISE_X86)
 #include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace tilewise {
+
+#if defined(TILEWISE_ARM)
+// A process may not read the processor's own registers: the system says what they hold.
+static bool detect_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+  return false;
+#endif
+}
+
+bool has_neon_bf16() {
+  static const bool found = detect_bf16();
+  return found;
+}
+bool has_fast_dots() { return has_neon_bf16(); }
+
+#else
 namespace {
 
 struct Features {
@@ -59,5 +88,6 @@ bool has_avx512_bf16() { return features().avx512_bf16; }
 bool has_tiles() { return features().tiles; }
 bool has_byte_tables() { return features().byte_tables; }
 bool has_fast_dots() { return features().fast_dots && features().avx512_bf16; }
+#endif
 
 }  // namespace tilewise

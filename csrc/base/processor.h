@@ -1,15 +1,19 @@
-// Which of the instruction sets this processor and its system can run (x86-64).
+// Which of the instruction sets this processor and its system can run.
 #pragma once
 
 namespace tilewise {
 
+#if defined(TILEWISE_ARM)
+bool has_neon_bf16();  // FEAT_BF16
+#else
 bool has_avx2();    // with FMA, F16C and BMI2
 bool has_avx512();  // F, BW, DQ, VL
 bool has_avx512_bf16();
-bool has_tiles();  // AMX with bfloat16; the first call asks the system for leave to use them
-// Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of
-// float32 in a second; a Sapphire Rapids 0.6 of them (notes/performance-log.md).
-bool has_fast_dots();
+bool has_tiles();        // AMX with bfloat16; the first call asks the system for leave to use them
 bool has_byte_tables();  // AVX512_VBMI
+#endif
+// Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of
+// float32 in a second; a Sapphire Rapids 0.6 of them (notes/performance-log.md). ARM has them in one speed.
+bool has_fast_dots();
 
 }  // namespace tilewise

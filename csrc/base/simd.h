@@ -16,6 +16,12 @@
 #endif
 #if defined(TILEWISE_X86)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
+// Whether an instruction multiplies bfloat16 in pairs and adds both products to a float.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define TW_PAIRS 1
 #endif
 
 #define TW_INLINE static inline __attribute__((always_inline))
@@ -261,10 +267,14 @@ TW_INLINE Vec<float> widen(const Half* p, i64 count) { return widen_half(load16(
 TW_INLINE void narrow(float* p, i64 count, Vec<float> v) { store_first(p, count, v); }
 TW_INLINE void narrow(double* p, i64 count, Vec<double> v) { store_first(p, count, v); }
 TW_INLINE void narrow(Bf16* p, i64 count, Vec<float> v) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  store16(&p->bits, count, (Vec16)vcvt_bf16_f32((float32x4_t)v));
+#else
   Vec<u32> x = (Vec<u32>)v;
   Vec<u32> rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
   Vec<u32> quiet = (x >> 16) | 0x40;
   store16(&p->bits, count, __builtin_convertvector((Vec<u32>)(v != v ? quiet : rounded), Vec16));
+#endif
 }
 #if TILEWISE_VECTOR_BYTES == 16
 // Round to nearest even: below the normal range by adding the magic number that aligns the last kept bit.

@@ -156,20 +156,26 @@ struct RowVectors<PlainMode<Bf16, float>> {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
 template <>
 struct RowVectors<PairMode> {
   using Key = Bf16;
-  static constexpr int unit = 1, step = 32, sums = 2;
+  static constexpr int unit = 1, step = 2 * kLanes<float>, sums = 2;
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<i32>* to) { to[0] = (Vec<i32>)words_of(p, count); }
-  // Two rows, interleaved within the quarters of a vector: the sums come out of order.
+  // Two rows, interleaved within each 16 bytes of a vector: the sums of a longer one come out of order.
   template <class Rows>
   TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
-    const __m512i a = (__m512i)words_of(rows[j] + column, count), b = (__m512i)words_of(rows[j + 1] + column, count);
-    to[0] = (Vec<i32>)_mm512_unpacklo_epi16(a, b);
-    to[1] = (Vec<i32>)_mm512_unpackhi_epi16(a, b);
+    const Vec<u32> a = words_of(rows[j] + column, count), b = words_of(rows[j + 1] + column, count);
+#if defined(__AVX512BF16__)
+    to[0] = (Vec<i32>)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+    to[1] = (Vec<i32>)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+#else
+    to[0] = (Vec<i32>)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+    to[1] = (Vec<i32>)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+#endif
   }
+#if defined(__AVX512BF16__)
   TW_INLINE void in_order(Vec<float>* sums) {
     alignas(64) static constexpr i32 first[16] = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
     alignas(64) static constexpr i32 second[16] = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
@@ -177,13 +183,21 @@ struct RowVectors<PairMode> {
     sums[0] = (Vec<float>)_mm512_permutex2var_ps(low, _mm512_load_si512(first), high);
     sums[1] = (Vec<float>)_mm512_permutex2var_ps(low, _mm512_load_si512(second), high);
   }
+#else
+  TW_INLINE void in_order(Vec<float>*) {}
+#endif
   static void pack(const Bf16* from, i64 row, i64 col, int rows, int depth, i64 stride, i32* to) {
     pack_rows_pairs(PairMode::bits(from), row, col, rows, depth, stride, to);
   }
   static void weights(float* p, int count) {
-    for (int j = 0; j < count; j += 32) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(j + 16 < count ? _mm512_loadu_ps(p + j + 16) : _mm512_setzero_ps(),
-                                                _mm512_loadu_ps(p + j));
+    constexpr int lanes = kLanes<float>;
+    for (int j = 0; j < count; j += step) {
+      const Vec<float> first = load(p + j), second = j + lanes < count ? load(p + j + lanes) : Vec<float>{};
+#if defined(__AVX512BF16__)
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+      const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
+#endif
       std::memcpy(reinterpret_cast<i32*>(p) + j / 2, &both, sizeof both);
     }
   }
@@ -380,7 +394,7 @@ class FewRows {
         Rows::of_values(values, j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++) {
-        const Vec<Word> weight = Dot::broadcast(p[r * kRoomKeys + j]);
+        const auto weight = Dot::broadcast(p[r * kRoomKeys + j]);
         TW_UNROLL(8)
         for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], weight, x[v]);
       }

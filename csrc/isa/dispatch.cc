@@ -14,6 +14,9 @@ extern const Kernels kernels_avx512_bf16, kernels_avx512, kernels_avx2;
 #if defined(TILEWISE_AMX)
 const Kernels& kernels_avx512_amx();
 #endif
+#if defined(TILEWISE_ARM)
+extern const Kernels kernels_neon_bf16;
+#endif
 extern const Kernels kernels_portable;
 
 namespace {
@@ -31,6 +34,9 @@ struct Table {
     if (!has_fast_dots()) std::swap(best, next);
     for (const Kernels* k : {best, next, &kernels_avx2})
       if (k->supported()) kernels[count++] = k;
+#endif
+#if defined(TILEWISE_ARM)
+    if (kernels_neon_bf16.supported()) kernels[count++] = &kernels_neon_bf16;
 #endif
     kernels[count++] = &kernels_portable;
   }

@@ -66,7 +66,11 @@ static bool expr_piece(const ExprPiece& f) {
 // A bare loop of independent multiply-adds, as many as hide the latency: the ceiling to compare with.
 template <class Dot>
 TW_NOINLINE static double multiply_add_flops(i64 iterations) {
-  constexpr int chains = kVectorBytes == 64 ? 24 : 12;
+#if TILEWISE_VECTOR_BYTES == 64 || defined(__aarch64__)
+  constexpr int chains = 24;
+#else
+  constexpr int chains = 12;
+#endif
   constexpr int lanes = kLanes<float>;
   using Word = typename Dot::Word;
   Vec<float> acc[chains];

@@ -502,7 +502,7 @@ class ForwardKernel {
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) piece[v] = Vec<Acc>{};
       if constexpr (Mode::paired) {
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
         for (int j = first; j < last; j += 2) {
           TW_UNROLL(4)
           for (int v = 0; v < kV; v++) {

@@ -344,7 +344,7 @@ class TileGradients {
           store(memory.scores + at, p);
           store(memory.grads + at, ds);
         } else {
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
           Vec<Acc> p2{}, ds2{};
           if (j + 1 < count) {
             const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
@@ -359,15 +359,13 @@ class TileGradients {
     }
   }
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
   // Rows j and j + 1 as bfloat16, lanes side by side: a word is two neighbouring queries.
   TW_INLINE void store_row_pairs(i32* p_rows, i32* ds_rows, int j, int i, int width, Vec<float> p, Vec<float> p2,
                                  Vec<float> ds, Vec<float> ds2) {
     const i64 at = (static_cast<i64>(j) * width + i) / 2;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)p));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)p2));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at), (__m256i)_mm512_cvtneps_pbh((__m512)ds));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + at + width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)ds2));
+    PairMode::store_pairs(p_rows + at, p), PairMode::store_pairs(p_rows + at + width / 2, p2);
+    PairMode::store_pairs(ds_rows + at, ds), PairMode::store_pairs(ds_rows + at + width / 2, ds2);
   }
 #endif
 

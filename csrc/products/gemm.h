@@ -16,16 +16,36 @@ struct PlainDot {
   TW_INLINE Vec<T> multiply_add(Vec<T> acc, Vec<Word> a, Vec<Word> b) { return fused(a, b, acc); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
 // A word is two neighbours along the contraction; one instruction multiplies and adds both, in float.
 struct PairDot {
   using Word = i32;
   using Acc = float;
   static constexpr int per_word = 2;
+#if defined(__AVX512BF16__)
   TW_INLINE Vec<Word> broadcast(Word a) { return (Vec<Word>)_mm512_set1_epi32(a); }
   TW_INLINE Vec<float> multiply_add(Vec<float> acc, Vec<Word> a, Vec<Word> b) {
     return (Vec<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
   }
+#else
+  // The instruction takes one word of its last operand for all lanes: nothing copies it into them.
+  TW_INLINE bfloat16x4_t broadcast(Word a) {
+    // Either form is one load of the word, where the other compiler moves it once more.
+#if defined(__clang__)
+    float one;
+    std::memcpy(&one, &a, sizeof one);
+    return (bfloat16x4_t)float32x2_t{one, 0};
+#else
+    return vcreate_bf16(static_cast<u32>(a));
+#endif
+  }
+  TW_INLINE Vec<float> multiply_add(Vec<float> acc, bfloat16x4_t a, Vec<Word> b) {
+    return (Vec<float>)vbfdotq_lane_f32((float32x4_t)acc, (bfloat16x8_t)b, a, 0);
+  }
+  TW_INLINE Vec<float> multiply_add(Vec<float> acc, Vec<Word> a, Vec<Word> b) {
+    return (Vec<float>)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+  }
+#endif
 };
 #endif
 
@@ -113,7 +133,7 @@ struct Gemm {
       for (int v = 0; v < kV; v++) row[v] = load(b + k * ldb + v * lanes);
       TW_UNROLL(16)
       for (int r = 0; r < kR; r++) {
-        const Vec<Word> x = Dot::broadcast(kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r]);
+        const auto x = Dot::broadcast(kOrder == AOrder::row_major ? a[r * lda + k] : a[k * lda + r]);
         TW_UNROLL(4)
         for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], x, row[v]);
       }

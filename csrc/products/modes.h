@@ -66,7 +66,7 @@ struct PlainMode {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
 // bfloat16 multiplied in pairs and summed in float by the dot-product instruction.
 struct PairMode {
   using Elem = Bf16;
@@ -88,10 +88,24 @@ struct PairMode {
   static constexpr bool keeps_references = false;
   // Two float vectors as bfloat16: the neighbours along the rows in one word each.
   TW_INLINE Vec<i32> pair(Vec<float> first, Vec<float> second) {
+#if defined(__AVX512BF16__)
     alignas(64) static constexpr u16 order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(order), (__m512i)both);
+#else
+    const bfloat16x8_t a = vcvtq_low_bf16_f32((float32x4_t)first), b = vcvtq_low_bf16_f32((float32x4_t)second);
+    return (Vec<i32>)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+#endif
+  }
+  // A float vector as bfloat16: the neighbours along its lanes in one word each.
+  TW_INLINE void store_pairs(Word* to, Vec<float> v) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+    const bfloat16x4_t words = vcvt_bf16_f32((float32x4_t)v);
+    std::memcpy(to, &words, sizeof words);
+#endif
   }
 
   static int words(int depth) { return (depth + 1) / 2; }
@@ -123,7 +137,7 @@ struct PairMode {
 
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(TW_PAIRS)
 using Bf16Mode = PairMode;
 #else
 using Bf16Mode = PlainMode<Bf16, float>;

@@ -1,12 +1,13 @@
-// What cachegrind counts: one attention, ours or plain, with nothing else in the process (lab/src/tilelab/counted).
+// What cachegrind counts (lab/src/tilelab/counted), and qemu (scripts/cross_count.sh): one attention, ours or plain,
+// with nothing else in the process.
 //
 //   counted NAME=VALUE...     what=core|plain|nothing|compare pass=forward|backward isa=avx2 heads=1 kv_heads=1
-//                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0
+//                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0 dtype=float32|bfloat16
 //
-// Float32, one batch item. Operands are made and then pushed out of a cache of `flush` / 2 bytes; what=nothing stops
-// there, so that the difference of two runs is the attention alone, from cold memory. `compare` runs both natively and
-// prints how far they are apart. The team has one thread however many it is asked for, as no OpenMP runtime is loaded:
-// `threads` only says how small the kernel cuts its tasks.
+// One batch item; bfloat16 with what=core and what=nothing alone. Operands are made and then pushed out of a cache of
+// `flush` / 2 bytes; what=nothing stops there, so that the difference of two runs is the attention alone, from cold
+// memory. `compare` runs both natively and prints how far they are apart. The team has one thread however many it is
+// asked for, as no OpenMP runtime is loaded: `threads` only says how small the kernel cuts its tasks.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 
 #include "base/parallel.h"
 #include "isa/dispatch.h"
+#include "formats.h"
 #include "plain_passes.h"
 
 namespace tilewise::test {
@@ -33,10 +35,15 @@ class Room {
   Room& operator=(const Room&) = delete;
 
   float* data() const { return data_; }
-  void draw(std::uint32_t seed) {
+  // In bfloat16 the second half of the room stays as it is.
+  void draw(std::uint32_t seed, DType dtype = DType::f32) {
     for (i64 i = 0; i < count_; i++) {
       seed = seed * 1664525u + 1013904223u;
-      data_[i] = static_cast<float>(seed >> 8) * (2.0f / (1 << 24)) - 1;
+      const float x = static_cast<float>(seed >> 8) * (2.0f / (1 << 24)) - 1;
+      if (dtype == DType::f32)
+        data_[i] = x;
+      else
+        put(dtype, reinterpret_cast<char*>(data_), i, x);
     }
   }
   void fill(float value) { std::fill(data_, data_ + count_, value); }
@@ -62,6 +69,7 @@ struct Operands {
   PlainSizes n;
   i64 kv_heads, threads;
   bool causal;
+  DType dtype;
   i64 rows, matrix;
   Room q, k, v, out, grad_out, grad_q, grad_k, grad_v, lse, row_max, row_sum, delta;
 
@@ -75,6 +83,7 @@ struct Operands {
         kv_heads(number(o, "kv_heads", n.heads)),
         threads(number(o, "threads", 1)),
         causal(number(o, "causal", 0) != 0),
+        dtype(o.count("dtype") != 0 && o.at("dtype") == "bfloat16" ? DType::bf16 : DType::f32),
         rows(n.heads * n.queries),
         matrix(n.heads * n.queries * n.keys),
         q(rows * n.head_dim),
@@ -90,12 +99,13 @@ struct Operands {
         row_sum(rows),
         delta(rows) {
     n.scale = 1 / std::sqrt(n.head_dim);
-    q.draw(1), k.draw(2), v.draw(3), grad_out.draw(4);
+    q.draw(1, dtype), k.draw(2, dtype), v.draw(3, dtype), grad_out.draw(4, dtype);
   }
 
   template <class Call>
   Call call() const {
     Call f;
+    f.dtype = dtype;
     f.batch = 1, f.heads = n.heads, f.kv_heads = kv_heads, f.queries = n.queries, f.keys = n.keys;
     f.head_dim = n.head_dim, f.value_dim = n.value_dim, f.scale = n.scale, f.threads = static_cast<int>(threads);
     f.q = view(q, n.queries, n.head_dim), f.k = view(k, n.keys, n.head_dim), f.v = view(v, n.keys, n.value_dim);
@@ -169,6 +179,9 @@ int run(const Options& options) {
   if (!choose(isa.c_str())) return std::fprintf(stderr, "this processor or build has no %s\n", isa.c_str()), 3;
   if (what != "core" && what != "plain" && what != "nothing" && what != "compare")
     return std::fprintf(stderr, "counted: what=%s is unknown\n", what.c_str()), 2;
+  const bool plain_too = what == "plain" || what == "compare";
+  if (plain_too && text("dtype", "float32") != "float32")
+    return std::fprintf(stderr, "counted: plain attention is in float32\n"), 2;
   if (what == "compare") return compare(options, active());
 
   Operands x(options);
@@ -176,7 +189,7 @@ int run(const Options& options) {
     return std::fprintf(stderr, "counted: plain attention has no groups of heads and no mask\n"), 2;
   Matrices matrices(x.matrix);
   if (backward) {  // what a forward pass would have left; any numbers move the same bytes
-    x.out.draw(5), x.row_max.fill(0), x.row_sum.fill(1);
+    x.out.draw(5, x.dtype), x.row_max.fill(0), x.row_sum.fill(1);
     matrices.p.fill(1.0f / static_cast<float>(x.n.keys));
   }
   const i64 flush = number(options, "flush", 0);

@@ -11,7 +11,7 @@ from random import Random
 from tests.fuzz.case import PLAIN, Case, Layout, Node
 from tests.fuzz.trees import Trees
 
-ISAS = ("avx512_amx", "avx512_bf16", "avx512", "avx2", "neon", "portable")
+ISAS = ("avx512_amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "portable")
 DTYPES = ("float32", "float32", "float32", "bfloat16", "bfloat16", "float16", "float64")
 EDGES = (15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257)
 WIDTHS = (8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 72, 80, 96, 111, 128, 129, 160, 192, 256)

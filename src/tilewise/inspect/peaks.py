@@ -25,7 +25,7 @@ def loop(dtype: str, name: str) -> str:
         dtype: e.g. ``"bfloat16"``.
         name: of the instruction set.
     """
-    return "bf16" if dtype == "bfloat16" and name == "avx512_bf16" else "fma"
+    return "bf16" if dtype == "bfloat16" and name in ("avx512_bf16", "neon_bf16") else "fma"
 
 
 def measure(kind: str, threads: int, clock: Clock) -> float:

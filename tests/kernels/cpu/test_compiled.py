@@ -19,7 +19,7 @@ import tilewise
 from tests.conftest import ROOT
 from tests.contract import assert_same_bits
 from tests.kernels.cpu.dense import as_mask, as_score, needs_compiler
-from tilewise import masks
+from tilewise import doctor, masks
 from tilewise.engine.dispatch import PLANS
 from tilewise.errors import SlowPathWarning
 from tilewise.kernels.cpu import compiled
@@ -50,6 +50,10 @@ def _attend(**keywords: Any) -> Tensor:
 def _said() -> str:
     q = torch.randn(1, 1, 20, 8)
     return str(tilewise.explain(q, q, q, score=SLOPE, backend="cpu"))
+
+
+def test_every_instruction_set_has_its_flags() -> None:
+    assert compiled._ISA_FLAGS.keys() == doctor.FAST.keys()
 
 
 def test_not_asked_for(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

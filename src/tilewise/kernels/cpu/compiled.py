@@ -39,6 +39,7 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "neon_bf16": (),  # no expression multiplies pairs
     "portable": (),
 }
 _LONGEST_SECONDS = 120

@@ -23,6 +23,15 @@ static inline u64 ticks_to_read(const void* const* lines, int count) {
   return __builtin_ia32_rdtsc() - before;
 }
 
+// Of all sequences: with the longest for each, many short ones beside a long one would seem to be far.
+static inline i64 all_keys(const Forward& f) {
+  if (f.cu_k != nullptr) return f.cu_k[f.batch] - f.cu_k[0];
+  if (f.key_lengths == nullptr) return f.batch * f.keys;
+  i64 sum = 0;
+  for (i64 b = 0; b < f.batch; b++) sum += f.key_lengths[b];
+  return sum;
+}
+
 // Whether keys and values seem to be there: they are few enough, and some of them, read against the clock, come at
 // once. The rows looked at lie inside a sequence: its last one may have just been written. They are read twice, so that
 // neither the clock's rate nor what reading it takes matters.
@@ -30,8 +39,8 @@ template <class Mode>
 static bool lie_near(const Forward& f, const SplitTasks& tasks) {
   if (f.fetch >= 0) return f.fetch == 0;
   const i64 size = f.stored == Stored::plain ? sizeof(typename Mode::Elem) : 1;
-  const double keys = static_cast<double>(f.batch * f.kv_heads) * static_cast<double>(f.keys);
-  const double bytes = keys * static_cast<double>((f.head_dim + f.value_dim) * size);
+  const double rows = static_cast<double>(f.kv_heads) * static_cast<double>(all_keys(f));
+  const double bytes = rows * static_cast<double>((f.head_dim + f.value_dim) * size);
   if (bytes > kMostNear) return false;
   const void* lines[8];
   int count = 0;

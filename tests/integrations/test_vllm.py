@@ -219,8 +219,9 @@ def test_before_the_first_step() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(Unsupported, match="kv_cache_dtype='fp8'"):
-        ours.TilewiseImpl(4, 64, 0.2, 2, kv_cache_dtype="fp8")
+    for dtype in ("fp8", "bfloat16"):  # the model's may be another
+        with pytest.raises(Unsupported, match=f"kv_cache_dtype='{dtype}'"):
+            ours.TilewiseImpl(4, 64, 0.2, 2, kv_cache_dtype=dtype)
     impl, out = ours.TilewiseImpl(4, 64, 0.2, 2), torch.ones(3, 4, 64)
     with pytest.raises(Unsupported, match="quantisation"):
         impl.forward(None, out, out, out, out, None, out, output_scale=torch.ones(1))

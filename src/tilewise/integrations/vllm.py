@@ -78,7 +78,7 @@ class TilewiseBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]  # of the model: nothing is converted
 
     @staticmethod
     def get_name() -> str:

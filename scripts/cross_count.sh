@@ -41,7 +41,8 @@ counted() { "$emulator" -cpu max -plugin "$build/count.so" "$build/counted" "$@"
 printf '%-64s %12s %12s %6s\n' "instructions" portable neon_bf16 ratio
 for dtype in bfloat16 float32; do
   for call in "queries=512 keys=512 head_dim=64" "queries=512 keys=512 head_dim=128" \
-    "queries=512 keys=512 head_dim=64 pass=backward" "queries=1 keys=4096 head_dim=128 heads=8 kv_heads=2"; do
+    "queries=512 keys=512 head_dim=64 pass=backward" "queries=512 keys=512 head_dim=128 pass=backward" \
+    "queries=1 keys=4096 head_dim=128 heads=8 kv_heads=2"; do
     each=()
     for isa in portable neon_bf16; do
       # shellcheck disable=SC2086 # a call is words

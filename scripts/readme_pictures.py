@@ -1,22 +1,26 @@
-"""Draw pictures of pages from stored results: python scripts/readme_pictures.py [--check].
+"""Draw pictures of pages: python scripts/readme_pictures.py [--check].
 
 ``docs/speed.svg`` shows how many times faster than torch attention is on one core,
 ``docs/study.svg`` what each choice of the study ``ladder`` does to the loss, by the text that was
-read, and ``docs/key-lists.svg`` the time of a row by the keys that it reads. They follow the
-reader's light or dark theme. With ``--check`` nothing is written, and the exit status is 1 where a
-picture does not show what is stored.
+read, and ``docs/key-lists.svg`` the time of a row by the keys that it reads, all three from stored
+results. ``docs/long-context.svg`` shows what ``tilewise.distributed.forecast`` predicts. They
+follow the reader's light or dark theme. With ``--check`` nothing is written, and the exit status is
+1 where a picture does not show what is stored, or predicted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -32,12 +36,16 @@ from tilelab.common.svg import (
     finish,
     house_style,
     place,
+    spread,
     standalone,
 )
 from tilelab.peers.methods import OURS, over_all_keys
 from tilelab.study.recipes.ladder import EFFECT_BITS_PER_BYTE
 from tilelab.study.report.content import gather
 from tilelab.study.report.ladders import effect_chart
+from tilewise import masks
+from tilewise.chips import CHIPS
+from tilewise.distributed import Forecast, forecast
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
@@ -56,6 +64,8 @@ CASES = {
 }
 DTYPES = ("float32", "bfloat16")
 _WIDTH, _LINE = 680.0, 44.0
+# Of the forecast: ranks, lengths, and the layers of the model.
+RANKS, LENGTHS, LAYERS = (1, 4, 16, 64, 256), (8_000, 64_000, 500_000, 4_000_000, 10_000_000), 32
 
 
 def ratios(stored: Path) -> dict[tuple[str, str], float]:
@@ -140,6 +150,57 @@ def key_lists() -> str:
     return standalone(finish(figure, "lists", f"Time of a row. {'. '.join(told)}"))
 
 
+def _forecast(length: int, ranks: int, schedule: Any) -> Forecast:
+    """A layer of Llama 3 8B in training."""
+    shapes = [(1, heads, length, 128) for heads in (32, 8, 8)]
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    return forecast(
+        q, k, v, mesh=ranks, schedule=schedule, chip="h100", link="infiniband", mask=masks.causal()
+    )
+
+
+def long_context() -> str:
+    """Lines over the ranks: the longest sequence that fits, and the time of a layer."""
+    figure = canvas(_WIDTH, 320)
+    fits, times = place(figure, 52, 48, 398, 34), place(figure, 396, 48, 62, 34)
+    room, told, last = CHIPS["h100"].memory_bytes or 0, [], {}
+    for index, schedule in enumerate(("zigzag", "ulysses", "gather")):
+        held = [_forecast(2**20, each, schedule).memory.peak(LAYERS) for each in RANKS]
+        lengths = [2**20 * room / each for each in held]  # what is held grows with the length
+        fits.plot(RANKS, lengths, color=arm_colour(index + 1), marker="o", zorder=4)
+        last[schedule] = math.log10(lengths[-1])
+        each = zip(RANKS, lengths, strict=True)
+        told.append(f"{schedule} " + ", ".join(f"{on}: {tokens(fit)}" for on, fit in each))
+    labels = zip(last, spread(list(last.values()), 0.19, 4, 8), strict=True)
+    for index, (name, at) in enumerate(labels):
+        beside(fits, (RANKS[-1], 10**at), name, colour=arm_colour(index + 1))
+    for index, length in enumerate(LENGTHS):
+        seconds = [_forecast(length, each, "zigzag").seconds for each in RANKS]
+        times.plot(RANKS, seconds, color=arm_colour(index + 1), marker="o", zorder=4)
+        beside(times, (RANKS[-1], seconds[-1]), tokens(length))
+        each = zip(RANKS, seconds, strict=True)
+        told.append(f"{tokens(length)} " + ", ".join(f"{on}: {took:.3g} s" for on, took in each))
+    titles = ("longest sequence that fits", "time of a layer, forward and backward")
+    for axes, title in zip((fits, times), titles, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(RANKS, [str(each) for each in RANKS])
+        axes.set_xlabel("ranks", color=SOFT, labelpad=7)
+        axes.set_title(title, color=INK, loc="left", fontsize=12.5)
+    fits.yaxis.set_major_formatter(lambda value, _: tokens(value))
+    times.yaxis.set_major_formatter(lambda value, _: f"{value:g} s")
+    summary = f"{titles[0].capitalize()}, by ranks: {'; '.join(told[:3])}. Time of a layer: "
+    return standalone(finish(figure, "context", summary + "; ".join(told[3:])))
+
+
+def tokens(count: float) -> str:
+    """8192 -> "8k", 10_000_000 -> "10M": two digits."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if count >= 0.95 * size:
+            return f"{float(f'{count / size:.2g}'):g}{unit}"
+    return f"{count:.2g}"
+
+
 def label(picture: str) -> str:
     """What a picture says to those who do not see it: every number in it."""
     found = re.search(r'aria-label="([^"]*)"', picture)
@@ -153,6 +214,7 @@ def main(arguments: list[str]) -> int:
             ROOT / "docs/speed.svg": speed(),
             ROOT / "docs/study.svg": study(),
             ROOT / "docs/key-lists.svg": key_lists(),
+            ROOT / "docs/long-context.svg": long_context(),
         }
     if arguments == ["--check"]:
         old = [

@@ -3,7 +3,7 @@
 
 Copies ``study.json`` and ``report.md`` (without ``--out FOLDER`` in their command, a place of one
 machine), ``floors.json`` where there is one, and every record; the records go into one
-``records.tar.gz`` whose bytes depend on them alone. Records of more than 1,000 steps are condensed:
+``records.tar.gz`` whose bytes depend on them alone. Records of more than 300 steps are condensed:
 a line stands for 32 steps. Checkpoints, the HTML page and the index stay behind. To have the page
 again, or to go on with the study on another machine: unpack the archive beside ``study.json``, in
 the folder that the study would have.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tilelab.study.records.events import condensed
 
-MOST_STEPS = 1000  # of a record that is stored as it is
+MOST_STEPS = 300  # of a record that is stored as it is
 FOLDER = re.compile(r""" --out[ =]('[^']*'|\S+)""")  # as a shell quotes it
 
 

@@ -1,19 +1,34 @@
 """The case table that the tests share, and a strategy that draws more cases.
 
-The type of a case and the table are the lab's (``tilelab.cases``), which checks, compiles, tunes
-and measures the same. ``inputs.build`` makes the tensors of a case and ``oracle.py`` runs it.
+The type of a case, the table and the tensors are the lab's (``tilelab.cases``), which checks,
+compiles, tunes and measures the same. ``build`` makes the tensors of a case and ``oracle.py`` runs
+it; ``drawn`` makes tensors without a case.
 """
 
 from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tilelab.cases.case import Case
+from tilelab.cases.inputs import Inputs, build
 from tilelab.cases.table import rows
 from tilelab.cases.variants import MASKS, SCORES
 
-__all__ = ["FLOATS", "LAYOUTS", "LENGTHS", "TABLE", "WIDTHS", "Case", "cases", "mask_words"]
+__all__ = [
+    "FLOATS",
+    "LAYOUTS",
+    "LENGTHS",
+    "TABLE",
+    "WIDTHS",
+    "Case",
+    "Inputs",
+    "build",
+    "cases",
+    "drawn",
+    "mask_words",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "bshd", "strided", "expanded", "sliced")
@@ -21,6 +36,11 @@ LAYOUTS = ("contiguous", "bshd", "strided", "expanded", "sliced")
 TABLE = rows("tests")
 WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256, 512)
 LENGTHS = (0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 129, 191, 200, 257)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers, the same ones for the same shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @st.composite

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,7 +36,11 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=True,
     # ``isa`` is set up for each test function and not for each drawn example: what we want.
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    # How long drawing takes says how loaded or how emulated a machine is: no deadline there either.
+    suppress_health_check=[
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
 )
 hypothesis.settings.load_profile("tilewise")
 
@@ -46,6 +52,18 @@ def available_isas() -> list[str]:
     except ImportError:
         return [NO_CORE]
     return list(core.isa_available())
+
+
+def ran(
+    *command: object, status: int = 0, timeout: float | None = 300, **given: Any
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, run to its end, which must be this status."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=timeout, **given
+    )
+    assert done.returncode == status, f"{words}:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    return done
 
 
 @pytest.fixture(scope="session", autouse=True)

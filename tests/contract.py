@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ from torch import Tensor
 
 from tilelab.common.exactness import LongArray, as_long, judge
 
-__all__ = ["InexactError", "LongArray", "as_long", "assert_exact", "assert_same_bits"]
+__all__ = [
+    "InexactError",
+    "LongArray",
+    "as_long",
+    "assert_all_exact",
+    "assert_all_same_bits",
+    "assert_exact",
+    "assert_same_bits",
+]
 
 
 class InexactError(AssertionError):
@@ -56,6 +65,18 @@ def assert_exact(
     )
 
 
+def assert_all_exact(
+    actual: Iterable[Tensor],
+    plain: Iterable[Tensor],
+    oracle: Iterable[Any],
+    names: Iterable[str],
+    of: str = "",
+) -> None:
+    """Assert the contract for several outputs, as many as there are names; ``of`` precedes each."""
+    for one, two, three, name in zip(actual, plain, oracle, names, strict=True):
+        assert_exact(one, two, three, of + name)
+
+
 def _first_special(got: LongArray, truth: LongArray) -> tuple[int, ...]:
     """Return the first place where one is NaN or infinite and the other is not the same."""
     same = (got == truth) | (np.isnan(got) & np.isnan(truth))
@@ -75,3 +96,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor, name: str) -> None:
         f"{name}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: "
         f"{actual[where].item()!r} and {expected[where].item()!r}"
     )
+
+
+def assert_all_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor], name: str) -> None:
+    """Assert that the tensors of two results, as many of both, hold the same bits."""
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_same_bits(one, other, f"{name}, tensor {index}")

@@ -6,16 +6,19 @@ aarch64), which torch cannot offer. Small sizes only: numpy multiplies long doub
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tests import extended_expressions
 from tilewise.inspect.calls import Block, Part, keep_mask, parts, visible
 from tilewise.problem import Operands, Problem
-from tilewise.variants.program import EXPR
+from tilewise.variants.derive import differentiate
+from tilewise.variants.expr import LEAVES, Expr, Node, decode, kinds
+from tilewise.variants.operations import OPS
+from tilewise.variants.program import EXPR, Instr
 
 Array = npt.NDArray[np.longdouble]
 
@@ -187,7 +190,7 @@ class _Forward:
                 ] * (distance)
             elif instr.op == EXPR:
                 self.saved.append(scores)
-                scores = extended_expressions.scored(instr, operands.score_tensors, scores, block)
+                scores = _expression_scored(instr, operands.score_tensors, scores, block)
             else:
                 scores = scores + _long(operands.score_tensors[instr.slots[0]])
         seen = visible(problem.mask, operands.mask_tensors, block, operands.q.device)
@@ -228,7 +231,7 @@ class _Forward:
             elif instr.op == "bias":
                 scores[instr.slots[0]] += _sum_to(ds, scores[instr.slots[0]].shape)
             elif instr.op == EXPR:
-                ds = extended_expressions.gradient(
+                ds = _expression_gradient(
                     instr, operands.score_tensors, saved.pop(), ds, self.block, scores
                 )
         ds = ds * self.scale
@@ -248,3 +251,117 @@ class _Forward:
         batch, heads, length, width = array.shape
         grouped = array.reshape(batch, heads // self.group, self.group, length, width)
         return np.asarray(grouped.sum(axis=2), dtype=np.longdouble)
+
+
+# ---- Expressions in extended precision, on all pairs of a part, with their gradients.
+
+
+Values = npt.NDArray[Any]
+
+
+def _expression_scored(instr: Instr, tensors: Sequence[Tensor], s: Values, block: Block) -> Values:
+    """Return scores ``[B, Hq, M, N]`` after the expression; those of hidden pairs may be NaN."""
+    expr = decode(str(instr.params[0]))
+    return np.broadcast_to(_evaluated(expr, instr, tensors, s, block)[0], s.shape)
+
+
+def _expression_gradient(
+    instr: Instr,
+    tensors: Sequence[Tensor],
+    s: Values,
+    grad: Values,
+    block: Block,
+    totals: Sequence[Values],
+) -> Values:
+    """Return the gradient before the expression; add those of captured tensors to ``totals``."""
+    derivative = differentiate(decode(str(instr.params[0])))
+    nodes, outputs = derivative.expr
+    places = [place for load in derivative.loads for place in nodes[load].args]
+    found = _evaluated(Expr(nodes, (*outputs[1:], *places)), instr, tensors, s, block)
+    by_s, *rest = [np.broadcast_to(value, s.shape) for value in found]
+    by_loads, indices = rest[: len(derivative.loads)], iter(rest[len(derivative.loads) :])
+    with np.errstate(all="ignore"):
+        for load, by_load in zip(derivative.loads, by_loads, strict=True):
+            slot = nodes[load].value
+            assert isinstance(slot, int)
+            total = totals[instr.slots[slot]]
+            at = [next(indices) for _ in nodes[load].args]
+            share = np.where(grad == 0, 0, grad * by_load)
+            if not at:
+                total += share.sum()
+            elif total.size:
+                np.add.at(total, _clamped(at, total.shape), share)
+        return np.where(grad == 0, grad, grad * by_s)
+
+
+def _evaluated(
+    expr: Expr, instr: Instr, tensors: Sequence[Tensor], s: Values, block: Block
+) -> list[Values]:
+    spans = {"b": block.batches, "h": block.heads, "m": block.queries, "n": block.keys}
+    leaves: dict[str, Values] = {
+        name: np.arange(span.start, span.stop).reshape([-1] + [1] * (3 - dim))
+        for dim, (name, span) in enumerate(spans.items())
+    }
+    leaves |= {"s": s, "M": np.asarray(block.total_queries), "N": np.asarray(block.total_keys)}
+    loads = [tensors[slot].detach() for slot in instr.slots]
+    arrays = [
+        load.double().numpy().astype(np.longdouble) if load.is_floating_point() else load.numpy()
+        for load in loads
+    ]
+    types = {"bool": np.bool_, "int": np.int64, "float": np.longdouble}
+    values: list[Values] = []
+    with np.errstate(all="ignore"):
+        for node, kind in zip(expr.nodes, kinds(expr), strict=True):
+            args = [values[arg] for arg in node.args]
+            if node.op in LEAVES:
+                values.append(leaves[node.op])
+            elif node.op.startswith("const_"):
+                values.append(np.asarray(node.value, dtype=types[kind]))
+            elif node.op.startswith("load_"):
+                values.append(_load(node, arrays, args).astype(types[kind]))
+            elif node.op in ("to_float", "to_int"):
+                values.append(args[0].astype(types[kind]))
+            else:
+                values.append(np.asarray(_function(node.op)(*args)))
+    return [values[output] for output in expr.outputs]
+
+
+def _load(node: Node, arrays: Sequence[Values], indices: Sequence[Values]) -> Values:
+    assert isinstance(node.value, int)
+    array = arrays[node.value]
+    if array.size == 0:
+        return np.zeros(np.broadcast_shapes(*[index.shape for index in indices]))
+    return np.asarray(array[_clamped(indices, array.shape)])
+
+
+def _clamped(indices: Sequence[Values], shape: tuple[int, ...]) -> tuple[Values, ...]:
+    return tuple([np.clip(index, 0, size - 1) for index, size in zip(indices, shape, strict=True)])
+
+
+def _safe(divide: Callable[[Values, Values], Values]) -> Callable[[Values, Values], Values]:
+    """Integers divided by 0 may give anything, but numpy warns."""
+
+    def divided(a: Values, b: Values) -> Values:
+        return divide(a, np.where(b == 0, 1, b) if b.dtype.kind == "i" else b)
+
+    return divided
+
+
+# What numpy does not know by a name that torch has for it too.
+_OWN: dict[str, Callable[..., Values]] = {
+    "floordiv": _safe(np.floor_divide),
+    "mod": _safe(np.remainder),
+    "eq": np.equal,
+    "pow": np.power,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "shl": lambda a, b: np.left_shift(a, np.clip(b, 0, 63)),
+    "shr": lambda a, b: np.right_shift(a, np.clip(b, 0, 63)),
+    "where": np.where,
+}
+
+
+def _function(op: str) -> Callable[..., Values]:
+    names = OPS[op].names or (op,)
+    own = _OWN.get(op)
+    return own or next(getattr(np, name) for name in names if hasattr(np, name))

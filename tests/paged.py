@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.inputs import Inputs
+from tests.cases import Inputs
 
 # What a block table says where a sequence has no keys: nobody may look.
 NOBODY = (-1, 2**31 - 1, -(2**31))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ran
 
 only_linux = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc/self/status"
@@ -36,13 +35,6 @@ def _status_mib(field: str) -> float:
 def printed(code: str, *words: object) -> list[list[str]]:
     """The words of each line that a program prints, run with these arguments."""
     # What one call frees must go back to the system, or the next one would seem to take nothing.
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = ran(sys.executable, "-c", code, *words, timeout=None, cwd=ROOT, env=environment)
     return [line.split() for line in done.stdout.splitlines()]

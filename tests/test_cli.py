@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tests.conftest import NO_CORE, available_isas
+from tests.conftest import NO_CORE, available_isas, ran
 from tilewise import cli, doctor
 from tilewise.commands import plugins
 from tilewise.doctor import Check, examine, openmp_runtimes, report
@@ -52,8 +52,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_package_is_the_command() -> None:
-    ran = [sys.executable, "-m", "tilewise", "--version"]
-    found = subprocess.run(ran, capture_output=True, text=True, check=True)
+    found = ran(sys.executable, "-m", "tilewise", "--version")
     assert found.stdout == f"tilewise {tilewise.__version__}\n"
 
 
@@ -103,10 +102,7 @@ sys.argv = [sys.argv[1], "study", "list"]
 from tilewise.cli import main
 sys.exit(main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "/somewhere/bin/tilewise"], capture_output=True, text=True
-    )
-    assert done.returncode == 130
+    done = ran(sys.executable, "-c", code, "/somewhere/bin/tilewise", status=130)
     assert done.stdout + done.stderr == ""
     # A program of another name keeps Python's way.
     other = subprocess.run(
@@ -221,7 +217,7 @@ def test_bash_completes(completions: dict[str, str], typed: list[str], offered: 
         f"{completions['bash']}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed)}; _tilewise; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    done = ran("bash", "-c", program)
     assert sorted(done.stdout.split()) == offered
 
 
@@ -244,10 +240,8 @@ def test_zsh_takes_the_script_before_and_after_its_own(
     script.write_text(completions["zsh"])
     for before in ("", "autoload -U compinit && compinit -i; "):
         program = f"{before}source {script} && print -- $_comps[tilewise]"
-        command = ["zsh", "-f", "-c", program]
-        settings = os.environ | {"ZDOTDIR": str(tmp_path)}
-        done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        done = ran("zsh", "-f", "-c", program, env=os.environ | {"ZDOTDIR": str(tmp_path)})
+        assert done.stderr == ""
         assert "_tilewise" in done.stdout
 
 
@@ -263,10 +257,8 @@ def test_completion_without_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_instruction_set_is_an_error() -> None:
     if available_isas() == [NO_CORE]:
         pytest.skip("the compiled core is not built: ./run setup says why")
-    run = [sys.executable, "-m", "tilewise", "doctor"]
     environment = os.environ | {"TILEWISE_ISA": "mmx"}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    done = ran(sys.executable, "-m", "tilewise", "doctor", status=1, env=environment)
     assert "TILEWISE_ISA" in done.stderr
     assert "'mmx'" in done.stderr
     assert all(isa in done.stderr for isa in available_isas())
@@ -319,6 +311,5 @@ def test_one_openmp_runtime_after_a_call() -> None:
         "torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
         "print(len(openmp_runtimes()))\n"
     )
-    run = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
+    done = ran(sys.executable, "-W", "ignore", "-c", code)
     assert done.stdout.strip() == "1"

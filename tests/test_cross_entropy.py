@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
 from tests.peak import only_linux, printed
 from tilewise import cross_entropy as module
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.kernels.cross_entropy import InTorch
+from tilewise.kernels.cross_entropy import InTorch, Rows
 
 TOKENS, WIDTH, WORDS = 75, 24, 523  # no multiple of any block or vector
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -127,8 +127,7 @@ def test_weights_in_float32_beside_hidden_states_in_16_bits(dtype: torch.dtype) 
     mine = with_gradients(found, leaves)
     assert [each.dtype for each in mine[1:]] == [dtype, torch.float32, torch.float32]
     names = ("loss", "grad hidden", "grad weight", "grad bias")
-    for what, got, near, true in zip(names, mine, naive, truth, strict=True):
-        assert_exact(got, near, true, what)
+    assert_all_exact(mine, naive, truth, names)
 
 
 @pytest.mark.usefixtures("small_blocks", "kernel")
@@ -161,13 +160,13 @@ def test_so_many_tokens_a_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     class Seen(InTorch):
         in_place = True
 
-        def close(self, logits: Tensor, *rest: Any) -> Any:
-            sizes.append(logits.numel())
-            return super().close(logits, *rest)
+        def close(self, rows: Rows) -> Any:
+            sizes.append(rows.logits.numel())
+            return super().close(rows)
 
-        def differentiate(self, logits: Tensor, *rest: Any) -> Any:
-            sizes.append(logits.numel())
-            return super().differentiate(logits, *rest)
+        def differentiate(self, rows: Rows, *rest: Any) -> Any:
+            sizes.append(rows.logits.numel())
+            return super().differentiate(rows, *rest)
 
     monkeypatch.setattr(module, "_kernel", lambda _: Seen())
     (hidden, weight, _), targets, _ = operands(dtype)
@@ -279,14 +278,12 @@ def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -
         )
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for eager, traced in zip(
-        with_gradients(call(*leaves), leaves),
+    torch.testing.assert_close(
         with_gradients(compiled(*leaves), leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(
-            traced, eager, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
-        )
+        with_gradients(call(*leaves), leaves),
+        rtol=1e-2 if dtype == torch.bfloat16 else 1e-6,
+        atol=1e-6,
+    )
 
 
 def test_the_op_is_well_formed() -> None:
@@ -303,8 +300,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
         with_gradients(tilewise.linear_cross_entropy(hidden, weight, targets, bias), leaves)
         for _ in range(2)
     )
-    for a, b in zip(first, second, strict=True):
-        assert_same_bits(a, b, "a result")
+    assert_all_same_bits(first, second, "a result")
 
 
 MEMORY = """

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
+import statistics
 import sys
+from importlib import import_module
 
 import pytest
+
+from tests.conftest import ran
 
 # Steps in one fresh process, each with what its expression is then.
 STEPS: dict[str, tuple[str, str, str]] = {
@@ -17,6 +21,13 @@ STEPS: dict[str, tuple[str, str, str]] = {
         "import tilewise",
         "[name for name in sys.modules if name.startswith('tilewise.compat')]",
         "[]",
+    ),
+    "nor the layers, of which graphs that were exported elsewhere may have the ops": (
+        "ops = ['attention', 'attention_backward', 'attention_lists', 'attention_lists_backward', "
+        "'attention_paged', 'head_rows', 'head_rows_backward', 'linear_cross_entropy', 'top_keys']",
+        "[name for name in sys.modules if name.startswith(('tilewise.nn', 'tilewise.serving'))], "
+        "[name for name in ops if not hasattr(torch.ops.tilewise, name)]",
+        "([], [])",
     ),
     # A collection of torch's objects takes longer than the imports.
     "nor collects": (
@@ -49,6 +60,13 @@ STEPS: dict[str, tuple[str, str, str]] = {
         "{'transformers', 'timm'} & sys.modules.keys()",
         "set()",
     ),
+    "layers and caches are attributes": (
+        "listed = {'nn', 'serving', 'attention'} <= set(dir(tilewise))\n"
+        "layer, cache = tilewise.nn.Attention, tilewise.serving.KVCache\n"
+        "from tilewise import nn, serving",
+        "listed, layer is nn.Attention, cache is serving.KVCache",
+        "(True, True, True)",
+    ),
     "the switch switches nothing": (
         "import tilewise.compat.sdpa, tilewise.compat.flex_attention",
         "torch.nn.functional.scaled_dot_product_attention is sdpa, "
@@ -74,9 +92,7 @@ def said() -> dict[str, str]:
         "except Exception as error:\n    print(repr(error))\n"
         for code, expression, _ in STEPS.values()
     )
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-W", "error", "-c", program)
     return dict(zip(STEPS, done.stdout.splitlines(), strict=True))
 
 
@@ -85,3 +101,53 @@ def test_importing(name: str, said: dict[str, str]) -> None:
     if name == "flash_attn is not installed" and importlib.util.find_spec("flash_attn"):
         pytest.skip("it is, and not by tilewise")
     assert said[name] == STEPS[name][2]
+
+
+# The goal: what ``import tilewise`` may add to ``import torch``, in milliseconds of processor time.
+# It holds where torch takes 0.9 s or less; where torch takes longer, so may tilewise.
+ADDED_MS = 60
+OF_TORCH = 1 / 15
+
+
+@pytest.mark.thorough
+def test_importing_takes_little_time() -> None:
+    """The median of fresh processes; the first one may compile Python files and does not count."""
+    program = (
+        "from time import process_time as now\n"
+        "start = now(); import torch; middle = now(); import tilewise; end = now()\n"
+        "print(1000 * (middle - start), 1000 * (end - middle))"
+    )
+    found = []
+    for _ in range(12):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        said = ran(sys.executable, "-c", program, env=environment)
+        found.append([float(each) for each in said.stdout.split()])
+    torch_ms, added_ms = map(statistics.median, zip(*found[1:], strict=True))
+    assert added_ms <= max(ADDED_MS, OF_TORCH * torch_ms), found
+
+
+# ---- The lab's old name: modules that studies of one's own import from ``tilewise.lab``.
+
+
+NAMES = {
+    "tilewise.lab.study.config": "tilelab.study.ask.config",
+    "tilewise.lab.study.recipes.arms": "tilelab.study.recipes.arms",
+    "tilewise.lab.study.track.tracker": "tilelab.study.track.tracker",
+    "tilewise.lab.models.gpt2": "tilelab.models.gpt2",
+}
+
+
+@pytest.mark.parametrize("old", NAMES)
+def test_an_old_name_warns_and_is_the_same_module(old: str) -> None:
+    new = import_module(NAMES[old])
+    spec = new.__spec__
+    for name in [each for each in sys.modules if each.startswith("tilewise.lab.")]:
+        del sys.modules[name]
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {NAMES[old]}"):
+        assert import_module(old) is new
+    assert new.__spec__ is spec
+
+
+def test_a_name_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"tilewise\.lab\.nothing"):
+        import_module("tilewise.lab.nothing")

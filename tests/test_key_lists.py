@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
 from tests.kernels.targets import TARGETS, Target, forced
 from tests.peak import only_linux, printed
 from tests.plain import attend
 from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
 from tilewise import KeyBlocks, masks, scores
+from tilewise.engine.key_lists import listed
+from tilewise.engine.shared_lists import rows_together
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
 SIZES = Sizes()  # 2 batch items, 4 heads (of keys: 2), 37 queries, 53 keys
@@ -23,11 +25,20 @@ LISTED = 11
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
-def lists_of(sizes: Sizes, heads: int, many: int = LISTED, seed: int = 0) -> Tensor:
-    """Random lists [B, heads, M, K] in random order, with repeats, holes and one that is empty."""
+def lists_of(
+    sizes: Sizes, heads: int, many: int = LISTED, seed: int = 0, alike: bool = False
+) -> Tensor:
+    """Random lists [B, heads, M, K] in random order, with repeats, holes and one that is empty.
+
+    Args:
+        alike: whether rows read what the row before them read, but for one key in every third row:
+            neighbours then share their lists (``engine/shared_lists.py``).
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (sizes.batch, heads, sizes.queries, many)
     found = torch.randint(-1, max(sizes.keys, 1), shape, generator=generator)
+    for row in range(1, sizes.queries if alike else 0):
+        found[:, :, row, row % 3 == 0 :] = found[:, :, row - 1, row % 3 == 0 :]
     if found.numel():
         found[0, 0, 0] = -1
     return found if sizes.keys else torch.full_like(found, -1)
@@ -65,10 +76,14 @@ class Listed(Call):
         return {**super().keywords(backend), "keys": self.lists}
 
 
+alike = pytest.mark.parametrize("alike", [False, True], ids=["apart", "alike"])
+
+
+@alike
 @pytest.mark.parametrize("variant", CATALOGUE, ids=str)
-def test_every_variant_is_plain_torch(variant: Variant) -> None:
+def test_every_variant_is_plain_torch(variant: Variant, alike: bool) -> None:
     """Output, lse and every gradient, over lists of each key head."""
-    call = Listed(variant, lists_of(SIZES, 2))
+    call = Listed(variant, lists_of(SIZES, 2, alike=alike))
     assert_all_close(call.run("cpu"), call.plain())
 
 
@@ -89,11 +104,68 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@alike
+def test_neighbours_share_what_they_all_read(heads: int, alike: bool) -> None:
+    """The tests of lists that are alike are of shared ones, and others are left alone."""
+    lists = lists_of(SIZES, heads, alike=alike)
+    flat = KeyBlocks(lists, 1)
+    lengths = torch.full((SIZES.batch * SIZES.queries,), SIZES.keys)
+    sets = listed(flat, lengths).indices.view(SIZES.batch, SIZES.queries, heads, -1)
+    rows = rows_together(sets, torch.full((SIZES.batch,), SIZES.keys), 2)
+    assert rows == [8 if alike else 1] * SIZES.batch
+
+
+def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
+    """Neighbours share by the lists of their own item: one row, 4 or 16 to a list, wide or not."""
+    few, many = Sizes(1, 4, 40, 300), 60
+    sizes = few._replace(batch=5)
+    apart, near, other = (
+        lists_of(few, 1, many, seed, alike=alike) for seed, alike in enumerate((False, True, False))
+    )
+    other = other[:, :, ::4].repeat_interleave(4, dim=2)
+    same = near[:, :, 1:2].expand_as(near)
+    lists = torch.cat([near, apart, same, other, torch.full_like(near, -1)])
+    flat = torch.full((sizes.batch * sizes.queries,), sizes.keys)
+    sets = listed(KeyBlocks(lists, 1), flat).indices.view(5, few.queries, 1, -1)
+    rows = rows_together(sets, torch.full((5,), sizes.keys), 2)
+    assert len(set(rows)) > 2, f"all items share alike: {rows}"
+    leaves = _leaves(torch.float32, sizes)
+
+    def of(leaves: tuple[Tensor, ...], lists: Tensor) -> list[Tensor]:
+        given: dict[str, Any] = {"return_lse": True, "return_stats": "top1"}
+        out, lse, stats = tilewise.attention(*leaves, keys=lists, **given)
+        grads = torch.autograd.grad(out.square().sum() + stats.entropy.sum(), leaves)
+        return [out, lse, stats.max_logit, stats.entropy, stats.top1, *grads]
+
+    together = of(leaves, lists)
+    for item in range(sizes.batch):
+        one = slice(item, item + 1)
+        alone = of(tuple(x[one].detach().requires_grad_() for x in leaves), lists[one])
+        for number, (mine, all_of_them) in enumerate(zip(alone, together, strict=True)):
+            assert_same_bits(mine, all_of_them[one], f"item {item}, result {number}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_no_choice(dtype: torch.dtype) -> None:
+    """The groups that are looked at are counted in whole numbers: bfloat16 rounds 999 to 1000."""
+    sets = lists_of(Sizes(1, 4, 16, 64), 1, 8, alike=True).sort(-1).values
+    sets = torch.where(sets < 0, 64, sets).transpose(1, 2).int().repeat(1, 1000, 1, 1)
+    limits = torch.tensor([64])
+    due = rows_together(sets, limits, 2)
+    torch.set_default_dtype(dtype)
+    try:
+        assert rows_together(sets, limits, 2) == due
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_built_in_masks_and_scores(name: str, heads: int) -> None:
+@alike
+def test_built_in_masks_and_scores(name: str, heads: int, alike: bool) -> None:
     """Against the same call with the lists as a mask."""
-    lists = lists_of(SIZES, heads)
+    lists = lists_of(SIZES, heads, alike=alike)
     q, k, v = _leaves(torch.float64)
     given = {"return_stats": "top1", "return_lse": True, **BUILT_IN[name]}
     got = _results(tilewise.attention(q, k, v, keys=lists, **given), (q, k, v))
@@ -140,9 +212,10 @@ def _results(found: Any, leaves: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_2x_rule(target: Target, dtype: torch.dtype) -> None:
+@alike
+def test_the_2x_rule(target: Target, dtype: torch.dtype, alike: bool) -> None:
     """Against plain torch in the dtype, gradients with it; sinks too."""
-    lists = lists_of(SIZES, 2)
+    lists = lists_of(SIZES, 2, alike=alike)
     leaves = _leaves(dtype)
     sinks = torch.tensor([0.5, -2.0, 3.0, -math.inf], requires_grad=True)
     mask = both(seen_by(lists, SIZES.keys), lambda b, h, m, n: n <= m + 16)
@@ -183,11 +256,12 @@ def test_sizes(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("query_block", [1, 8])
-def test_blocks_of_keys(query_block: int) -> None:
+@alike
+def test_blocks_of_keys(query_block: int, alike: bool) -> None:
     """Blocks, of which the last is shorter, and rows that share them, of which some lack."""
     sizes, block = SIZES, 6
     groups = -(-sizes.queries // query_block)
-    lists = lists_of(Sizes(2, 4, groups, -(-sizes.keys // block)), 2, 4)
+    lists = lists_of(Sizes(2, 4, groups, -(-sizes.keys // block)), 2, 4, alike=alike)
     rows = lists.repeat_interleave(query_block, dim=2)[:, :, : sizes.queries]
     seen = seen_by(rows, -(-sizes.keys // block)).repeat_interleave(block, -1)[..., : sizes.keys]
     leaves = _leaves(torch.float64)
@@ -231,10 +305,11 @@ def test_packed_sequences() -> None:
     assert_all_close(_results(got, leaves), _results(due, leaves))
 
 
-def test_pages() -> None:
+@alike
+def test_pages(alike: bool) -> None:
     """Keys that lie in pages, forward."""
     q, k, v = (x.detach() for x in _leaves(torch.float32))
-    lists = lists_of(SIZES, 2)
+    lists = lists_of(SIZES, 2, alike=alike)
     lengths = torch.tensor([53, 53])
     table = torch.randperm(28).view(2, 14)
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 3)).unflatten(2, (14, 4)) for x in (k, v)]
@@ -248,20 +323,17 @@ def test_pages() -> None:
     assert_same_bits(got.lse, due.lse, "lse")
 
 
-def test_order_repeats_and_threads() -> None:
+@alike
+def test_order_repeats_and_threads(alike: bool) -> None:
     """A list is a set. Threads change no bit: gradients are added up in the order of rows."""
-    lists = lists_of(SIZES, 1, 20)
+    lists = lists_of(SIZES, 1, 20, alike=alike)
     shuffled = torch.cat([lists, lists[..., :7]], dim=-1)[..., torch.randperm(27)]
     found = []
     for keys, threads in ((lists, 1), (shuffled, 1), (lists.int(), 2)):
         leaves = _leaves(torch.float32)
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            result = tilewise.attention(*leaves, keys=keys, return_lse=True)
-            found.append(_results(result, leaves))
-        finally:
-            torch.set_num_threads(before)
+        result = tilewise.attention(*leaves, keys=keys, return_lse=True)
+        found.append(_results(result, leaves))
     for other in found[1:]:
         for name, tensor in other.items():
             torch.testing.assert_close(tensor, found[0][name], rtol=1e-5, atol=1e-6)
@@ -269,12 +341,13 @@ def test_order_repeats_and_threads() -> None:
         assert_same_bits(tensor, found[0][name], name)
 
 
-def test_odd_memory() -> None:
+@alike
+def test_odd_memory(alike: bool) -> None:
     """Views: heads inside, a fused qkv, values that are a part of the keys, one key for all."""
     fused = torch.randn(2, 53, 3, 2, 8, dtype=torch.float64)
     q = torch.randn(2, 37, 4, 8, dtype=torch.float64).transpose(1, 2)
     k, v = fused[:, :, 1].transpose(1, 2), fused[:, :, 1, :, :5].transpose(1, 2)
-    lists = lists_of(SIZES, 1)
+    lists = lists_of(SIZES, 1, alike=alike)
     for keys, values in ((k, v), (k[:1].expand(2, -1, -1, -1), v), (k[..., ::2], v)):
         queries = q[..., : keys.shape[-1]]
         got = tilewise.attention(queries, keys, values, keys=lists)
@@ -285,9 +358,10 @@ def test_odd_memory() -> None:
         assert got.stride() == tilewise.attention(queries, keys, values).stride()
 
 
-def test_compiled() -> None:
+@alike
+def test_compiled(alike: bool) -> None:
     """One graph, forward and backward, equal to the eager call."""
-    lists = lists_of(SIZES, 1)
+    lists = lists_of(SIZES, 1, alike=alike)
 
     def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor) -> Tensor:
         score = scores.bias(bias)
@@ -299,8 +373,7 @@ def test_compiled() -> None:
     for call in (loss, compiled):
         out = call(*leaves, lists)
         found.append((out, *torch.autograd.grad(out.sum(), leaves)))
-    for eager, traced in zip(*found, strict=True):
-        assert_same_bits(traced, eager, "compiled")
+    assert_all_same_bits(found[1], found[0], "compiled")
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -375,6 +448,8 @@ def test_explained_bytes_follow_the_lists() -> None:
         found = tilewise.explain(q, k, k, keys=lists)
         assert found.account is not None
         assert f"64 of {listed} keys, each for 4 rows of a key head" in str(found)
+        assert "up to 16 neighbours whose lists name mostly the same keys" in str(found)
+        assert "copies keys and values of a few lists at a time, for a core's cache" in str(found)
         named = "copy" if backward else "lists"
         ours = (found.account.backward if backward else found.account.forward).ours
         return next(each for each in ours.passes if each.name == named).bytes

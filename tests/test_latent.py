@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tilewise
+from tests.cases import drawn
 from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import drawn
 from tests.kernels.targets import CPU_TARGETS, Target, forced
 from tests.plain import attend
 from tilewise import masks
@@ -95,8 +95,7 @@ def test_listed_latents() -> None:
         values = latent[..., :VALUES]
         out = tilewise.attention(q, latent, values, keys=keys, mask=mask, scale=SCALE)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, latent))))
-    for got, due in zip(*found, strict=True):
-        torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_wider_keys_are_refused() -> None:

@@ -12,16 +12,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise
-from tests.cases import Case
+from tests.cases import Case, Inputs, build
 from tests.contract import assert_same_bits
 from tests.extended import extended
-from tests.inputs import Inputs, build
 from tests.paged import Paged, in_pages, sequences_of
 from tests.plain import attend
 from tilelab.cases.dense import dense
 from tilewise import BlockMask, masks, scores
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.problem import Operands
+from tilewise.problem import START, Operands
 from tilewise.reference import tiled
 from tilewise.validation import check_page_tensors, paged_problem
 from tilewise.variants.float8 import FLOAT8
@@ -68,7 +67,7 @@ def test_the_oracles_read_pages_too(packed: bool) -> None:
     q, cu = (q.transpose(1, 2).flatten(0, 1), 5 * torch.arange(4)) if packed else (q, None)
     none: dict[str, Any] = {"mask": (), "score": (), "scale": None, "sinks": None}
     problem = paged_problem(q, *paged, cu, **none)
-    operands = Operands(q, *paged[:2], (), (), None, cu, None, 0, *paged[2:])
+    operands = Operands(q, *paged[:2], (), (), None, cu, None, 0, START, *paged[2:])
     expected = tiled.forward(problem, operands, "top1")
     plain, wide = dense(problem, operands), extended(problem, operands)
     for name in ("out", "lse", "max_logit", "entropy", "top_key"):

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from tests.conftest import ran
 from tilewise import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +43,7 @@ GIVEN = {
 # Blocks that another test runs, with more around them.
 ELSEWHERE = {
     ("docs/model-libraries.md", 3): "tests/integrations/test_diffusers_processor.py",
+    ("docs/model-libraries.md", 4): "tests/integrations/test_diffusers_context.py",
     ("docs/studies.md", 0): "tests/lab/study/test_studies_page.py",
     ("docs/studies.md", 3): "tests/lab/study/test_studies_page.py",
     ("docs/variants.md", 3): "tests/kernels/gpu/test_raw.py",
@@ -50,7 +54,7 @@ NEEDS = {
     ("docs/model-libraries.md", 0): "transformers",
     ("docs/model-libraries.md", 1): "transformers",
     ("docs/model-libraries.md", 2): "timm",
-    ("docs/serving.md", 3): "transformers",
+    ("docs/serving.md", 4): "transformers",
 }
 
 
@@ -182,3 +186,68 @@ def test_every_extra_is_there() -> None:
     assert named <= known
     listed = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/install.md"], re.M))
     assert listed == set(projects[0]["project"]["optional-dependencies"])
+
+
+# ---- The examples and the gallery of masks run as they are, and check themselves.
+
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+QUICK = ("alibi",)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem)
+        for file in EXAMPLES
+    ],
+)
+def test_an_example_runs(file: Path) -> None:
+    done = ran(sys.executable, file)
+    assert done.stdout.strip(), "it says what it found"
+
+
+def test_every_example_is_in_the_table() -> None:
+    listed = (FOLDER / "README.md").read_text()
+    assert len(EXAMPLES) == 11
+    assert all(f"[{file.name}]({file.name})" in listed for file in EXAMPLES)
+
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gallery.py"
+
+
+@pytest.fixture(scope="module")
+def gallery() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_every_mask_of_the_gallery_lets_some_pairs_attend(gallery: dict[str, Any]) -> None:
+    pictures = {name: gallery["picture"](mask) for name, mask in gallery["GALLERY"].items()}
+    assert len(pictures) == 12
+    for name, picture in pictures.items():
+        assert 0.02 < picture.float().mean() < 0.7, name
+        assert picture.any(1).all(), f"{name}: every row sees a key"
+    assert torch.equal(pictures["Causal"], torch.ones(48, 48).tril().bool())
+    differ = {tuple(picture.flatten().tolist()) for picture in pictures.values()}
+    assert len(differ) == len(pictures)
+
+
+def test_the_gallery_is_drawn_the_same_every_time(gallery: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    gallery["draw"](tmp_path / "gallery.svg")
+    gallery["draw_each"](tmp_path / "gallery")
+    gallery["draw_schedules"](tmp_path / "schedules.svg")
+    drawn = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.svg")}
+    docs = SCRIPT.parents[1] / "docs"
+    stored = [docs / "gallery.svg", docs / "schedules.svg", *(docs / "gallery").iterdir()]
+    assert drawn == {path.relative_to(docs): path.read_bytes() for path in stored}
+    page = (docs / "gallery.md").read_text()
+    shown = set(re.findall(r"^!\[(.*?)\]\((.*?)\)$", page, re.MULTILINE))
+    titles = gallery["GALLERY"].keys() | gallery["SCORES"].keys()
+    assert {title for title, _ in shown} == titles
+    others = {"gallery.svg", "schedules.svg"}
+    assert {path for _, path in shown} | others == {str(path) for path in drawn}

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ran
 from tilelab.bench.points import Point, SuiteRecord
 from tilelab.counted.cases import Row
 from tilelab.study import recipes
@@ -41,9 +41,7 @@ def test_links_and_paths_exist(page: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("script", ["readme_table", "readme_pictures"])
 def test_tables_and_pictures_are_the_stored_ones(script: str) -> None:
-    check = [sys.executable, str(ROOT / f"scripts/{script}.py"), "--check"]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(sys.executable, ROOT / f"scripts/{script}.py", "--check")
 
 
 def test_the_numbers_of_the_readme_are_the_stored_ones() -> None:

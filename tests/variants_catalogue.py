@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.variants import some_masks, some_scores
-from tests.variants.calls import Call, assert_all_close, check_exact
-from tests.variants.making import Made, Sizes, Variant
+from tests.variants.calls import Call, Made, Sizes, Variant, assert_all_close, check_exact
 
 __all__ = [
     "CATALOGUE",

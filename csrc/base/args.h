@@ -9,6 +9,7 @@ namespace tilewise {
 using i64 = std::int64_t;
 
 enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
+inline int size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 // How keys and values are stored: in the DType of the call, or in 8 bits with a scale for each row.
 enum class Stored : int { plain, int8, e4m3 };
 
@@ -74,6 +75,11 @@ constexpr int kMaxDerivativeNodes = 8192;
 constexpr int kMaxLoads = 16;
 constexpr int kMaxRank = 6;  // of a tensor that an expression reads
 
+// What dropout counts from, where the operands are a part of a longer sequence.
+struct Origin {
+  i64 batch = 0, head = 0, query = 0, key = 0;
+};
+
 struct Problem {
   DType dtype = DType::f32;
   i64 batch = 0, heads = 0, kv_heads = 0;
@@ -89,6 +95,7 @@ struct Problem {
   double scale = 1;
   double dropout = 0;
   std::uint64_t seed = 0;
+  Origin origin;
   const void* sinks = nullptr;  // [heads], float (double for f64)
   int mask_length = 0, score_length = 0;
   MaskInstr mask[kMaxMask];
@@ -230,7 +237,7 @@ struct Kernels {
   bool (*head_rows)(const HeadRows&);
   bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
-  double (*bf16_flops)(i64 iterations);  // the same for bfloat16 dot products; null where there are none
+  double (*bf16_flops)(i64 iterations);  // the same for bfloat16 products; null where there are none
 };
 
 }  // namespace tilewise

@@ -252,16 +252,29 @@ class Kernel {
   // compiler: from a program as `described` has it to the address of its code, or 0.
   void set_compiler(nb::object compiler) { compiler_ = std::move(compiler); }
 
+  // seed: of dropout, none without; or it and the first batch item, head, query and key that dropout counts from.
+  static void read_seed(Problem& p, nb::handle seed) {
+    if (!PyTuple_Check(seed.ptr())) {
+      p.seed = nb::cast<std::uint64_t>(seed);
+      return;
+    }
+    if (length(seed, "seed") != 5) bad("seed must be a number, or five");
+    p.seed = nb::cast<std::uint64_t>(seed[0]);
+    p.origin = {number(seed, 1), number(seed, 2), number(seed, 3), number(seed, 4)};
+    if (p.origin.batch < 0 || p.origin.head < 0 || p.origin.query < 0 || p.origin.key < 0)
+      bad("seed must count from 0 on");
+  }
+
   // captured: (address, strides, dtype) per mask slot and per score slot, with the sizes too where an expression reads
   // it. sequences: (cu_q, cu_k) of a variable-length call; of keys in pages, whose cu_k is 0, then (block_table, its
   // columns, page_size, key_lengths); else empty. p: a copy of `problem()`.
-  void fill(Problem& p, int threads, std::uint64_t seed, std::uintptr_t sinks, nb::handle mask_tensors,
+  void fill(Problem& p, int threads, nb::handle seed, std::uintptr_t sinks, nb::handle mask_tensors,
             nb::handle score_tensors, nb::handle sequences, CompiledExprs& exprs, bool backward = false) const {
     if (threads < 1 || threads > kMostThreads)
       bad("threads must be 1 to " + std::to_string(kMostThreads) + ", not " + std::to_string(threads));
     if (stacked_ > 1 || (p.mask_length > 0 && stacked_ != 1)) bad("a mask's program must leave one value");
     p.threads = threads;
-    p.seed = seed;
+    if (seed.is_valid()) read_seed(p, seed);
     p.sinks = pointer<void>(sinks);
     const i64 given = length(sequences, "sequences");
     if (given != 6 && given != (varlen_ ? 2 : 0)) bad("sequences has the wrong number of elements");
@@ -526,7 +539,7 @@ void run_forward(Forward& f, const Kernel& kernel, nb::handle q, nb::handle k, n
 }
 
 // lse, row_max and row_sum: addresses; all 0 where nobody wants them. scales: of keys and of values in 8 bits.
-void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q, nb::handle k, nb::handle v,
+void forward(const Kernel& kernel, int threads, nb::handle seed, nb::handle q, nb::handle k, nb::handle v,
              nb::handle out, std::uintptr_t lse, std::uintptr_t row_max, std::uintptr_t row_sum, std::uintptr_t sinks,
              nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences, nb::tuple statistics,
              bool for_backward, nb::tuple scales) {
@@ -564,7 +577,7 @@ void forward(const Kernel& kernel, int threads, std::uint64_t seed, nb::handle q
 void output(const Kernel& kernel, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle out) {
   Forward f(kernel.problem());
   CompiledExprs exprs;
-  kernel.fill(f, threads, 0, 0, nb::tuple(), nb::tuple(), nb::tuple(), exprs);
+  kernel.fill(f, threads, nb::handle(), 0, nb::tuple(), nb::tuple(), nb::tuple(), exprs);
   const std::unique_ptr<char[]> unwanted = unwanted_rows(f, kernel);
   run_forward(f, kernel, q, k, v, out);
 }
@@ -572,7 +585,7 @@ void output(const Kernel& kernel, int threads, nb::handle q, nb::handle k, nb::h
 // Tensors in the order q, k, v, out, grad_out, grad_q, grad_k, grad_v. Behind the six addresses of row_arrays stands
 // whether the rows see keys beyond these.
 template <class Arguments>
-void fill_backward(Arguments& f, const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors,
+void fill_backward(Arguments& f, const Kernel& kernel, int threads, nb::handle seed, nb::tuple tensors,
                    nb::tuple row_arrays, std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors,
                    nb::tuple sequences, CompiledExprs& exprs) {
   static_cast<Problem&>(f) = kernel.problem();
@@ -609,7 +622,7 @@ void fill_backward(Arguments& f, const Kernel& kernel, int threads, std::uint64_
     bad("a gradient of the entropy needs row_mean");
 }
 
-void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+void backward(const Kernel& kernel, int threads, nb::handle seed, nb::tuple tensors, nb::tuple row_arrays,
               std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
   CompiledExprs exprs;
@@ -620,7 +633,7 @@ void backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple t
 }
 
 // Refines the delta of `backward` (passes/key_delta.h).
-void key_delta(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+void key_delta(const Kernel& kernel, int threads, nb::handle seed, nb::tuple tensors, nb::tuple row_arrays,
                std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences) {
   Backward f;
   CompiledExprs exprs;
@@ -631,7 +644,7 @@ void key_delta(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple 
   check(kernels.key_delta(f));
 }
 
-void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+void bias_backward(const Kernel& kernel, int threads, nb::handle seed, nb::tuple tensors, nb::tuple row_arrays,
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    int index, std::uintptr_t grad, nb::tuple grad_strides, bool wide) {
   BiasBackward f;
@@ -648,7 +661,7 @@ void bias_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tu
 }
 
 // grads: per score slot the address of a contiguous tensor of doubles, or 0 where no gradient is wanted.
-void load_backward(const Kernel& kernel, int threads, std::uint64_t seed, nb::tuple tensors, nb::tuple row_arrays,
+void load_backward(const Kernel& kernel, int threads, nb::handle seed, nb::tuple tensors, nb::tuple row_arrays,
                    std::uintptr_t sinks, nb::tuple mask_tensors, nb::tuple score_tensors, nb::tuple sequences,
                    nb::tuple grads) {
   LoadBackward f;
@@ -666,7 +679,7 @@ void covers(const Kernel& kernel, int threads, nb::tuple mask_tensors, nb::tuple
   Covers f;
   static_cast<Problem&>(f) = kernel.problem();
   CompiledExprs exprs;
-  kernel.fill(f, threads, 0, 0, mask_tensors, nb::tuple(), sequences, exprs);
+  kernel.fill(f, threads, nb::handle(), 0, mask_tensors, nb::tuple(), sequences, exprs);
   require_length(grid, 6, "grid");
   i64* sizes[] = {&f.block_queries, &f.block_keys, &f.batches, &f.heads_apart, &f.rows, &f.columns};
   for (int i = 0; i < 6; i++) *sizes[i] = number(grid, i);

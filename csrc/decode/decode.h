@@ -333,8 +333,7 @@ class DecodeKernel {
 
   void drop(const SplitTask& t, i64 g, i64 n0, int count, const Memory& memory) const {
     const int m = static_cast<int>(t.seq.queries);
-    dropout_bits(f_.seed, dropout_threshold(f_.dropout), t.seq.b, t.first_head + g, 0,
-                 static_cast<int>(round_up(m, kLanes<u32>)), n0, count, memory.kept);
+    dropout_bits(f_, t.seq.b, t.first_head + g, 0, static_cast<int>(round_up(m, kLanes<u32>)), n0, count, memory.kept);
     Acc* scores = memory.scores + g * m * kRoomKeys;
     for (int i = 0; i < m; i++)
       for (int j = 0; j < count; j++)

@@ -10,16 +10,25 @@
 #include "passes/head_rows.h"
 #include "passes/key_delta.h"
 #include "passes/load_backward.h"
+#if defined(TW_PAIRS) && defined(__aarch64__)
+#include "products/matrix.h"
+#endif
 
 namespace tilewise::TILEWISE_ISA {
 
+#if defined(TW_PAIRS) && defined(__aarch64__)
+using PassMode = MatrixMode;  // of bfloat16, where there are many queries
+#else
+using PassMode = Bf16Mode;
+#endif
+
 bool few_queries(const Forward& f);  // decode_*.cc
 // Each takes the sequences that the other leaves.
-static bool forward(const Forward& f) { return (f.for_backward || few_queries(f)) && run<ForwardKernel>(f); }
-static bool backward(const Backward& f) { return run<BackwardKernel>(f); }
-static bool key_delta(const Backward& f) { return run<KeyDeltaKernel>(f); }
-static bool bias_backward(const BiasBackward& f) { return run<BiasKernel>(f); }
-static bool load_backward(const LoadBackward& f) { return run<LoadKernel>(f); }
+static bool forward(const Forward& f) { return (f.for_backward || few_queries(f)) && run<ForwardKernel, PassMode>(f); }
+static bool backward(const Backward& f) { return run<BackwardKernel, PassMode>(f); }
+static bool key_delta(const Backward& f) { return run<KeyDeltaKernel, PassMode>(f); }
+static bool bias_backward(const BiasBackward& f) { return run<BiasKernel, PassMode>(f); }
+static bool load_backward(const LoadBackward& f) { return run<LoadKernel, PassMode>(f); }
 
 static bool cross_entropy(const CrossEntropy& f) { return run<CrossEntropyKernel>(f); }
 static bool head_rows(const HeadRows& f) { return run<HeadRowsKernel>(f); }

@@ -6,7 +6,7 @@
 namespace tilewise {
 extern const Kernels kernels_neon_bf16;
 const Kernels kernels_neon_bf16 = {"neon_bf16",
-                                   "NEON with bfloat16 dot products",
+                                   "NEON with bfloat16 matrix and dot products",
                                    has_neon_bf16,
                                    neon_bf16::forward,
                                    neon_bf16::backward,
@@ -18,5 +18,5 @@ const Kernels kernels_neon_bf16 = {"neon_bf16",
                                    neon_bf16::head_rows,
                                    neon_bf16::expr_piece,
                                    neon_bf16::multiply_add_flops<neon_bf16::PlainDot<float>>,
-                                   neon_bf16::multiply_add_flops<neon_bf16::PairDot>};
+                                   neon_bf16::multiply_add_flops<neon_bf16::MatrixDot>};
 }  // namespace tilewise

@@ -371,8 +371,11 @@ class ForwardKernel {
     const bool few = seq.queries <= kFewQueries;
     bool peaked = true;
     if (units_.chain) {
+      Ahead biases;
+      chain.look_ahead(tile.first, tile.rows, masked.begin, count, biases);
       Product::template run<AOrder::row_major, Into::overwrite>(keys, key_stride, tile.q, width, count, depth, width, s,
-                                                                width, nullptr, nullptr, ahead, few);
+                                                                width, nullptr, nullptr, biases.any() ? &biases : ahead,
+                                                                few);
       peaked = chain.apply(s, width, tile.first, tile.rows, masked.begin, count, {.peak = memory.peak});
     } else {
       Product::template run<AOrder::row_major, Into::overwrite, true>(
@@ -382,8 +385,8 @@ class ForwardKernel {
     if (f_.entropy.data) track_top(s, width, count, masked.begin, tile, memory.peak);
     const u64* kept = nullptr;
     if (f_.dropout > 0) {
-      dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
-                   static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+      dropout_bits(f_, seq.b, h, tile.first, static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count,
+                   memory.kept);
       kept = memory.kept;
     }
     if (f_.entropy.data)
@@ -503,25 +506,29 @@ class ForwardKernel {
       for (int v = 0; v < kV; v++) piece[v] = Vec<Acc>{};
       if constexpr (Mode::paired) {
 #if defined(TW_PAIRS)
-        for (int j = first; j < last; j += 2) {
+        for (int j = first; j < last; j += Mode::step) {
           TW_UNROLL(4)
           for (int v = 0; v < kV; v++) {
             const int i = column + v * lanes;
-            const Acc* p = s + static_cast<i64>(j) * width + i;
-            const Vec<Acc> x = (load(p) - top[v]) * factor;
-            Vec<Acc> first_e = Mode::power(x), second_e{};
-            if constexpr (kMoment) moment[v] = fused(first_e, vmax(set(kFar<Acc>), x), moment[v]);
-            if (j + 1 < count) {
-              const Vec<Acc> y = (load(p + width) - top[v]) * factor;
-              second_e = Mode::power(y);
-              if constexpr (kMoment) moment[v] = fused(second_e, vmax(set(kFar<Acc>), y), moment[v]);
+            Vec<Acc> e[Mode::step] = {};
+            TW_UNROLL(4)
+            for (int x = 0; x < Mode::step; x++) {
+              if (x > 0 && j + x >= count) break;
+              const Vec<Acc> t = (load(s + static_cast<i64>(j + x) * width + i) - top[v]) * factor;
+              e[x] = Mode::power(t);
+              if constexpr (kMoment) moment[v] = fused(e[x], vmax(set(kFar<Acc>), t), moment[v]);
             }
-            piece[v] += first_e + second_e;
+            TW_UNROLL(2)
+            for (int x = 0; x < Mode::step; x += 2) piece[v] += e[x] + e[x + 1];
             if constexpr (kDropout) {
-              first_e = keep_where<Acc>(kept[j] >> i, first_e);
-              second_e = keep_where<Acc>(kept[j + 1] >> i, second_e);
+              TW_UNROLL(4)
+              for (int x = 0; x < Mode::step; x++) e[x] = keep_where<Acc>(kept[j + x] >> i, e[x]);
             }
-            store(reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i, Mode::pair(first_e, second_e));
+            Word* to = reinterpret_cast<Word*>(s) + static_cast<i64>(j / 2) * width + i;
+            if constexpr (Mode::step == 2)
+              store(to, Mode::pair(e[0], e[1]));
+            else
+              Mode::store_columns(to, width, Mode::narrowed(e[0], e[1]), Mode::narrowed(e[2], e[3]));
           }
         }
 #endif

@@ -217,16 +217,18 @@ class TileGradients {
     const GradTile<Mode>& tile = memory.tile;
     const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
     const bool few = seq.queries <= kFewQueries;
+    Ahead biases;
+    if (units_.chain) chain.look_ahead(tile.first, tile.rows, masked.begin, count, biases);
     Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
                                                               Mode::words(f_.head_dim), width, memory.scores, width,
                                                               nullptr, nullptr, ahead, few);
     Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
                                                               Mode::words(f_.value_dim), width, memory.grads, width,
-                                                              nullptr, nullptr, ahead, few);
+                                                              nullptr, nullptr, biases.any() ? &biases : ahead, few);
     if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, extras);
     if (f_.dropout <= 0) return nullptr;
-    dropout_bits(f_.seed, dropout_threshold(f_.dropout), seq.b, h, tile.first,
-                 static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count, memory.kept);
+    dropout_bits(f_, seq.b, h, tile.first, static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count,
+                 memory.kept);
     return memory.kept;
   }
 
@@ -330,8 +332,26 @@ class TileGradients {
         lane[v].grad_lse = load(tile.grad_lse + i);
       }
     }
-    constexpr bool pack = Mode::paired && !kFloat;
-    for (int j = 0; j < count; j += pack ? 2 : 1) {
+    if constexpr (Mode::paired && !kFloat) {
+      constexpr int step = Mode::step;
+      for (int j = 0; j < count; j += step) {
+        TW_UNROLL(4)
+        for (int v = 0; v < kV; v++) {
+          const int i = column + v * lanes;
+          Vec<Acc> p[step] = {}, ds[step] = {};
+          TW_UNROLL(4)
+          for (int x = 0; x < step; x++) {
+            if (x > 0 && j + x >= count) break;
+            pair<kSpecial, kStatistics>(memory.scores, memory.grads, static_cast<i64>(j + x) * width + i, lane[v],
+                                        kSpecial && bits ? bits[j + x] >> i : ~u64{0}, kept,
+                                        kSpecial && kept ? kept[j + x] >> i : 0, gain, factor, keep_scale, p[x], ds[x]);
+          }
+          store_packed(memory, j, i, p, ds);
+        }
+      }
+      return;
+    }
+    for (int j = 0; j < count; j++) {
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) {
         const int i = column + v * lanes;
@@ -340,32 +360,31 @@ class TileGradients {
         Vec<Acc> p, ds;
         pair<kSpecial, kStatistics>(memory.scores, memory.grads, at, lane[v], seen, kept,
                                     kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
-        if constexpr (!pack) {
-          store(memory.scores + at, p);
-          store(memory.grads + at, ds);
-        } else {
-#if defined(TW_PAIRS)
-          Vec<Acc> p2{}, ds2{};
-          if (j + 1 < count) {
-            const u64 seen2 = kSpecial && bits ? bits[j + 1] >> i : ~u64{0};
-            pair<kSpecial, kStatistics>(memory.scores, memory.grads, at + width, lane[v], seen2, kept,
-                                        kSpecial && kept ? kept[j + 1] >> i : 0, gain, factor, keep_scale, p2, ds2);
-          }
-          store_row_pairs(memory.p_rows, memory.ds_rows, j, i, width, p, p2, ds, ds2);
-          store(reinterpret_cast<Word*>(memory.grads) + static_cast<i64>(j / 2) * width + i, PairMode::pair(ds, ds2));
-#endif
-        }
+        store(memory.scores + at, p);
+        store(memory.grads + at, ds);
       }
     }
   }
 
 #if defined(TW_PAIRS)
-  // Rows j and j + 1 as bfloat16, lanes side by side: a word is two neighbouring queries.
-  TW_INLINE void store_row_pairs(i32* p_rows, i32* ds_rows, int j, int i, int width, Vec<float> p, Vec<float> p2,
-                                 Vec<float> ds, Vec<float> ds2) {
-    const i64 at = (static_cast<i64>(j) * width + i) / 2;
-    PairMode::store_pairs(p_rows + at, p), PairMode::store_pairs(p_rows + at + width / 2, p2);
-    PairMode::store_pairs(ds_rows + at, ds), PairMode::store_pairs(ds_rows + at + width / 2, ds2);
+  // Rows of P and dS from row j on as bfloat16, lanes side by side: a word is two neighbouring queries. And dS over its
+  // scores as the product over the keys reads it.
+  template <int kStep>
+  TW_INLINE void store_packed(const Memory& memory, int j, int i, const Vec<float> (&p)[kStep],
+                              const Vec<float> (&ds)[kStep]) {
+    const i64 width = memory.tile.width, row = j * width / 2;
+    i32 *p_rows = memory.p_rows + row, *ds_rows = memory.ds_rows + row;
+    i32* columns = reinterpret_cast<i32*>(memory.grads) + row + i;
+    if constexpr (kStep == 2) {
+      PairMode::store_pairs(p_rows + i / 2, p[0]), PairMode::store_pairs(p_rows + (i + width) / 2, p[1]);
+      PairMode::store_pairs(ds_rows + i / 2, ds[0]), PairMode::store_pairs(ds_rows + (i + width) / 2, ds[1]);
+      store(columns, PairMode::pair(ds[0], ds[1]));
+    } else {
+      const Vec<i32> first = Mode::narrowed(ds[0], ds[1]), second = Mode::narrowed(ds[2], ds[3]);
+      Mode::store_rows(p_rows + i, width, Mode::narrowed(p[0], p[1]), Mode::narrowed(p[2], p[3]));
+      Mode::store_rows(ds_rows + i, width, first, second);
+      Mode::store_columns(columns, width, first, second);
+    }
   }
 #endif
 

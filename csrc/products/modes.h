@@ -77,6 +77,7 @@ struct PairMode {
   using Session = NoSession;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
+  static constexpr int step = 2;  // rows of P and dS that are written at once
   static constexpr int exp2_degree = 3;
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;
@@ -143,7 +144,7 @@ using Bf16Mode = PairMode;
 using Bf16Mode = PlainMode<Bf16, float>;
 #endif
 
-template <template <class> class Kernel, class Arguments>
+template <template <class> class Kernel, class OfBf16 = Bf16Mode, class Arguments>
 static bool run(const Arguments& arguments) {
   switch (arguments.dtype) {
     case DType::f32:
@@ -151,7 +152,7 @@ static bool run(const Arguments& arguments) {
     case DType::f64:
       return Kernel<PlainMode<double, double>>(arguments).run();
     case DType::bf16:
-      return Kernel<Bf16Mode>(arguments).run();
+      return Kernel<OfBf16>(arguments).run();
     case DType::f16:
       return Kernel<PlainMode<Half, float>>(arguments).run();
   }

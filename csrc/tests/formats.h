@@ -70,7 +70,6 @@ inline double e4m3_value(int code) {
   return std::ldexp(exponent ? 8 + fraction : fraction, (exponent ? exponent : 1) - 10) * (code & 128 ? -1 : 1);
 }
 
-inline int size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 inline const char* name_of(DType dtype) {
   const char* names[] = {"float32", "float64", "bfloat16", "float16"};
   return names[static_cast<int>(dtype)];

@@ -2,6 +2,7 @@
 // the steps' derivatives (only a softcap's is not one).
 #pragma once
 
+#include "base/ahead.h"
 #include "products/gemm.h"
 #include "variants/mask.h"
 #include "base/elementary.h"
@@ -93,10 +94,23 @@ class ScoreChain {
     return false;
   }
 
+  // What `apply` reads of biases of each pair: rows that lie so far apart that no processor sees what comes next.
+  void look_ahead(i64 m0, int rows, i64 n0, int count, Ahead& ahead) const {
+    for (int step = 0; step < length_; step++) {
+      const ScoreInstr& x = code_[step];
+      if (x.op != ScoreOp::bias) continue;
+      const View view = x.tensor;
+      if (view.row == 0 || view.col != 1) continue;
+      const i64 size = size_of(x.dtype);
+      const i64 at = b_ * view.batch + h_ * view.head + m0 * view.row + n0;
+      ahead.add(static_cast<const char*>(view.data) + at * size, view.row * size, rows, count * size);
+    }
+  }
+
  private:
   // Whether a step takes scores as they come from the product, and a whole block of them.
   static bool at_once(const ScoreInstr& x, const Extras& extras) {
-    if (x.op == ScoreOp::bias || extras.raw != nullptr) return false;
+    if (extras.raw != nullptr) return false;
     if (extras.gain == nullptr) return true;
     return x.op == ScoreOp::expr && extras.from == 0 && x.slope->compiled != nullptr;
   }
@@ -125,6 +139,19 @@ class ScoreChain {
         for (auto& z : out)
           z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
       });
+      return;
+    }
+    if (x.op == ScoreOp::bias) {
+      alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
+      for (int first = 0; first < count; first += kSubKeys) {
+        C* rows_s = s + static_cast<i64>(first) * width;
+        const int keys = static_cast<int>(min(kSubKeys, count - first));
+        fetch_bias(x, width, m0, rows, n0 + first, keys, piece);
+        leave(Leaving<C>{rows_s, to.peak, width, rows, keys}, [=, &piece](int j, int i, auto& out) {
+          i64 at = static_cast<i64>(j) * width + i;
+          for (auto& z : out) z = rounded(load(rows_s + at) * scale, C{}) + load(piece + at), at += kLanes<C>;
+        });
+      }
       return;
     }
     const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
@@ -185,6 +212,11 @@ class ScoreChain {
 
   void bias(const ScoreInstr& x, C* s, int width, i64 m0, int rows, i64 n0, int count) const {
     alignas(kVectorBytes) C piece[kSubKeys * kTileQueries];
+    fetch_bias(x, width, m0, rows, n0, count, piece);
+    for (int i = 0; i < count * width; i += kLanes<C>) store(s + i, load(s + i) + load(piece + i));
+  }
+  // The biases of a piece, laid out as its scores.
+  void fetch_bias(const ScoreInstr& x, int width, i64 m0, int rows, i64 n0, int count, C* piece) const {
     View view = x.tensor;
     if (by_keys_) view.row = x.tensor.col, view.col = x.tensor.row;
     const i64 at = b_ * view.batch + h_ * view.head + m0 * view.row + n0 * view.col;
@@ -197,7 +229,6 @@ class ScoreChain {
     } else {
       bias_piece(static_cast<const float*>(view.data) + at, view, rows, count, width, piece);
     }
-    for (int x = 0; x < count * width; x += kLanes<C>) store(s + x, load(s + x) + load(piece + x));
   }
 
   // A piece, scaled.

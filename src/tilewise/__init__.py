@@ -1,17 +1,19 @@
 """Exact attention that never writes the N x N matrix, fast on the chip you have."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewise.loading import collecting_later, command_loads, ending_at_once
 
 with collecting_later(), ending_at_once(command_loads()):  # torch takes its time
-    from tilewise import errors, nn
+    import tilewise.head_rows  # noqa: F401  # exported programs may have its ops
+    from tilewise import errors
     from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (
         AttentionResult,
         Explanation,
         KeyBlocks,
+        PagedStep,
         SoftmaxStats,
         attention,
         attention_paged,
@@ -25,8 +27,14 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.plan.plan import Plan
     from tilewise.sparse.block_mask import BlockMask
     from tilewise.variants import masks, patterns, scores
-    from tilewise.variants.checked import checked
-    from tilewise.variants.vocabulary import maximum, minimum, where
+    from tilewise.variants.outside import checked
+    from tilewise.variants.trace import maximum, minimum, where
+
+if TYPE_CHECKING:
+    from tilewise import nn
+
+# Imported when they are asked for: they take as long as a quarter of the rest.
+_LATER = ("distributed", "nn", "serving")
 
 #: The version of the package.
 __version__ = "0.1.0"
@@ -36,6 +44,7 @@ __all__ = [
     "BlockMask",
     "Explanation",
     "KeyBlocks",
+    "PagedStep",
     "Plan",
     "SoftmaxStats",
     "TopKeys",
@@ -62,7 +71,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``tilewise.sdpa`` of ``tilewise.compat.sdpa``, which is imported when it is asked for."""
+    """Import ``nn``, ``serving``, and ``sdpa`` of ``tilewise.compat.sdpa``."""
+    if name in _LATER:
+        return import_module(f"{__name__}.{name}")
     if name == "sdpa":
         return import_module("tilewise.compat.sdpa").sdpa
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, those that are not imported yet among them."""
+    return sorted({*globals(), *__all__, *_LATER})

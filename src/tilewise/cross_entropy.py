@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, check_whole
+from tilewise.engine.define import define
 from tilewise.engine.modes import refuse_vmap
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
@@ -33,12 +34,12 @@ from tilewise.kernels.cross_entropy import (
     InTorch,
     Loss,
     RowKernel,
+    Rows,
     add_product,
     logits_of,
     target_logits,
     wide,
 )
-from tilewise.kernels.gpu.backend import GpuBackend
 
 Reduction = Literal["mean", "sum", "none"]
 # A block may take this part of the bytes of operands and gradients: a larger one is 5 % faster at
@@ -269,7 +270,7 @@ def _losses(
         some = None if scales is None else scales[rows]
         logits = logits_of(hidden, weight, bias)
         at = target_logits(logits, targets, loss)  # now: the kernel writes over them
-        losses[rows], lse[rows], change = kernel.close(logits, targets, some, loss)
+        losses[rows], lse[rows], change = kernel.close(Rows(logits, targets, some, loss))
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
         if grads is None or change is None:
             continue
@@ -284,7 +285,8 @@ def _losses(
         for first in range(0, words, block):
             part = slice(first, min(first + block, words))
             logits = logits_of(of.hidden, weight[part], None if bias is None else bias[part])
-            change = kernel.differentiate(logits, of.targets, scales, lse, loss, first, words)
+            rows_of = Rows(logits, of.targets, scales, loss)
+            change = kernel.differentiate(rows_of, lse, first, words)
             torch.mm(change.T, of.hidden, out=grads.weight[part])
     return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
 
@@ -292,11 +294,13 @@ def _losses(
 def _kernel(hidden: Tensor) -> RowKernel:
     if hidden.device.type == "cpu" and absence() is None and hidden.dtype in DTYPES:
         return InCore()
-    on_gpu = hidden.is_cuda and hidden.dtype != torch.float64
-    if on_gpu and GpuBackend().absence() is None:
-        from tilewise.kernels.gpu.cross_entropy import InTriton
+    if hidden.is_cuda and hidden.dtype != torch.float64:
+        from tilewise.kernels.gpu.backend import GpuBackend
 
-        return InTriton()
+        if GpuBackend().absence() is None:
+            from tilewise.kernels.gpu.cross_entropy import InTriton
+
+            return InTriton()
     return InTorch()
 
 
@@ -428,7 +432,6 @@ def _weighted(losses: Tensor, scales: Tensor) -> Tensor:
     return (losses * scales).sum()
 
 
-@torch.library.custom_op("tilewise::linear_cross_entropy", mutates_args=())
 def _op(
     hidden: Tensor,
     weight: Tensor,
@@ -452,7 +455,6 @@ def _op(
     return _weighted(losses, scales), losses, nll, *grads
 
 
-@_op.register_fake
 def _op_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (hidden, weight, _, bias, scales), (once, wanted) = arguments[:5], arguments[9:11]
     found = scales.new_empty(()), torch.empty_like(scales), torch.empty_like(scales)
@@ -488,5 +490,4 @@ def _op_backward(ctx: Any, total: Tensor | None, losses: Tensor | None, *_: Any)
     return (*_differentiable_once(found, (grad, *operands)), *rest)
 
 
-_op.register_autograd(_op_backward, setup_context=_save)
-_op.register_vmap(refuse_vmap)
+define("linear_cross_entropy", _op, _op_fake, backward=_op_backward, save=_save, vmap=refuse_vmap)

@@ -27,7 +27,7 @@ FAST = {
     "avx512_bf16": f"Fast here: bfloat16, in pairs, and float32. float16 is {_WIDENED}.",
     "avx512": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
     "avx2": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
-    "neon_bf16": f"Fast here: bfloat16, in pairs, and float32. float16 is {_WIDENED}.",
+    "neon_bf16": f"Fast here: bfloat16, in blocks of 2 x 2, and float32. float16 is {_WIDENED}.",
     "portable": "Portable code runs here. It is fast on ARM, in float32, and slow elsewhere.",
 }
 _NO_CORE = (

@@ -22,7 +22,7 @@ from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
 from tilewise.engine.listed import attend_lists, explain_lists
 from tilewise.engine.nested import any_nested
-from tilewise.engine.pages import Pages, packed_or_paged
+from tilewise.engine.pages import PagedStep, packed_or_paged, pages_of
 from tilewise.engine.run import autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
@@ -40,6 +40,7 @@ __all__ = [
     "Explanation",
     "KeyBlocks",
     "MaskLike",
+    "PagedStep",
     "ScoreLike",
     "SoftmaxStats",
     "attention",
@@ -244,8 +245,8 @@ def attention_paged(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    block_table: Tensor,
-    key_lengths: Tensor,
+    block_table: Tensor | PagedStep,
+    key_lengths: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     *,
     mask: MaskLike = None,
@@ -276,7 +277,8 @@ def attention_paged(
             as ``k_pages.transpose(1, 2)``. Any page_size; multiples of the kernel's blocks of keys
             (of 128) read fastest.
         v_pages: [pages, Hk, page_size, Dv].
-        block_table: int32 (or int64) [B, P], P pages for the longest sequence or more.
+        block_table: int32 (or int64) [B, P], P pages for the longest sequence or more; or a
+            ``PagedStep``, which is checked once for many calls and stands for the next two too.
         key_lengths: int32 (or int64) [B], each at most P * page_size.
         cu_seqlens_q: int32 or int64 [B + 1], or None.
         mask: as in ``attention``; a BlockMask is one for a variable-length call of these lengths.
@@ -310,9 +312,9 @@ def attention_paged(
     """
     if unknown:
         _refuse("attention_paged", unknown)
-    pages = Pages(block_table, key_lengths, cu_seqlens_q)
+    pages, step = pages_of(block_table, key_lengths, cu_seqlens_q)
     scales = scales_of(q_scale, k_scale, v_scale)
-    keywords = read_keywords(mask, score, scale, 0.0, sinks, backend, pages=pages, scales=scales)
+    keywords = read_keywords(mask, score, scale, 0.0, sinks, backend, None, pages, scales, step)
     if keys is not None:
         wanted = _wanted(return_stats)
         return _listed(q, k_pages, v_pages, keywords, keys, plan, wanted, return_lse)

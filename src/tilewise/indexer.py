@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.checks import check_tensor, check_whole
+from tilewise.engine.define import define
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import MaskLike
@@ -211,30 +212,20 @@ def _search(
     return found, scores
 
 
-_op = torch.library.custom_op("tilewise::top_keys", _search, mutates_args=())
-
-
-@_op.register_fake
-def _op_fake(
-    queries: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    mask_tensors: Sequence[Tensor],
-    mask: str,
-    k: int,
-    scale: float,
-    return_scores: bool,
-) -> tuple[Tensor, Tensor]:
+def _op_fake(queries: Tensor, keys: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, k, _, return_scores = rest
     shape = (queries.shape[0], 1, queries.shape[2], k)
     found = queries.new_empty(shape, dtype=torch.int32)
     dtype = _scores_dtype(queries, keys, weights)
     return found, queries.new_empty(shape if return_scores else (0,), dtype=dtype)
 
 
-@_op.register_vmap
 def _refuse_vmap(*_: Any) -> NoReturn:
     what = "tilewise.top_keys has no batching rule for torch.func.vmap"
     raise Unsupported(what, fix="put the vmapped dimension into the batch: x.flatten(0, 1)")
+
+
+define("top_keys", _search, _op_fake, vmap=_refuse_vmap)
 
 
 class _Item(NamedTuple):

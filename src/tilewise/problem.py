@@ -14,6 +14,7 @@ from tilewise.variants.program import Program
 
 __all__ = [
     "DTYPES",
+    "START",
     "Grads",
     "Needs",
     "Operands",
@@ -25,6 +26,8 @@ __all__ = [
 
 # What a call wants to know about its rows: nothing, the statistics, or the top key too.
 Statistics: TypeAlias = Literal["", "rows", "top1"]
+
+START = (0, 0, 0, 0)  # where dropout counts from, unless the operands are a part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, FLOAT8)
 
@@ -84,6 +87,8 @@ class Operands(NamedTuple):
             for the GPU backend's tensors on their device, where their values are not read.
         seed: 64 random bits as a number in [0, 2**64); 0 without dropout. For the GPU backend an
             int64 tensor of one element on the device of q, whose value the host does not read.
+        origin: the first batch item, head, query and key as dropout counts them, where these
+            operands are a part of a longer call.
         block_table: int32 [B, P], contiguous: key n of sequence b is row ``n % page_size`` of page
             ``block_table[b, n // page_size]``; k and v are then [pages, Hk, page_size, D or Dv] of
             any strides. Entries beyond a sequence's keys are not looked at. None without pages.
@@ -107,6 +112,7 @@ class Operands(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seed: int | Tensor = 0
+    origin: tuple[int, int, int, int] = START
     block_table: Tensor | None = None
     key_lengths: Tensor | None = None
     q_scale: Tensor | None = None
@@ -141,6 +147,10 @@ class Result(NamedTuple):
     max_logit: Tensor | None = None
     entropy: Tensor | None = None
     top_key: Tensor | None = None
+
+
+# What follows ``out`` in a Result of which nobody reads more.
+UNSEEN = (None,) * (len(Result._fields) - 1)
 
 
 class Needs(NamedTuple):

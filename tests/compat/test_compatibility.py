@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.integrations.ring_peers import OWN
 from tilewise import nn
 from tilewise.compat import flex_attention, sdpa, xformers
 from tilewise.compat.xformers.reading import NAMES
@@ -119,13 +120,15 @@ def _rows(section: str) -> Iterator[Row]:
         yield Row(GROUPS.get(functions, listed), argument.strip("`"), state)
 
 
-def page() -> dict[str, list[Row]]:
-    """The rows of each section."""
+def page() -> dict[str, str]:
+    """The text of each section."""
     _, *sections = (ROOT / "docs" / "compatibility.md").read_text().split("\n## ")
-    return {each.partition("\n")[0]: list(_rows(each)) for each in sections}
+    return {each.partition("\n")[0]: each for each in sections}
 
 
-ROWS = page()
+PAGE = page()
+TESTS_OF_PEERS = PAGE.pop("ring-flash-attention and yunchang")
+ROWS = {title: list(_rows(text)) for title, text in PAGE.items()}
 
 
 def test_every_function_has_a_row_and_no_row_is_of_another() -> None:
@@ -136,6 +139,16 @@ def test_every_function_has_a_row_and_no_row_is_of_another() -> None:
             assert row.functions, row
             assert row.argument
             assert row.state in ("covered", "accepted", "refused")
+
+
+def test_the_tests_of_ring_libraries_are_those_that_run() -> None:
+    """tests/integrations/test_ring_peers.py runs these, and holds them to what a row says."""
+    _, _, *rows = [line for line in TESTS_OF_PEERS.splitlines() if line.startswith("|")]
+    assert rows == [test.row() for test in OWN]
+    for library in ("ring_flash_attn", "yunchang"):
+        requirement = (ROOT / ".ci" / f"{library}.txt").read_text().partition("==")
+        version = requirement[2].partition("\n")[0]
+        assert f"{library.replace('_', '-')} {version}" in TESTS_OF_PEERS
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compat.extended import attend
-from tests.contract import assert_exact
+from tests.contract import assert_all_exact
 from tilewise.compat import flash_impl, sdpa
 
 scaled_dot_product_attention: Any = torch.nn.functional.scaled_dot_product_attention
@@ -64,8 +64,7 @@ def check(qkv: list[Tensor], **keywords: Any) -> None:
     plain = outcome(qkv, SDPBackend.MATH, **keywords)
     weights = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(3))
     truth = attend(qkv, keywords.get("attn_mask"), weights, keywords)
-    for name, got, same, exact in zip("oqkv", found, plain, truth, strict=True):
-        assert_exact(got, same, exact, name)
+    assert_all_exact(found, plain, truth, "oqkv")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -86,8 +85,7 @@ def test_compiled(active: list[str]) -> None:
         out = compiled(*qkv, is_causal=True)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     found = [out, *torch.autograd.grad(out, qkv, weights)]
-    for got, want in zip(found, outcome(qkv, SDPBackend.MATH, is_causal=True), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(found, outcome(qkv, SDPBackend.MATH, is_causal=True))
     assert "_forward_cpu" in active
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ran
 from tilewise import compat
 from tilewise.compat import flash_attn as ours
 from tilewise.errors import InvalidArgument, Unsupported
@@ -33,14 +33,7 @@ def _stand_in() -> Iterator[None]:
 def alone(code: str, *folders: Path) -> str:
     """What a fresh interpreter prints."""
     lead = f"import sys\nsys.path[:0] = {[str(folder) for folder in folders]}\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", lead + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return ran(sys.executable, "-W", "error", "-c", lead + textwrap.dedent(code)).stdout.strip()
 
 
 @pytest.mark.usefixtures("stand_in")

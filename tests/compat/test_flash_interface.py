@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilewise
 from tests.compat.flash_reference import Flags, attend, attend_packed, slopes_of
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_exact, assert_exact, assert_same_bits
 from tilewise.compat import flash_attn as module
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
@@ -61,8 +61,7 @@ def check(
         torch.autograd.grad((out * weights.to(out.dtype)).sum(), tuple(leaves.values()))
         for out in (got[0], plain[0], oracle[0])
     ]
-    for name, one, two, three in zip(leaves, *grads, strict=True):
-        assert_exact(one, two, three, f"gradient of {name}")
+    assert_all_exact(grads[0], grads[1], grads[2], leaves, "gradient of ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -262,10 +261,7 @@ def test_the_lse_has_a_gradient() -> None:
         _, lse, _ = attend(q, k, k, Flags(causal=True), None, kind)
         return torch.autograd.grad(lse[..., 4:].square().sum(), (q, k))
 
-    for name, one, two, three in zip(
-        "qk", got, plain(torch.float32), plain(torch.float64), strict=True
-    ):
-        assert_exact(one, two, three, f"gradient of {name}")
+    assert_all_exact(got, plain(torch.float32), plain(torch.float64), "qk", "gradient of ")
 
 
 @pytest.mark.parametrize("page", [1, 3, 8])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.compat.flash_reference import Flags, attend, rotate, slopes_of
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
 from tilewise.compat import flash_attn as module
 from tilewise.compat.flash_attn.arguments import read
 from tilewise.compat.flash_attn.cache import Cache, in_place
@@ -197,8 +197,7 @@ def test_pages_hold_what_rows_hold(flags: Flags, page: int, leftpad: bool) -> No
     paged = case._replace(k_cache=pages[0], v_cache=pages[1])
     got = paged.call(**words, block_table=table.int(), return_softmax_lse=True)
     expected = case.call(**words, return_softmax_lse=True)
-    for one, two, name in zip(got, expected, ("out", "lse"), strict=True):
-        assert_same_bits(one, two, name)
+    assert_all_same_bits(got, expected, "out, lse")
     in_rows = [each[table].flatten(1, 2)[:, :20] for each in pages]
     assert_same_bits(in_rows[0], case.k_cache, "k")
     assert_same_bits(in_rows[1], case.v_cache, "v")
@@ -227,8 +226,7 @@ def test_a_batch_of_one_length_is_the_calls_of_its_sequences() -> None:
     one_by_one = case.call(
         **words, return_softmax_lse=True, cache_leftpad=torch.zeros_like(own), cache_batch_idx=own
     )
-    for name, one, two in zip(("out", "lse"), at_once, one_by_one, strict=True):
-        assert_same_bits(one, two, name)
+    assert_all_same_bits(at_once, one_by_one, "out, lse")
 
 
 def test_num_splits_changes_nothing() -> None:

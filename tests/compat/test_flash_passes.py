@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.compat import extended
 from tests.compat.flash_reference import Flags, attend, attend_packed, seen_of, slopes_of
 from tests.compat.test_flash_interface import FLAGS, LENGTHS, check, cu_seqlens, draw, words
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
 from tilewise.compat.flash_attn import flash_attn_interface as interface
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
@@ -163,10 +163,7 @@ def test_dropout_is_repeated_by_its_rng_state() -> None:
         found, *_ = attend(q, k, v, Flags(causal=True), None, kind, kept, 0.3)
         return torch.autograd.grad((found * dout.to(kind)).sum(), (q, k, v))
 
-    for got, one, two, name in zip(
-        room, plain(torch.float32), plain(torch.float64), "qkv", strict=True
-    ):
-        assert_exact(got, one, two, f"gradient of {name}")
+    assert_all_exact(room, plain(torch.float32), plain(torch.float64), "qkv", "gradient of ")
     with pytest.raises(InvalidType, match=r"rng_state: got a NoneType; required: what the"):
         backward(call, said, **drops)
     with pytest.raises(InvalidArgument, match=r"rng_state: got a tensor of torch.int64, shape"):
@@ -240,8 +237,7 @@ def test_keys_that_do_not_count(flags: Flags) -> None:
     )
     cu = lengths.cumsum(0, dtype=torch.int32)
     expected = passes._flash_attn_varlen_forward(q, k[own], v[own], cu_q, cu, 12, 17, **said)
-    for one, two, name in zip(found[:2], expected[:2], ("out", "lse"), strict=True):
-        torch.testing.assert_close(one, two, msg=name)
+    torch.testing.assert_close(found[:2], expected[:2])
     table = torch.arange(len(LENGTHS) * 5).view(-1, 5).flip(0)
     pages = [torch.full((table.numel(), 4, 2, 20), math.nan) for _ in "kv"]
     for b, (start, end) in enumerate(zip(cu_k.tolist(), used.tolist(), strict=False)):
@@ -250,8 +246,7 @@ def test_keys_that_do_not_count(flags: Flags) -> None:
                 held[int(table[b, place // 4]), place % 4] = packed[start + place]
     counts = {"block_table": table.int(), "leftpad_k": padding, "seqused_k": used}
     paged = passes._flash_attn_varlen_forward(q, *pages, cu_q, cu_k, 12, 17, **said, **counts)
-    for one, two, name in zip(paged[:2], expected[:2], ("out", "lse"), strict=True):
-        torch.testing.assert_close(one, two, msg=name)
+    torch.testing.assert_close(paged[:2], expected[:2])
     with pytest.raises(InvalidArgument, match="seqused_k: got"):
         passes._flash_attn_varlen_forward(
             q, k, v, cu_q, cu_k, 12, 17, **said, seqused_k=used.int() + 5
@@ -357,8 +352,7 @@ def test_under_torch_compile() -> None:
 
     leaves = [x.detach() for x in (q, k, v)]
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
-    for one, two in zip(compiled(*leaves), both(*leaves), strict=True):
-        assert_same_bits(one, two, "compiled")
+    assert_all_same_bits(compiled(*leaves), both(*leaves), "compiled")
 
 
 Q = torch.zeros(1, 4, 2, 8)
@@ -377,7 +371,8 @@ Q = torch.zeros(1, 4, 2, 8)
         ({"dk": Q.half()}, InvalidArgument, "dk"),
         ({"dv": 3}, InvalidType, "dv"),
         ({"k": Q[..., :4], "dk": None}, InvalidArgument, "k"),
-        ({"window_size_left": None}, InvalidType, "window_size"),
+        ({"window_size_left": None}, InvalidType, "window_size_left"),
+        ({"window_size_right": torch.ones(2)}, InvalidType, "window_size_right"),
     ],
     ids=str,
 )
@@ -389,3 +384,50 @@ def test_mistakes_name_the_argument(
     lse = torch.zeros(1, 2, 4)
     with pytest.raises(kind, match=rf"^{names}: got"):
         passes._flash_attn_backward(**{**call, "softmax_lse": lse, **said, **given})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_of_older_versions_are_told_what_is_required(packed: bool) -> None:
+    """Before flash-attn 2.7 a window was one argument."""
+    q, lse = (Q[0], torch.zeros(2, 4)) if packed else (Q, torch.zeros(1, 2, 4))
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    name, packing = ("_varlen", (cu, cu, 4, 4)) if packed else ("", ())
+    calls = {
+        f"_flash_attn{name}_forward": (q, q, q, *packing),
+        f"_flash_attn{name}_backward": (q, q, q, q, q, lse, q, q, q, *packing),
+    }
+    required = (
+        r"^window_size_left: got a tuple; required: an integer, -1 for no bound\. "
+        r"Flash-attn before 2\.7 takes both in one tuple, window_size\. Pass each by itself\.$"
+    )
+    last = ("return_softmax", "deterministic")
+    for (call, given), flag in zip(calls.items(), last, strict=True):
+        said = {**said_of(Flags(), None), "dropout_p": 0.0, flag: False}
+        with pytest.raises(InvalidType, match=required):
+            getattr(passes, call)(*given, **{**said, "window_size_left": (-1, -1)})
+        with pytest.raises(TypeError, match=rf"{call}\(\) got an unexpected .* 'window_size'"):
+            getattr(passes, call)(*given, **said, window_size=(-1, -1))
+
+
+@pytest.mark.parametrize(
+    ("caller", "refused"),
+    [
+        ("ring_flash_attn.zigzag_ring_flash_attn", True),
+        ("yunchang.kernels.attention", True),
+        ("ring_flash_attn.llama3_flash_attn_varlen", False),
+        ("elsewhere", False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_is_refused_where_sums_would_be_overwritten(
+    caller: str, refused: bool, dtype: torch.dtype
+) -> None:
+    theirs: dict[str, Any] = {"__name__": caller, "passes": passes}
+    exec("def call(*given, **said): passes._flash_attn_backward(*given, **said)", theirs)
+    q, said = Q.to(dtype), {**said_of(Flags(), None), "dropout_p": 0.0, "deterministic": False}
+    given = (q, q, q, q, q, torch.zeros(1, 2, 4), None, None, None)
+    if refused and dtype == torch.float32:
+        with pytest.raises(Unsupported, match=f"float32 in a ring of {caller}: it adds up"):
+            theirs["call"](*given, **said)
+    else:
+        theirs["call"](*given, **said)

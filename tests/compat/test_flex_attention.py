@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 import tilewise
-from tests.contract import assert_exact
+from tests.contract import assert_all_exact, assert_exact
 from tests.plain import attend
 from tilewise import masks
 from tilewise.compat import flex_attention as door
@@ -105,8 +105,7 @@ def test_numbers_and_gradients(name: str, scored: bool, maker: Callable[..., Any
     of_ours, of_plain, of_truth = (
         gradients(x, y) for x, y in ((found, leaves), (same, leaves), (truth, wide))
     )
-    for what, got, theirs, exact in zip("qkvbs", of_ours, of_plain, of_truth, strict=True):
-        assert_exact(got, theirs, exact, f"gradient of {what}")
+    assert_all_exact(of_ours, of_plain, of_truth, "qkvbs", "gradient of ")
 
 
 def torchs_own(*args: Any, **keywords: Any) -> Any:
@@ -369,8 +368,7 @@ def test_compiled(name: str) -> None:
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     found, want = compiled(*leaves, block_mask), step(*leaves, block_mask)
-    for got, exact in zip(found, want, strict=True):
-        torch.testing.assert_close(got, exact)
+    torch.testing.assert_close(found, want)
     pairs = zip(gradients(list(found), leaves), gradients(list(want), leaves), strict=True)
     for got, exact in pairs:
         torch.testing.assert_close(got, exact)

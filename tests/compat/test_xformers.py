@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from tests import peak, plain
 from tests.compat.xformers_cases import CASES, ROWS, Case
-from tests.contract import assert_exact, assert_same_bits
+from tests.conftest import ran
+from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
 from tilewise import compat
 from tilewise.compat import xformers as ours
 from tilewise.compat.xformers import attn_bias
@@ -253,8 +253,7 @@ def test_lists_of_tensors_are_packed_and_split() -> None:
     lists = drawn((2, 3, 4, 16), (1, 5, 4, 16), seed=1)
     bias, packed = attn_bias.BlockDiagonalMask.from_tensor_list(lists)
     assert packed.shape == (1, 11, 4, 16)
-    for found, given in zip(bias.split(packed), lists, strict=True):
-        assert_same_bits(found, given, "split")
+    assert_all_same_bits(bias.split(packed), lists, "split")
     keys = drawn((2, 4, 4, 16), (1, 6, 4, 16), seed=2)
     bias, q, k, v = attn_bias.BlockDiagonalMask.from_tensor_lists_qkv(lists, keys, keys)
     out = bias.split_queries(XOPS.memory_efficient_attention(q, k, v, bias))
@@ -361,9 +360,6 @@ print(memory_efficient_attention.__module__)
     reason="xformers itself is installed",
 )
 def test_a_stand_in_is_found_by_its_names() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", STAND_IN], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-W", "error", "-c", STAND_IN)
     assert done.stdout.strip() == "tilewise.compat.xformers.fmha"
     assert compat.install is not None

@@ -98,13 +98,15 @@ def _of(name: str, *given: Any, maker: str = "from_seqlens") -> Callable[[Any], 
     return lambda module: getattr(getattr(module, name), maker)(*given)
 
 
-_SIDE, _PADDED = _runs((0, 4, 6)), _runs((0, ROOM, 2 * ROOM))
-_GAPPY = _runs(STARTS)
+# The rows of keys of each sequence, and how many rows there are in all.
+_SIDE = _runs((0, 4, 6)), 12
+_PADDED = _runs((0, ROOM, 2 * ROOM)), 3 * ROOM
+_GAPPY = _runs(STARTS), 30
 _LENGTHS = (list(ROWS), list(KEYS))
 _FILLED = (list(ROWS), ROOM, list(KEYS))
 _ANYWHERE = (list(ROWS), [*STARTS, 30], list(KEYS))
 _WHOLE = (list(ROWS), [5, 7, 1])  # as many keys as rows, or more
-_WIDER = [list(range(5)), list(range(5, 12)), [12]]
+_WIDER = [list(range(5)), list(range(5, 12)), [12]], 13
 
 CASES = (
     Case("LowerTriangularMask", lambda x: x.LowerTriangularMask(), first),
@@ -121,27 +123,24 @@ CASES = (
         lambda x: x.LocalAttentionFromBottomRightMask(window_left=2, window_right=1),
         within(2, 1),
     ),
-    Case("BlockDiagonalMask", _of("BlockDiagonalMask", *_LENGTHS), every, _SIDE, 12),
+    Case("BlockDiagonalMask", _of("BlockDiagonalMask", *_LENGTHS), every, *_SIDE),
     Case(
         "BlockDiagonalCausalMask",
         lambda x: x.BlockDiagonalMask.from_seqlens(*_LENGTHS).make_causal(),
         first,
-        _SIDE,
-        12,
+        *_SIDE,
     ),
     Case(
         "BlockDiagonalCausalFromBottomRightMask",
         lambda x: x.BlockDiagonalMask.from_seqlens(*_WHOLE).make_causal_from_bottomright(),
         last,
-        _WIDER,
-        13,
+        *_WIDER,
     ),
     Case(
         "BlockDiagonalCausalLocalAttentionMask",
         lambda x: x.BlockDiagonalMask.from_seqlens(*_LENGTHS).make_local_attention(4),
         window(4, first, False),
-        _SIDE,
-        12,
+        *_SIDE,
     ),
     Case(
         "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
@@ -149,29 +148,22 @@ CASES = (
             2
         ),
         window(2, last, True),
-        _WIDER,
-        13,
+        *_WIDER,
     ),
     Case(
-        "BlockDiagonalPaddedKeysMask",
-        _of("BlockDiagonalPaddedKeysMask", *_FILLED),
-        every,
-        _PADDED,
-        24,
+        "BlockDiagonalPaddedKeysMask", _of("BlockDiagonalPaddedKeysMask", *_FILLED), every, *_PADDED
     ),
     Case(
         "BlockDiagonalCausalWithOffsetPaddedKeysMask",
         _of("BlockDiagonalCausalWithOffsetPaddedKeysMask", *_FILLED),
         last,
-        _PADDED,
-        24,
+        *_PADDED,
     ),
     Case(
         "BlockDiagonalLocalAttentionPaddedKeysMask",
         lambda x: x.BlockDiagonalPaddedKeysMask.from_seqlens(*_FILLED).make_local_attention(2, 1),
         within(2, 1),
-        _PADDED,
-        24,
+        *_PADDED,
     ),
     Case(
         "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
@@ -182,22 +174,16 @@ CASES = (
             maker="from_seqlens_local",
         ),
         window(2, last, True),
-        _PADDED,
-        24,
+        *_PADDED,
     ),
     Case(
-        "BlockDiagonalGappyKeysMask",
-        _of("BlockDiagonalGappyKeysMask", *_ANYWHERE),
-        every,
-        _GAPPY,
-        30,
+        "BlockDiagonalGappyKeysMask", _of("BlockDiagonalGappyKeysMask", *_ANYWHERE), every, *_GAPPY
     ),
     Case(
         "BlockDiagonalCausalWithOffsetGappyKeysMask",
         _of("BlockDiagonalCausalWithOffsetGappyKeysMask", *_ANYWHERE),
         last,
-        _GAPPY,
-        30,
+        *_GAPPY,
     ),
     *(
         Case(name, _in_pages(name), rule, _paged(starts), PAGE * PAGES)

@@ -133,8 +133,7 @@ def test_transforms_give_what_plain_torch_gives(name: str, backend: str) -> None
 
     found = torch.utils._pytree.tree_leaves(TRANSFORMS[name](ours))
     wanted = torch.utils._pytree.tree_leaves(TRANSFORMS[name](_plain))
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_held_plan_and_a_bias_inside_of_transforms(backend: str) -> None:

@@ -18,8 +18,7 @@ from tilewise.engine import dispatch, registry
 from tilewise.engine.dispatch import PLANS, PlanCache
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.kernels.base import Backend, Prepared, Tiles
-from tilewise.plan.choose import Candidate, choose
-from tilewise.plan.plan import Plan
+from tilewise.plan.plan import Candidate, Plan, choose
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 
 

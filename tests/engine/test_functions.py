@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import tilewise
+from tests.engine.samples import qkv
 from tilewise import attention, masks, scores
+from tilewise.engine.call import build_operands, build_problem, read_keywords
+from tilewise.engine.seeds import draw_seed, read_seed
+from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
+from tilewise.problem import Operands, Problem
+from tilewise.reference.philox import keep_mask
+from tilewise.validation import dense_problem
+from tilewise.variants.outside import checked
 
 B, H, M, N, D = 2, 4, 37, 53, 16
 
@@ -146,3 +155,205 @@ def test_what_explains_a_plan_shows_the_function() -> None:
     q, k, v = operands()
     said = str(tilewise.explain(q, k, v, score=lambda s, b, h, m, n: s * (m + 1)))
     assert "s * float(m + 1)" in said
+
+
+# ---- The eager autograd: which gradients there are, in which shapes, and which are refused.
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (4, 1, 7), (2, 1, 5, 7), (1, 4, 1, 1), ()])
+def test_a_bias_gets_its_gradient_in_its_own_shape(shape: tuple[int, ...], backend: str) -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    bias = torch.linspace(-1, 1, 280, dtype=torch.float64)[: torch.Size(shape).numel()]
+    bias = bias.reshape(shape).requires_grad_()
+
+    def call(bias: Tensor) -> Any:
+        return tilewise.attention(q, k, v, score=scores.bias(bias), backend=backend).sin()
+
+    assert torch.autograd.gradcheck(call, (bias,), fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", range(3))
+def test_one_input_may_want_its_gradient_alone(wanted: int, backend: str) -> None:
+    everything = qkv()
+    expected = torch.autograd.grad(
+        tilewise.attention(*everything, backend=backend).sum(), everything
+    )[wanted]
+    alone = qkv(grad=False)
+    alone[wanted].requires_grad_()
+    out = tilewise.attention(*alone, backend=backend)
+    out.sum().backward()
+    assert [tensor.grad is not None for tensor in alone] == [i == wanted for i in range(3)]
+    torch.testing.assert_close(alone[wanted].grad, expected)
+
+
+def test_only_sinks_may_want_a_gradient(backend: str) -> None:
+    sinks = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    tilewise.attention(*qkv(False), sinks=sinks, backend=backend).sum().backward()
+    assert sinks.grad is not None
+    assert (sinks.grad.shape, sinks.grad.dtype) == ((4,), torch.bfloat16)
+
+
+def test_lse_alone_may_be_used(backend: str) -> None:
+    q, k, v = qkv()
+    result = tilewise.attention(q, k, v, return_lse=True, backend=backend)
+    result.lse.sum().backward()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert q.grad.abs().sum() > 0
+    assert v.grad is None or not v.grad.any()
+
+
+def test_one_tensor_as_q_k_and_v_collects_all_three(backend: str) -> None:
+    x = qkv()[0]
+    twins = [x.detach().clone().requires_grad_() for _ in range(3)]
+    tilewise.attention(x, x, x, backend=backend).sum().backward()
+    tilewise.attention(*twins, backend=backend).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, sum(twin.grad for twin in twins))
+
+
+def test_which_statistics_have_a_gradient(backend: str) -> None:
+    result = tilewise.attention(*qkv(), return_stats="top1", backend=backend)
+    assert result.lse is None
+    assert [x.requires_grad for x in result.stats] == [False, True, True, False]
+
+
+def test_the_second_derivative_of_the_entropy_is_refused(backend: str) -> None:
+    q, k, v = qkv()
+    stats = tilewise.attention(q, k, v, return_stats=True, backend=backend).stats
+    with pytest.raises(Unsupported, match="no second derivative and no batched gradient"):
+        torch.autograd.grad(stats.entropy.sum(), q, create_graph=True)
+
+
+def test_changing_an_input_in_place_is_noticed(backend: str) -> None:
+    q, k, v = qkv()
+    doubled = k * 2
+    out = tilewise.attention(q, doubled, v, backend=backend)
+    doubled.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_without_gradients_no_graph_is_built(backend: str) -> None:
+    with torch.no_grad():
+        assert not tilewise.attention(*qkv(), backend=backend).requires_grad
+    assert not tilewise.attention(*qkv(False), backend=backend).requires_grad
+
+
+def test_the_sign_flag_of_a_conjugate_is_seen(backend: str) -> None:
+    q, k, v = qkv(False)
+    flagged = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert flagged.is_neg()
+    out = tilewise.attention(flagged, k, v, backend=backend)
+    assert torch.equal(out, tilewise.attention(q, k, v, backend=backend))
+
+
+def test_gradients_that_are_expanded_or_transposed_are_read_right(backend: str) -> None:
+    q, k, v = qkv()
+    out = tilewise.attention(q, k, v, backend=backend)
+    weights = torch.randn(out.transpose(2, 3).shape).transpose(2, 3)
+    for grad in (torch.ones(()).expand(out.shape), weights):
+        found = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        wanted = torch.autograd.grad(out, (q, k, v), grad.contiguous(), retain_graph=True)
+        torch.testing.assert_close(found, wanted)
+
+
+# ---- What stays on its device, unread on the way to a kernel: lengths, captured tensors, seeds.
+
+
+def _packed(device: str, dtype: torch.dtype = torch.int32) -> tuple[Tensor, ...]:
+    q, k, v = (torch.empty(9, 2, 4, device=device) for _ in range(3))
+    cu = torch.tensor([0, 4, 9], dtype=dtype).to(device)
+    return q, k, v, cu
+
+
+def _operands(device: str, **keywords: Any) -> Operands:
+    q, k, v, cu = _packed(device)
+    mask = masks.document(torch.zeros(2, 5, dtype=torch.int64, device=device)) & masks.lengths(
+        torch.tensor([1, 2]).to(device)
+    )
+    score = scores.bias(torch.zeros(5, 5, device=device))
+    backend = keywords.get("backend")
+    read = read_keywords(mask, score, None, 0.0, None, backend, (cu, cu))
+    return build_operands(build_problem(q, k, v, read), q, k, v, read, None)
+
+
+def test_cu_seqlens_of_a_device_stay_there_unread() -> None:
+    """Meta tensors have no values: reading one would fail."""
+    operands = _operands("meta")
+    for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k):
+        assert cu is not None
+        assert (cu.device.type, cu.dtype, cu.shape) == ("meta", torch.int64, (3,))
+    assert [tensor.device.type for tensor in operands.mask_tensors] == ["meta"] * 3
+
+
+def test_the_reference_reads_them() -> None:
+    """It needs them on the CPU, wherever the tensors are."""
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        _operands("meta", backend="tiled")
+
+
+def test_checked_mode_reads_them() -> None:
+    """What is asked for is done: cu_seqlens that are wrong are named."""
+    with checked(), pytest.raises((RuntimeError, NotImplementedError)):
+        _operands("meta")
+
+
+def test_on_the_cpu_they_are_checked_as_ever() -> None:
+    """A wrong end is an error."""
+    q, k, v, cu = _packed("cpu")
+    read = read_keywords(None, None, None, 0.0, None, "gpu", (cu, cu - 1))
+    problem = build_problem(q, k, v, read)
+    with pytest.raises(InvalidArgument, match="cu_seqlens_k"):
+        build_operands(problem, q, k, v, read, None)
+    assert issubclass(InvalidArgument, TilewiseError)
+
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def _problem(**changed: object) -> Problem:
+    q = torch.empty(1, 2, 8, 64)
+    problem = dense_problem(q, q, q, mask=(), score=(), scale=None, dropout_p=0.5, sinks=None)
+    return problem._replace(**changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "seed", [None, 5, 2**64 - 1, torch.empty((), dtype=torch.int64, device=META)]
+)
+def test_a_device_keeps_its_seed(seed: int | torch.Tensor | None) -> None:
+    """A meta tensor raises where its value is read."""
+    got = read_seed(seed, _problem(device="cuda:0"), META, on_device=True)
+    assert isinstance(got, torch.Tensor)
+    assert (got.device, got.dtype, got.shape) == (META, torch.int64, ())
+    assert got is not seed
+
+
+def test_the_core_gets_a_number_from_the_generator_of_the_cpu() -> None:
+    torch.manual_seed(2)
+    due = int(torch.randint(0, 2**63 - 1, ()))
+    torch.manual_seed(2)
+    assert read_seed(None, _problem(), CPU, on_device=False) == due
+    assert read_seed(torch.tensor([-1]), _problem(), CPU, on_device=False) == 2**64 - 1
+    assert draw_seed(META).device == META
+
+
+def test_a_tensor_of_the_host_is_refused_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its value would be part of the graph, and every replay would drop the same pairs."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    words = "seed: got a tensor on cpu while a CUDA graph is captured"
+    with pytest.raises(InvalidArgument, match=re.escape(words)):
+        read_seed(
+            torch.tensor(5), _problem(device="cuda:0"), torch.device("cuda:0"), on_device=True
+        )
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**64 - 3, -(2**63)])
+def test_a_tensor_of_a_seed_drops_what_its_number_drops(seed: int) -> None:
+    ranges = {"batches": range(2), "heads": range(3), "queries": range(4), "keys": range(3, 40)}
+    signed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+    assert torch.equal(keep_mask(signed, 0.3, **ranges), keep_mask(seed, 0.3, **ranges))
+    on_device = keep_mask(signed.to(META), 0.3, **ranges)
+    assert on_device.device == META

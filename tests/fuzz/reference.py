@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.asked import asked
 from tests.extended import extended
 from tests.fuzz.build import Call, differentiate, keywords
 from tests.fuzz.case import Case, Node
+from tests.oracle import asked
 from tests.plain import attend, attend_packed, joined
 from tilewise.variants.values import as_mask, as_score
 

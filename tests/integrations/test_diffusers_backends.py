@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact
+from tests.contract import assert_all_exact, assert_exact
 from tilewise import compat
 
 pytestmark = [
@@ -75,8 +75,7 @@ def test_its_xformers_backend_is_tilewise(dispatch: Any, name: str) -> None:
     found, near = (run(backend, torch.float32) for backend in ("xformers", "native"))
     truth = run("native", torch.float64)
     names = ("out", "dq", "dk", "dv")
-    for what, got, plainly, exact in zip(names, found, near, truth, strict=True):
-        assert_exact(got, plainly, exact, what)
+    assert_all_exact(found, near, truth, names)
 
 
 def model() -> tuple[Any, dict[str, Tensor]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.compat.flash_reference import Flags, attend
-from tests.contract import assert_exact
+from tests.conftest import ran
+from tests.contract import assert_all_exact, assert_exact
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(
@@ -53,21 +53,14 @@ torch.save(done, place / "outputs.pt")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that scripts/hf_kernel.py makes of the core of this environment."""
     folder = tmp_path_factory.mktemp("kernel")
-    subprocess.run([sys.executable, ROOT / "scripts/hf_kernel.py", folder], check=True)
+    ran(sys.executable, ROOT / "scripts/hf_kernel.py", folder, timeout=None)
     return folder
 
 
 def run(code: str, kernel: Path, place: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ
-        | {"KERNEL": str(kernel), "PLACE": str(place), "HF_HUB_OFFLINE": "1"}
-        | {"LOCAL_KERNELS": f"anyone/tilewise-attention={kernel}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = os.environ | {"KERNEL": str(kernel), "PLACE": str(place), "HF_HUB_OFFLINE": "1"}
+    environment |= {"LOCAL_KERNELS": f"anyone/tilewise-attention={kernel}"}
+    done = ran(sys.executable, "-W", "ignore", "-c", code, timeout=None, env=environment)
     return done.stdout.strip()
 
 
@@ -92,8 +85,7 @@ def test_a_process_without_tilewise(kernel: Path, tmp_path: Path) -> None:
     plain, truth = (by_formula(given, dtype) for dtype in (torch.float32, torch.float64))
     names = ("out", "grad_q", "grad_k", "grad_v")
     for got in (padded, compiled):
-        for one, other, oracle, name in zip(got, plain, truth, names, strict=True):
-            assert_exact(one, other, oracle, name)
+        assert_all_exact(got, plain, truth, names)
     for rows in (slice(0, 13), slice(13, 60)):
         cut = [x[rows] for x in given]
         plain, truth = (by_formula(cut, dtype) for dtype in (torch.float32, torch.float64))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import ran
 
 FOLDER = os.environ.get("OTHER_OPENMP")
 FOUND = sorted(Path(FOLDER).rglob("libiomp5.so")) if FOLDER else []
@@ -33,12 +34,6 @@ print(core.openmp_runtime(), core.peak("fma", 3) > 2 * core.peak("fma", 1))
 )
 def test_teams_of_llvms_runtime() -> None:
     """Loaded before torch's, so that the core finds it first: three threads, the bits of one."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"LD_PRELOAD": str(FOUND[0].resolve()), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = os.environ | {"LD_PRELOAD": str(FOUND[0].resolve()), "OMP_NUM_THREADS": "1"}
+    done = ran(sys.executable, "-c", CODE, env=environment)
     assert done.stdout.split() == [str(FOUND[0].resolve()), "True"]

@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ran
 from tests.contract import assert_exact
 from tests.plain import attend
 from tilewise.errors import Unsupported
@@ -211,6 +212,22 @@ def test_what_pads_a_step_is_neither_written_nor_read() -> None:
     assert bool((out[-2:] == 7).all())
 
 
+def test_layers_of_a_step_check_its_pages_once() -> None:
+    """A copy of the step, as vLLM may make with other tables, checks its own."""
+    layer = Layer(TOKENS)
+    step = step_of(layer)
+    q = torch.randn(step.num_actual_tokens, layer.heads, layer.width)
+    cache = torch.randn(step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
+    found = []
+    for window in (None, 9):
+        impl = ours.TilewiseImpl(layer.heads, layer.width, 0.2, layer.kv_heads, None, window)
+        impl.forward(None, q, q, q, cache, step, torch.empty_like(q))
+        found.append(step.paged)
+    assert found[0] is found[1] is not None
+    other = replace(step, block_table=step.block_table.flip(0))
+    assert torch.equal(other.pages(PAGE).pages.block_table, other.block_table)
+
+
 def test_before_the_first_step() -> None:
     out = torch.ones(3, 4, 64)
     impl = ours.TilewiseImpl(4, 64, 0.2, 2)
@@ -337,6 +354,5 @@ def test_vllms_own_tests_of_its_operations() -> None:
     command = [sys.executable, "-m", "pytest", *options, str(tests)]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    done = ran(*command, timeout=None, env=environment)
     assert " passed" in done.stdout

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from tests.compat.test_xformers import of
 from tests.compat.xformers_cases import CASES, PAGE, TABLE, Case
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ran
 from tests.contract import assert_same_bits
 from tilewise.compat import xformers as ours
 from tilewise.compat.xformers import attn_bias
@@ -70,15 +69,9 @@ def test_its_own_tests_pass(tmp_path: Path) -> None:
     (place / "test_own.py").symlink_to(SOURCE / "test_mem_eff_attention.py")
     folders = [str(HERE), *(path for path in sys.path if path)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xformers_suite", "-k", OWN]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--tb=short", "theirs"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    command += ["-p", "no:cacheprovider", "--tb=short", "theirs"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = ran(*command, timeout=None, cwd=tmp_path, env=environment)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) > 2000, done.stdout[-4000:]

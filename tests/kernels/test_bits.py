@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.cases import FLOATS, Case
+from tests.cases import FLOATS, Case, Inputs, build
 from tests.contract import assert_same_bits
-from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, only_cpu, pairs
 from tests.oracle import Outcome, Sent, assert_same, attend, send
 from tilewise import masks

@@ -10,6 +10,7 @@ import tilewise
 from tests.cases import FLOATS
 from tests.kernels.targets import Target
 from tilewise import masks
+from tilewise.problem import Needs, Operands
 from tilewise.reference.philox import keep_mask
 
 
@@ -42,6 +43,42 @@ def test_mask_is_philox(target: Target, seed: int, p: float) -> None:
     mask = expected(seed, p, 37, 203)
     assert bool(((out > 0) == mask).all())
     torch.testing.assert_close(out[mask], torch.full_like(out[mask], 1 / 203 / (1 - p)))
+
+
+def check_part(backend: str, queries: int, origin: tuple[int, int, int, int]) -> None:
+    """A part of a longer call drops what the call drops there, forward and backward.
+
+    Values are an identity, so that the output and the gradient of v show the mask.
+    """
+    keys, p, seed = 93, 0.4, 0x1234_5678_9ABC_DEF0
+    q, k = torch.zeros(2, 3, queries, 8), torch.zeros(2, 3, keys, 8)
+    v = torch.eye(keys).expand(2, 3, keys, keys)
+    plan = tilewise.plan(q, k, v, backend=backend, dropout_p=p)
+    operands = Operands(q, k, v, seed=seed, origin=origin, for_backward=queries > 8)
+    result = plan.forward(operands)
+    item, head, row, key = origin
+    places = ((item, 2), (head, 3), (row, queries), (key, keys))
+    spans = [range(first, first + count) for first, count in places]
+    names = ("batches", "heads", "queries", "keys")
+    mask = keep_mask(seed, p, **dict(zip(names, spans, strict=True)))
+    assert bool(((result.out > 0) == mask).all())
+    ones = torch.ones_like(result.out)
+    grads = plan.backward(operands, result, ones, None, Needs(False, False, True))
+    # Each key's value is weighted by how many rows keep it.
+    weights = mask.sum(2)[..., None] / keys / (1 - p)
+    torch.testing.assert_close(grads.v, weights.expand_as(grads.v).float())
+
+
+# Where a word of four keys begins, and within one; few rows, which have a kernel of their own.
+ORIGINS = ((0, 0, 0, 8), (3, 0, 0, 0), (1, 2, 37, 5), (0, 5, 64, 3), (0, 0, 2**31, 2**20 + 2))
+
+
+@pytest.mark.parametrize("origin", ORIGINS, ids=str)
+@pytest.mark.parametrize("queries", [3, 70])
+def test_a_part_drops_what_the_whole_drops(
+    target: Target, queries: int, origin: tuple[int, int, int, int]
+) -> None:
+    check_part(target.backend, queries, origin)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

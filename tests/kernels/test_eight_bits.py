@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise
-from tests.cases import FLOATS, Case
+from tests.cases import FLOATS, Case, Inputs, build
 from tests.contract import assert_exact, assert_same_bits
 from tests.extended import extended
-from tests.inputs import Inputs, build
 from tests.kernels.targets import Target, only_cpu, pairs
 from tests.oracle import problem_of
 from tests.paged import Paged, in_pages, sequences_of

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.cases import FLOATS, TABLE, Case
-from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import Inputs, build
+from tests.cases import FLOATS, TABLE, Case, Inputs, build
+from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
 from tests.kernels.targets import Target
 from tests.oracle import Outcome, Sent, assert_same, attend, call, check, refer, send
 from tilewise import masks, scores
@@ -333,6 +332,12 @@ def test_the_contract_can_fail() -> None:
     wrong[0, 0] = NAN
     with pytest.raises(AssertionError, match="NaN in the wrong places"):
         assert_exact(wrong, plain, truth, "wrong")
+    with pytest.raises(AssertionError, match="grad of k: NaN in the wrong places"):
+        assert_all_exact((plain, wrong), (plain, plain), (truth, truth), "qk", "grad of ")
+    with pytest.raises(AssertionError, match="out, tensor 1: 2 of 12 elements differ"):
+        assert_all_same_bits((plain, wrong), (plain, plain), "out")
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        assert_all_same_bits((plain,), (plain, plain), "out")
     names = [case.name for case in TABLE]
     assert len(set(names)) == len(names)
     assert replace(TABLE[0], dtype=torch.float16) == TABLE[0].of(torch.float16)

@@ -6,7 +6,6 @@ may be computed by several threads.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.cases import FLOATS, Case
+from tests.cases import FLOATS, Case, build
+from tests.conftest import ran
 from tests.contract import assert_same_bits
-from tests.inputs import build
 from tests.kernels.targets import Target, only_cpu
 from tests.oracle import assert_same, attend, send
 from tilewise import masks, scores
@@ -225,10 +224,7 @@ assert os.waitpid(number, 0)[1] == 0
 """
         for name, (code, _) in FORKS.items()
     )
-    done = subprocess.run(
-        [sys.executable, "-c", FORK + code], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", FORK + code)
     return dict(line.split(": ") for line in done.stdout.splitlines())
 
 

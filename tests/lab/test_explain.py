@@ -15,7 +15,7 @@ import tilewise
 from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS, row_of
-from tilewise.commands.shape import DTYPES, room
+from tilewise.commands.explain import DTYPES, room
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 
@@ -43,6 +46,30 @@ def test_release_gives_back_what_was_freed() -> None:
     memory.release()
     assert memory.resident_bytes() < before + 10 * MIB
     del last
+
+
+KEEPING = """
+import torch
+from tilelab.common import memory
+memory.keep({largest})
+memory.release()
+before = memory.resident_bytes()
+del_me = torch.ones(16 << 20)  # 64 MiB, which the C library would take from the system
+del del_me
+kept = memory.resident_bytes() - before
+memory.release()
+print(kept >> 20, (memory.resident_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+@pytest.mark.parametrize(("largest", "keep"), [(32 * MIB, False), (47 * MIB, True)])
+def test_kept_memory_is_given_back_by_release(largest: int, keep: bool) -> None:
+    code = KEEPING.format(largest=largest)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept, after = map(int, done.stdout.split())
+    assert (kept > 50) == keep, kept
+    assert after < 10, after
 
 
 def test_available_memory_is_what_the_machine_has_at_most() -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.orders.forward import Visit, Visits
+from tests.orders.ledger import Ledger
 from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference.ledger import Ledger, Walk
+from tilewise.reference.blocks import Walk
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiled import RowState, tile_gradient
 from tilewise.reference.tiles import (

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.orders.ledger import Ledger
 from tilewise.inspect.calls import Part, parts
 from tilewise.problem import Operands, Problem
-from tilewise.reference.ledger import Ledger, Walk
+from tilewise.reference.blocks import Walk
 from tilewise.reference.merge import merge_partial
 from tilewise.reference.programs import Cover, cover
 from tilewise.reference.tiled import forward_rows

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise
-from tests.cases import Case
-from tests.inputs import Inputs, build
+from tests.cases import Case, Inputs, build
 from tests.oracle import problem_of
 from tests.orders.backward import backward_by_tiles, backward_keys_outside
 from tests.orders.forward import forward_in_parts, forward_keys_outside
+from tests.orders.ledger import Ledger
 from tests.paged import in_pages, sequences_of
 from tilewise.plan.traffic import Traffic, visits_of
 from tilewise.plan.traffic import tiled as model
 from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Needs, Operands, Problem
 from tilewise.reference import tiled, tiles
-from tilewise.reference.ledger import Ledger, Walk
+from tilewise.reference.blocks import Walk
 from tilewise.serving.pool import quantised
 from tilewise.variants.lower import Extent, lower_mask
 

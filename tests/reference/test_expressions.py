@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.variants.drawn import EXTENTS, expressions, run
 from tests.variants_catalogue import CATALOGUE, Sizes, Variant
-from tilewise.reference import expression_blocks
+from tilewise.reference import expressions as of_blocks
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import Cover, cover, visible
 from tilewise.variants.expr import Expr, Graph, encode
@@ -224,7 +224,7 @@ def test_large_boxes_of_captured_tensors_are_not_scanned(monkeypatch: pytest.Mon
     instr = Instr("expr", (encode(expr),), (0,))
     block = Block(range(64), range(64), 64, 64, range(1), range(1))
     assert cover((instr,), captured, block) is Cover.FULL
-    monkeypatch.setattr(expression_blocks, "_MOST_SCANNED", 63)
+    monkeypatch.setattr(of_blocks, "_MOST_SCANNED", 63)
     assert cover((instr,), captured, block) is Cover.PARTIAL
 
 

@@ -1,20 +1,134 @@
-"""The tiled algorithm: its tile covers, and that what it skips and keeps is right."""
+"""The plain mathematics: against torch, against loops, and its gradients by gradcheck."""
 
 from __future__ import annotations
+
+import math
+from typing import TypeAlias
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from tests.cases import Case, mask_words
-from tests.inputs import build
-from tests.oracle import problem_of
+from tests.cases import TABLE, Case, Inputs, build, mask_words
+from tests.extended import extended, has_extended_precision
+from tests.oracle import problem_of, refer
+from tilelab.cases.dense import dense
+from tilewise.errors import InvalidArgument
 from tilewise.problem import Needs
 from tilewise.reference import tiled, tiles
-from tilewise.reference.blocks import Block
-from tilewise.reference.ledger import Walk
+from tilewise.reference.blocks import Block, Walk
+from tilewise.reference.merge import merge_partial
+from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, cover, visible
+
+
+def _case(name: str) -> Case:
+    return next(case for case in TABLE if case.name == name).of(torch.float64)
+
+
+def test_agrees_with_torch() -> None:
+    """No variant: scaled_dot_product_attention."""
+    inputs = build(_case("grouped"))._replace(mask=None)
+    expected = sdpa(inputs.q, inputs.k, inputs.v, enable_gqa=True)
+    torch.testing.assert_close(dense(*problem_of(inputs)).out, expected)
+
+
+def _score(inputs: Inputs, b: int, h: int, m: int, n: int) -> float:
+    """One score, from the definition."""
+    problem, operands = problem_of(inputs)
+    group = problem.heads // problem.kv_heads
+    s = float(operands.q[b, h, m] @ operands.k[b, h // group, n]) * problem.scale
+
+    def pick(tensor: Tensor, *index: int) -> float:
+        return float(
+            tensor[tuple(i if d > 1 else 0 for i, d in zip(index, tensor.shape, strict=True))]
+        )
+
+    for instr in problem.score:
+        if instr.op == "softcap":
+            cap = float(instr.params[0])
+            s = cap * math.tanh(s / cap)
+        elif instr.op == "alibi":
+            distance = abs(m + problem.keys - problem.queries - n)
+            s -= pick(operands.score_tensors[instr.slots[0]], b, h) * distance
+        else:
+            s += pick(operands.score_tensors[instr.slots[0]], b, h, m, n)
+    return s
+
+
+def test_definition() -> None:
+    """One row at a time, key by key, with a mask, scores, a sink and dropout."""
+    case = Case(
+        "definition",
+        heads=4,
+        queries=6,
+        keys=9,
+        head_dim=5,
+        value_dim=3,
+        dtype=torch.float64,
+        mask=("causal",),
+        score=("softcap_tight", "alibi", "bias_heads"),
+        sinks=True,
+        dropout_p=0.3,
+    )
+    inputs = build(case).detached()
+    result = dense(*problem_of(inputs))
+    assert inputs.sinks is not None
+    keep = keep_mask(
+        inputs.seed, 0.3, batches=range(2), heads=range(4), queries=range(6), keys=range(9)
+    )
+    for b, h, m in ((0, 0, 0), (1, 3, 5), (0, 2, 3), (1, 1, 4)):
+        seen = range(m + 9 - 6 + 1)
+        weights = [math.exp(_score(inputs, b, h, m, n)) for n in seen]
+        total = sum(weights) + math.exp(float(inputs.sinks[h]))
+        row = sum(
+            weights[n] / total * float(keep[b, h, m, n]) / 0.7 * inputs.v[b, h // 2, n]
+            for n in seen
+        )
+        torch.testing.assert_close(result.out[b, h, m], row)
+        torch.testing.assert_close(float(result.lse[b, h, m]), math.log(total))
+        top, row_sum = (float(part[b, h, m]) for part in result.stats)
+        torch.testing.assert_close(2**top * row_sum, sum(weights))
+
+
+@pytest.mark.parametrize("name", ["cap-bias-alibi", "varlen-all", "grouped-all", "sinks-dead-rows"])
+def test_extended_agrees(name: str) -> None:
+    """The hand-written gradients are autograd's."""
+    inputs = build(_case(name))
+    result, wide, _ = refer(inputs)
+    for fact in ("out", "lse"):
+        found = torch.from_numpy(getattr(wide, fact).astype(float))
+        torch.testing.assert_close(getattr(result, fact), found)
+    assert wide.grads.keys() == result.grads.keys()
+    for leaf, grad in wide.grads.items():
+        torch.testing.assert_close(result.grads[leaf], torch.from_numpy(grad.astype(float)))
+
+
+@pytest.mark.skipif(not has_extended_precision(), reason="long double is float64 here")
+def test_extended_is_more_precise() -> None:
+    """Its rounding is far below float64's: the softmax of a constant row is exact to 1e-18."""
+    inputs = build(Case("extended", queries=3, keys=3, dtype=torch.float64, scale=0.0))
+    result = extended(*problem_of(inputs))
+    mean = inputs.v.detach().numpy().astype("longdouble").mean(axis=2, keepdims=True)
+    assert float(abs(result.out - mean).max()) < 1e-18
+    assert result.grads is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_runs_in_any_dtype(dtype: torch.dtype) -> None:
+    """The plain implementation keeps to its dtype, and near the oracle."""
+    inputs = build(_case("causal").of(dtype))
+    problem, operands = problem_of(inputs)
+    result, truth = dense(problem, operands, dtype=dtype), dense(problem, operands)
+    assert result.out.dtype == result.lse.dtype == dtype
+    rounding = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(result.out.double(), truth.out, atol=rounding, rtol=rounding)
+
+
+# ---- The tiled algorithm: its tile covers, and that what it skips and keeps is right.
 
 
 @given(
@@ -99,8 +213,7 @@ def test_any_tile_size_agrees(tile: tuple[int, int], words: tuple[str, ...]) -> 
             grad_out, grad_lse = torch.ones_like(result.out), torch.ones_like(result.lse)
             grads = tiled.backward(problem, operands, result, grad_out, grad_lse, needs, walk=walk)
             results.append([result.out, result.lse, grads.q, grads.k, grads.v, grads.sinks])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*results)
 
 
 def test_gradients_that_nobody_needs_are_not_made() -> None:
@@ -116,3 +229,86 @@ def test_gradients_that_nobody_needs_are_not_made() -> None:
             grads = tiled.backward(problem, operands, result, grad, None, needs)
             flat = [*grads[:3], *grads.score_tensors, grads.sinks]
             assert [value is not None for value in flat] == flags
+
+
+# ---- Merging: equal to attention over all keys at once, associative, neutral, differentiable.
+
+
+lses = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4), st.floats(-3, 3))
+
+
+Partial: TypeAlias = tuple[Tensor, Tensor]
+
+
+def _partial(lse: list[float], seed: int, packed: bool) -> Partial:
+    """A result over some keys: random rows, zero where the lse says that there was no key."""
+    generator = torch.Generator().manual_seed(seed)
+    row_lse = torch.tensor(lse, dtype=torch.float64)
+    out = torch.randn(len(lse), 3, generator=generator, dtype=torch.float64)
+    out = torch.where(row_lse[:, None] == -math.inf, 0.0, out)
+    if packed:  # out [T, H, Dv], lse [H, T]
+        return out[:, None], row_lse[None]
+    return out[None, None], row_lse[None, None]
+
+
+def merge(*results: Partial) -> Partial:
+    return merge_partial(*zip(*results, strict=True))
+
+
+def _close(got: Partial, expected: Partial) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-11)
+
+
+triples = st.lists(st.tuples(lses, lses, lses), min_size=1, max_size=5)
+
+
+@given(rows=triples, packed=st.booleans())
+def test_associative_and_commutative(rows: list[tuple[float, float, float]], packed: bool) -> None:
+    """Any order and any grouping, rows without a key included."""
+    a, b, c = (_partial([row[i] for row in rows], i, packed) for i in range(3))
+    together = merge(a, b, c)
+    _close(merge(merge(a, b), c), together)
+    _close(merge(a, merge(b, c)), together)
+    _close(merge(c, a, b), together)
+
+
+@given(rows=triples)
+def test_empty_is_neutral(rows: list[tuple[float, float, float]]) -> None:
+    """Merging with a result that saw no key changes nothing, whatever its output holds."""
+    some = _partial([row[0] for row in rows], 0, packed=False)
+    nothing = torch.full_like(some[0], math.nan), torch.full_like(some[1], -math.inf)
+    _close(merge(some, nothing), some)
+    _close(merge(nothing, some), some)
+    out, lse = merge(nothing, nothing)
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
+def test_gradcheck() -> None:
+    """In outputs and lse, with a row that one part does not see."""
+    outs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    rows = [torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    hidden = torch.zeros(1, 2, 3, dtype=torch.bool)
+    hidden[0, 1, 2] = True
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        first = tensors[3].masked_fill(hidden, -math.inf)
+        return merge_partial(tensors[:3], (first, *tensors[4:]))
+
+    torch.autograd.gradcheck(function, (*outs, *rows))
+
+
+def test_no_gradient_is_nan_where_nothing_was_seen() -> None:
+    """Rows that no part sees."""
+    out = torch.zeros(1, 1, 2, 3, dtype=torch.float64, requires_grad=True)
+    lse = torch.full((1, 1, 2), -math.inf, dtype=torch.float64, requires_grad=True)
+    merged, merged_lse = merge_partial([out, out], [lse, lse])
+    grads = torch.autograd.grad([merged.sum(), merged_lse.exp().sum()], [out, lse])
+    assert all(bool((grad == 0).all()) for grad in grads)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """An output of three dimensions is packed; the rest is in tests/test_merging.py."""
+    one = _partial([0.0, 1.0], 0, packed=False)
+    with pytest.raises(InvalidArgument, match="packed"):
+        merge_partial([one[0][0]], [one[1]])

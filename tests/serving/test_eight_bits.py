@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.cases import drawn
 from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import drawn
 from tests.plain import attend
 from tilewise import masks
 from tilewise.errors import InvalidArgument

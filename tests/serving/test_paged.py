@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 import tilewise
+from tests.cases import drawn
 from tests.contract import assert_same_bits
-from tests.inputs import drawn
 from tilewise import masks
 from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
 from tilewise.serving import PageAllocator, PagedKVCache

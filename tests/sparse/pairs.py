@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.inputs import Inputs
+from tests.cases import Inputs
 from tilewise import BlockMask, masks, patterns
 from tilewise.variants.values import Mask
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import tilewise
-from tests.cases import FLOATS, TABLE, Case, cases
-from tests.contract import assert_same_bits
-from tests.inputs import Inputs, build
+from tests.cases import FLOATS, TABLE, Case, Inputs, build, cases
+from tests.contract import assert_all_same_bits, assert_same_bits
 from tests.kernels.conftest import target  # noqa: F401  the fixture
 from tests.kernels.targets import Target
 from tests.oracle import assert_same, attend, send
@@ -295,8 +294,7 @@ def test_second_derivatives_and_forward_mode() -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         found.append((tangent, *torch.autograd.grad(grad.square().sum(), (q, k, v))))
     for other in found[1:]:
-        for got, expected in zip(other, found[0], strict=True):
-            assert_same_bits(got, expected, "second order")
+        assert_all_same_bits(other, found[0], "second order")
 
 
 def test_statistics() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.plain import PairFunction
-from tests.variants.making import Drawn, Maker, Variant
+from tests.variants.calls import Drawn, Maker, Variant
 
 
 def _one_bit(b: Any, h: Any, m: Any, n: Any) -> Any:

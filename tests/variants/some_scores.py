@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.plain import PairFunction
 from tests.variants import some_masks as masks
-from tests.variants.making import Drawn, Maker, Variant
+from tests.variants.calls import Drawn, Maker, Variant
 
 VARIANTS: list[Variant] = []
 

@@ -23,7 +23,7 @@ from tests.variants_catalogue import (
 )
 from tilelab.cases.dense import dense
 from tilewise.reference import blocks, tiles
-from tilewise.reference.ledger import Walk
+from tilewise.reference.blocks import Walk
 from tilewise.variants.values import as_score
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.inputs import drawn
+from tests.cases import drawn
 from tests.variants.drawn import Extents, run
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError
 from tilewise.variants.expr import Expr, decode, encode, kinds

@@ -13,8 +13,15 @@ import torch.nn.attention
 from torch import Tensor
 
 from tilewise.compat import flash_impl
-from tilewise.compat.sdpa_call import Call, attend, cast
-from tilewise.compat.sdpa_mistakes import mistake, raise_as_torch, raise_unsupported, why_not
+from tilewise.compat.sdpa_call import (
+    Call,
+    attend,
+    cast,
+    mistake,
+    raise_as_torch,
+    raise_unsupported,
+    why_not,
+)
 from tilewise.compat.sdpa_switch import Report, disable, enable, sdpa
 
 __all__ = ["Report", "disable", "enable", "scaled_dot_product_attention", "sdpa"]

@@ -21,7 +21,7 @@ from tilewise.torch_private import has_batch
 
 def differentiable(operands: Operands, plan: Plan, statistics: Statistics = "") -> Result:
     """Run a plan's forward so that autograd knows its backward; operands are ``for_backward``."""
-    call = Call(plan, operands.seed, len(operands.mask_tensors))
+    call = Call(plan, operands.seed, len(operands.mask_tensors), operands.origin)
     return Result(
         *Attention.apply(call, statistics, operands, *flat(operands))  # type: ignore[no-untyped-call]
     )

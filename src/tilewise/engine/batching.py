@@ -24,7 +24,7 @@ from tilewise.engine.flat import Call
 from tilewise.plan.plan import Plan
 from tilewise.problem import Problem
 from tilewise.torch_private import has_batch, left_alone, with_batch, without_batch
-from tilewise.variants.folding import Role, folded, roles
+from tilewise.variants.graphs import Role, folded, roles
 
 Apply = Callable[..., tuple[Tensor, ...]]
 _STATS = 2  # the place of stats among rows
@@ -177,7 +177,7 @@ def _fold(
         y if y is None else _folded(y, flag, calls, batch, *how)
         for (y, flag), how in zip(given, hows, strict=True)
     ]
-    whole = Call(_plan(call, calls, alike), call.seed, call.masks)
+    whole = Call(_plan(call, calls, alike), call.seed, call.masks, call.origin)
     head = (whole,) if needs is None else (whole, needs)
     found = apply(*head, *tensors)
     if needs is None:

@@ -5,7 +5,7 @@ lookup. When the lookup misses, all checks run. Checks of values or captured ten
 call.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.pages import Pages, lower_pages
+from tilewise.engine.pages import PagedStep, Pages, lower_pages, signs
 from tilewise.engine.seeds import read_seed
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem
@@ -28,7 +28,6 @@ from tilewise.validation import (
     paged_problem,
     varlen_problem,
 )
-from tilewise.variants.checked import is_checked
 from tilewise.variants.float8 import (
     FLOAT8,
     NO_SCALES,
@@ -39,7 +38,7 @@ from tilewise.variants.float8 import (
     refuse_gradients,
 )
 from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.outside import refuse_outside
+from tilewise.variants.outside import is_checked, refuse_outside
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 _NO_MASK = Mask(())
@@ -56,6 +55,7 @@ class Keywords(NamedTuple):
         plain: no tensor beside q, k and v comes with the call.
         scales: of float8 q, k and v.
         pages: what finds the keys of a paged call, whose ``cu_seqlens`` is None.
+        step: what ``pages`` come from, if it was checked before the call.
     """
 
     mask: Mask
@@ -68,6 +68,7 @@ class Keywords(NamedTuple):
     plain: bool
     pages: Pages | None = None
     scales: Scales = NO_SCALES
+    step: PagedStep | None = None
 
 
 def read_keywords(
@@ -80,6 +81,7 @@ def read_keywords(
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     pages: Pages | None = None,
     scales: Scales = NO_SCALES,
+    step: PagedStep | None = None,
 ) -> Keywords:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
     read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
@@ -89,7 +91,7 @@ def read_keywords(
     plain = captured == 0 and sinks is None and alone
     numbers = (scale, dropout_p)
     return Keywords(
-        read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales
+        read_mask, read_score, *numbers, sinks, backend, cu_seqlens, plain, pages, scales, step
     )
 
 
@@ -154,9 +156,10 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
 
 def _tensors_key(keywords: Keywords) -> tuple[Any, ...]:
     """Return what a plan depends on in sinks, cu_seqlens, pages and scales."""
+    if keywords.step is not None:
+        return keywords.step.signs, signs(keywords.sinks, *keywords.scales)
     packed = keywords.cu_seqlens or (None, None)
-    tensors = (keywords.sinks, *packed, *(keywords.pages or ()), *keywords.scales)
-    return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    return signs(keywords.sinks, *packed, *(keywords.pages or ()), *keywords.scales)
 
 
 @left_alone
@@ -225,7 +228,12 @@ def build_operands(
     extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
     if keywords.pages is not None:
         stays = _stay_on_device(problem, keywords)
-        (block_table, key_lengths, cu_q), extent = lower_pages(problem, keywords.pages, q, k, stays)
+        pages, step = keywords.pages, keywords.step
+        if step is not None and step.covers(problem, k.shape[0]) and not stays:
+            extent = step.extent(problem) if mask_tensors or score_tensors else extent
+        else:
+            pages, extent = lower_pages(problem, pages, q, k, stays)
+        block_table, key_lengths, cu_q = pages
     elif keywords.cu_seqlens is not None:
         cu_q, cu_k = keywords.cu_seqlens
         stays = _stay_on_device(problem, keywords)
@@ -241,7 +249,7 @@ def build_operands(
         if mask_tensors or score_tensors:
             # Without starts only the kernels know the lengths.
             extent = extent._replace(queries=0, keys=0, ragged=True)
-            extent = _ragged_extent(problem, *starts) if starts else extent
+            extent = ragged_extent(problem, *starts) if starts else extent
     if mask_tensors or score_tensors:
         refuse_outside(problem.mask, problem.score, mask_tensors, score_tensors, extent)
     if mask_tensors:
@@ -253,7 +261,7 @@ def build_operands(
     checks = is_checked() and (mask_tensors or score_tensors)
     bits: int | Tensor = 0
     if seed is not None or problem.dropout_p:
-        on_device = problem.device != "cpu" or _reads_on_device(keywords.backend)
+        on_device = problem.device != "cpu" or reads_on_device(keywords.backend)
         bits = read_seed(seed, problem, q.device, on_device)
     operands = Operands(
         q,
@@ -265,8 +273,8 @@ def build_operands(
         cu_q,
         cu_k,
         bits,
-        block_table,
-        key_lengths,
+        block_table=block_table,
+        key_lengths=key_lengths,
         for_backward=for_backward,
         out_alone=out_alone,
     )
@@ -296,24 +304,17 @@ def check_forward_only(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> N
 def _stay_on_device(problem: Problem, keywords: Keywords) -> bool:
     """Return whether cu_seqlens go to the kernels unread: reading them would stall the device."""
     return problem.device != "cpu" and (
-        keywords.backend is None or _reads_on_device(keywords.backend)
+        keywords.backend is None or reads_on_device(keywords.backend)
     )
 
 
-def _reads_on_device(backend: str | None) -> bool:
+def reads_on_device(backend: str | None) -> bool:
     """Return whether a backend is asked for that reads lengths, pages and seeds on q's device."""
     return backend is not None and registry.load(backend).reads_on_device
 
 
-def _ragged_extent(problem: Problem, starts_q: list[int], starts_k: list[int]) -> Extent:
+def ragged_extent(problem: Problem, starts_q: Sequence[int], starts_k: Sequence[int]) -> Extent:
+    """Return what captured tensors of packed sequences are broadcast against."""
     query_counts = tuple([end - start for start, end in pairwise(starts_q)])
     key_counts = tuple([end - start for start, end in pairwise(starts_k)])
-    return Extent(
-        problem.batch,
-        problem.heads,
-        max(query_counts, default=0),
-        max(key_counts, default=0),
-        ragged=True,
-        key_counts=key_counts,
-        query_counts=query_counts,
-    )
+    return Extent.of_sequences(problem.heads, query_counts, key_counts)

@@ -4,8 +4,8 @@ With x the operands (q, k, v, sinks, score tensors), u tangents of x, c cotangen
 
     Attend(x)          out, lse
     Gradients(x, c)    J(x)^T c                          the plan's backward kernel
-    Tangents(x, u)     J(x) u                            reference/tangents.py, for every backend
-    Second(x, u, c)    the gradient by x of <c, J(x) u>  reference/second.py, for every backend
+    Tangents(x, u)     J(x) u                            reference/derivatives.py, for every backend
+    Second(x, u, c)    the gradient by x of <c, J(x) u>  reference/derivatives.py, for every backend
 
     function    its gradient, for cotangents                 its tangent, for tangents
     Attend      Gradients(x, c)                              Tangents(x, u)
@@ -30,14 +30,13 @@ from tilewise.engine.modes import refuse_beyond_first
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result
+from tilewise.reference.derivatives import second, tangents
 from tilewise.reference.jets import direction
-from tilewise.reference.second import second
-from tilewise.reference.tangents import tangents
 
 
 def attend(operands: Operands, plan: Plan) -> Result:
     """Run a plan's forward inside of transforms or of a forward-mode level."""
-    call = Call(plan, operands.seed, len(operands.mask_tensors))
+    call = Call(plan, operands.seed, len(operands.mask_tensors), operands.origin)
     return Result(*Attend.apply(call, *flat(operands)))  # type: ignore[no-untyped-call]
 
 

@@ -7,8 +7,7 @@ from threading import Lock
 
 from tilewise.engine import registry
 from tilewise.errors import SlowPathWarning, Unsupported
-from tilewise.plan.choose import Candidate, Choice, choose
-from tilewise.plan.plan import Plan
+from tilewise.plan.plan import Candidate, Choice, Plan, choose
 from tilewise.plan.traffic.account import cost
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
@@ -50,6 +49,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         loops=chosen.loops(problem),
         output=prepared.output,
         row_max_unit=prepared.row_max_unit,
+        in_place=prepared.in_place,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Needs, Operands
+from tilewise.problem import START, Grads, Needs, Operands
 
 # Tensors as a flat list, None where there is none; differentiable ones first and last.
 Tensors = Sequence[Tensor | None]
@@ -25,13 +25,14 @@ class Call:
     plan: Plan
     seed: int | Tensor
     masks: int
+    origin: tuple[int, int, int, int] = START
 
     def operands(self, x: Sequence[Any]) -> Operands:
         """Return the operands of flat tensors."""
         q, k, v, sinks, cu_q, cu_k = x[:6]
         last = 6 + self.masks
         captured = tuple(x[6:last]), tuple(x[last:])
-        return Operands(q, k, v, *captured, sinks, cu_q, cu_k, self.seed)
+        return Operands(q, k, v, *captured, sinks, cu_q, cu_k, self.seed, self.origin)
 
     def leaves(self, per_tensor: Sequence[Any]) -> tuple[Any, ...]:
         """Return what belongs to the leaves, of something for each tensor."""

@@ -5,9 +5,10 @@ are those of the list. So every mask, score and statistic is there, on every bac
 kernels do the work. Memory is O(M K) for the lists, and no M x N is anywhere.
 
 * Forward, a list is the block table of a paged call: kernels read its keys where they lie.
-* Backward, keys and values are copied together for a few lists at a time. The gradients of the
+* Backward, a backend that can reads them in place too (``kernels.base.Prepared.in_place``).
+* For the others keys and values are copied together for a few lists at a time. The gradients of the
   copies are added up list after list, in the order of the rows. So they do not depend on the number
-  of threads. The sums are in the dtype of the statistics.
+  of threads. Either way the sums are in the dtype of the statistics.
 """
 
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.listed_memory import Lists, Table
+from tilewise.engine.key_lists import Lists, Table
 from tilewise.errors import Unsupported
+from tilewise.kernels.base import Places
 from tilewise.plan.plan import Plan
-from tilewise.problem import Needs, Operands, Problem, Result, Statistics
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype
-from tilewise.variants.gathering import gathered
+from tilewise.variants.graphs import gathered
 from tilewise.variants.program import Instr, Program, fitted
 
 # Of copied keys and values at a time: what stays in a core's cache, unless the calls get so small
@@ -32,7 +34,15 @@ _CACHED_BYTES = 1 << 20
 _LEAST_FLOPS = 1 << 24
 _DEVICE_BYTES = 1 << 28
 _NUMBERS = 1 << 20  # of keys in the lists of one forward call
+# Of keys in the lists of one backward call that reads in place, which walks over all keys once.
+# Sorting them takes about 60 bytes of each.
+_INVERTED = 1 << 22
 _MOST_PAGES = (1 << 31) - 1  # block tables are int32
+
+
+def lists_at_once(heads: int, width: int) -> int:
+    """Return how many lists one backward call in place takes, of ``width`` keys in each head."""
+    return max(1, _INVERTED // (heads * width))
 
 
 class Variant(NamedTuple):
@@ -40,6 +50,37 @@ class Variant(NamedTuple):
 
     program: Program
     tensors: tuple[Tensor, ...]
+
+
+class Sums(NamedTuple):
+    """Gradients that all lists add to, k's and v's in the dtype of the statistics."""
+
+    by_k: Tensor | None
+    by_v: Tensor | None
+    of_score: list[Tensor | None]
+
+
+class _Upstream(NamedTuple):
+    """What the backward of a call goes by, in the form of ``q``."""
+
+    result: Result
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    grad_entropy: Tensor | None
+
+    def of(self, lists: slice) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
+        """Return the part of some lists, as their small problem has it."""
+        result, grad_out, *grads = self
+
+        def rows(x: Tensor) -> Tensor:
+            return x[lists].reshape(-1, 1, x.shape[2], *x.shape[3:])
+
+        stats = result.stats[:, lists]
+        found = Result(
+            rows(result.out), rows(result.lse), stats.reshape(len(stats), -1, 1, stats.shape[-1])
+        )
+        by_lse, by_entropy = (None if x is None else rows(x) for x in grads)
+        return found, rows(grad_out), by_lse, by_entropy
 
 
 class _Copied(NamedTuple):
@@ -100,9 +141,12 @@ class Gathering:
         self._backend, self._heads = registry.check_name(backend), problem.kv_heads
         self._mask, self._score = mask, score
         share = problem.heads // self._heads
+        hidden = 0 if lists.readers is None else lists.block
         self._programs = [
-            gathered(fitted(each.program), kind, rows, share) if each.program else ()
-            for kind, each in (("mask", mask), ("score", score))
+            gathered(fitted(each.program), kind, rows, share, block)
+            if each.program or block
+            else ()
+            for kind, each, block in (("mask", mask, hidden), ("score", score, 0))
         ]
 
     def _plan(self, small: Problem, backend: str | None) -> Plan:
@@ -123,7 +167,7 @@ class Gathering:
         self, lists: slice, keys: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the tensors that the programs of some lists read."""
-        if not (self._mask.program or self._score.program):
+        if not any(self._programs):
             return (), ()
         count = lists.stop - lists.start
         heads = torch.arange(self._heads, device=keys.device)
@@ -132,8 +176,11 @@ class Gathering:
         columns.insert(1, first_head)
         shared = torch.stack(columns, dim=-1).flatten(0, 1), self._of_heads(keys)
         mask, score = (
-            (*each.tensors, *shared) if each.program else () for each in (self._mask, self._score)
+            (*each.tensors, *shared) if program else ()
+            for each, program in zip((self._mask, self._score), self._programs, strict=True)
         )
+        if self.lists.readers is not None:
+            mask = (*mask, self._of_heads(self.lists.readers[lists]).long())
         return mask, score
 
     def _of_heads(self, x: Tensor) -> Tensor:
@@ -141,8 +188,9 @@ class Gathering:
         rest = (-1,) * (x.dim() - 2)
         return x.expand(-1, self._heads, *rest).flatten(0, 1).contiguous()
 
-    def _tables(self, size: int) -> tuple[Table, Table]:
+    def tables(self) -> tuple[Table, Table]:
         """Return keys and values as tables with pages that have the same numbers in both."""
+        size = self.lists.page_of(self.k.shape[2])
         k, v = Table.of(self.k, size), Table.of(self.v, size)
         if k.steps != v.steps or len(k.pages) > _MOST_PAGES:
             k, v = (Table.of(x.contiguous(), size) for x in (self.k, self.v))
@@ -159,8 +207,8 @@ class Gathering:
         stats = self.q.new_empty((3 if statistics else 2, *rows), dtype=dtype)
         max_logit, entropy = (torch.empty_like(lse) for _ in range(2))
         top = torch.empty_like(lse, dtype=torch.int64)
-        total, size = self.k.shape[2], max(1, _NUMBERS // (self._heads * self.lists.width))
-        tables = self._tables(self.lists.page_of(total)) if rows[0] else None
+        size = max(1, _NUMBERS // (self._heads * self.lists.width))
+        tables = self.tables() if rows[0] else None
         for start in range(0, rows[0], size):
             lists = slice(start, min(start + size, rows[0]))
             assert tables is not None
@@ -192,6 +240,14 @@ class Gathering:
         for_backward: bool,
     ) -> Result:
         """Return the result of some lists, read where their keys lie."""
+        small, operands = self._in_pages(lists, keys, tables, for_backward)
+        found: Result = self._plan(small, self._backend).forward(operands, statistics)
+        return found
+
+    def _in_pages(
+        self, lists: slice, keys: Tensor, tables: tuple[Table, Table], for_backward: bool
+    ) -> tuple[Problem, Operands]:
+        """Return the problem of some lists, and its operands, whose block tables are the lists."""
         k, v = tables
         size = k.pages.shape[2]
         # The first key of a page says where it is.
@@ -209,8 +265,7 @@ class Gathering:
             key_lengths=self._of_heads(self.lists.listed.counts[lists]).to(torch.int32),
             for_backward=for_backward,
         )
-        found: Result = self._plan(small, self._backend).forward(operands, statistics)
-        return found
+        return small, operands
 
     def _copies(self, backend: str, summed: int) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
@@ -262,6 +317,19 @@ class Gathering:
         wanted = max(_CACHED_BYTES // of_one, -(-_LEAST_FLOPS // flops), 1) * threads
         return min(wanted, max(1, 8 * _CACHED_BYTES // of_one))
 
+    def sums(self, needs: Needs) -> Sums:
+        """Return zeros for the gradients of k, v and the score's tensors, where they are wanted."""
+        dtype = statistics_dtype(self.q.dtype)
+        by_k, by_v = (
+            torch.zeros(x.shape, dtype=dtype, device=x.device) if need else None
+            for x, need in zip((self.k, self.v), (needs.k, needs.v), strict=True)
+        )
+        of_score = [
+            torch.zeros_like(each) if need else None
+            for each, need in zip(self._score.tensors, needs.score_tensors, strict=True)
+        ]
+        return Sums(by_k, by_v, of_score)
+
     def backward(
         self,
         result: Result,
@@ -269,8 +337,9 @@ class Gathering:
         grad_lse: Tensor | None,
         grad_entropy: Tensor | None,
         needs: Needs,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Return the gradients of q (in its form here), k, v and the score's tensors.
+        sums: Sums,
+    ) -> Tensor | None:
+        """Return the gradient of q (in its form here), and add those of the others to sums.
 
         Args:
             result: of ``forward``.
@@ -278,50 +347,88 @@ class Gathering:
             grad_lse: [T, Hk, rows], or None.
             grad_entropy: [T, Hk, rows], or None.
             needs: which are wanted.
+            sums: of ``sums``.
         """
-        dtype, q = statistics_dtype(self.q.dtype), self.q
-        by_q = torch.zeros_like(q) if needs.q else None
-        sums = [
-            Table.of(torch.zeros(x.shape, dtype=dtype, device=x.device)) if need else None
-            for x, need in zip((self.k, self.v), (needs.k, needs.v), strict=True)
-        ]
-        of_score: list[Tensor | None] = [
-            torch.zeros_like(each) if need else None
-            for each, need in zip(self._score.tensors, needs.score_tensors, strict=True)
-        ]
+        by_q = torch.zeros_like(self.q) if needs.q else None
+        by_k, by_v, of_score = sums
         unread = (False, False) if self._score.program else ()
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
         # The backend that the forward pass took: it reads its statistics.
-        paged = self._small(slice(0, 1))._replace(page_size=self.lists.page_of(self.k.shape[2]))
-        summed = sum(total.nbytes for total in of_score if total is not None)
-        for part in self._copies(self._plan(paged, self._backend).backend, summed):
-            lists, flat = part.lists, (part.operands.q.shape[0], 1, -1)
-            grads = part.plan.backward(
-                part.operands,
-                Result(
-                    result.out[lists].reshape(*flat, self.problem.value_dim),
-                    result.lse[lists].reshape(flat),
-                    result.stats[:, lists].reshape(result.stats.shape[0], *flat),
-                ),
-                grad_out[lists].reshape(*flat, self.problem.value_dim),
-                None if grad_lse is None else grad_lse[lists].reshape(flat),
-                small,
-                None if grad_entropy is None else grad_entropy[lists].reshape(flat),
-            )
+        plan = self._plan(self._paged_problem(), self._backend)
+        given = _Upstream(result, grad_out, grad_lse, grad_entropy)
+        if plan.in_place is None:
+            summed = sum(total.nbytes for total in of_score if total is not None)
+            parts = self._by_copies(given, small, by_k, by_v, plan.backend, summed)
+        else:
+            parts = self._in_place(given, small, by_k, by_v)
+        for lists, grads in parts:
             if by_q is not None:
+                assert grads.q is not None
                 by_q[lists] = grads.q.view_as(by_q[lists])
-            for table, found in zip(sums, (grads.k, grads.v), strict=True):
-                if table is not None:
-                    places = table.numbers(part.outer, part.inner, self._heads).flatten()
-                    _add_rows(table.rows, places, found.reshape(-1, found.shape[-1]).to(dtype))
             for total, found in zip(of_score, grads.score_tensors, strict=False):
                 if total is not None and found is not None:
                     total += found
-        by_k, by_v = (
-            None if table is None else table.rows.view(x.shape).to(q.dtype)
-            for table, x in zip(sums, (self.k, self.v), strict=True)
-        )
-        return by_q, by_k, by_v, of_score
+        return by_q
+
+    def _paged_problem(self) -> Problem:
+        """Return a problem of the forward pass, of one list."""
+        return self._small(slice(0, 1))._replace(page_size=self.lists.page_of(self.k.shape[2]))
+
+    def _by_copies(
+        self,
+        given: _Upstream,
+        needs: Needs,
+        by_k: Tensor | None,
+        by_v: Tensor | None,
+        backend: str,
+        summed: int,
+    ) -> Iterator[tuple[slice, Grads]]:
+        """Give the gradients of a few lists at a time, and add up those of keys and values."""
+        sums = [None if x is None else Table.of(x) for x in (by_k, by_v)]
+        for part in self._copies(backend, summed):
+            result, grad_out, grad_lse, grad_entropy = given.of(part.lists)
+            grads = part.plan.backward(
+                part.operands, result, grad_out, grad_lse, needs, grad_entropy
+            )
+            for table, found in zip(sums, (grads.k, grads.v), strict=True):
+                if table is not None:
+                    places = table.numbers(part.outer, part.inner, self._heads).flatten()
+                    rows = found.reshape(-1, found.shape[-1])
+                    _add_rows(table.rows, places, rows.to(table.rows.dtype))
+            yield part.lists, grads
+
+    def placed(
+        self, lists: slice, tables: tuple[Table, Table], by_k: Tensor | None, by_v: Tensor | None
+    ) -> tuple[Problem, Operands, Places]:
+        """Return the call of ``kernels.base.Prepared.in_place`` for some lists.
+
+        ``by_k`` and ``by_v`` are the sums that gradients are added to; None where not wanted.
+        """
+        keys = self.lists.keys(lists)
+        small, operands = self._in_pages(lists, keys, tables, True)
+        outer, inner = self.lists.places(lists, keys, self.k.shape[2])
+        lines = outer[:, :, 0] * self._heads + torch.arange(self._heads, device=keys.device)
+        inner = self._of_heads(inner.to(torch.int32))
+        return small, operands, Places(self.k, self.v, lines.flatten(), inner, by_k, by_v)
+
+    def _in_place(
+        self, given: _Upstream, needs: Needs, by_k: Tensor | None, by_v: Tensor | None
+    ) -> Iterator[tuple[slice, Grads]]:
+        """Do as ``_by_copies``, with keys and values read where they lie."""
+        total = self.q.shape[0] if self.k.shape[2] else 0
+        size = lists_at_once(self._heads, self.lists.width)
+        tables = self.tables() if total else None
+        for start in range(0, total, size):
+            lists = slice(start, min(start + size, total))
+            assert tables is not None
+            small, operands, places = self.placed(lists, tables, by_k, by_v)
+            result, grad_out, grad_lse, grad_entropy = given.of(lists)
+            in_place = self._plan(small, self._backend).in_place
+            assert in_place is not None
+            yield (
+                lists,
+                in_place(operands, result, grad_out, grad_lse, needs, places, grad_entropy),
+            )
 
 
 def _add_rows(table: Tensor, places: Tensor, rows: Tensor) -> None:

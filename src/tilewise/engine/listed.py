@@ -13,17 +13,20 @@ from torch import Tensor
 from tilewise.chips import Chip
 from tilewise.engine import registry
 from tilewise.engine.call import Keywords, build_problem
+from tilewise.engine.define import define
 from tilewise.engine.dispatch import candidates, plan_problem
 from tilewise.engine.explanation import Explanation
-from tilewise.engine.gathered import small_problem
-from tilewise.engine.key_lists import KeyBlocks, Listed, checked_key_lists
+from tilewise.engine.gathered import lists_at_once, small_problem
+from tilewise.engine.key_lists import KeyBlocks, Listed, checked_key_lists, page_size
 from tilewise.engine.listed_work import ListedWork, OfLists
 from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
+from tilewise.engine.shared_lists import MOST_ROWS, may_share
 from tilewise.errors import Unsupported
-from tilewise.plan.traffic.gathered import gathered_account
+from tilewise.plan.plan import Plan
+from tilewise.plan.traffic.gathered import InPlace, gathered_account
 from tilewise.problem import Needs, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
@@ -46,6 +49,23 @@ def attend_lists(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
     """
+    call, of_lists = lists_call(q, k, v, keywords, lists)
+    out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
+        *call,
+        *of_lists,
+        statistics,
+        # Autograd is above the op: only its caller knows whether it will ask for gradients.
+        torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *call.score_tensors)),
+    )
+    result = result_of((out, lse, stats, *rest[:3]), statistics)
+    sinks = keywords.sinks
+    return result if sinks is None else _with_sinks(result, sinks, q.dim() == 3)
+
+
+def lists_call(
+    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBlocks
+) -> tuple[OpCall, OfLists]:
+    """Return a checked call as the ops take it, without its sinks; raises as ``attend_lists``."""
     if k.dtype != q.dtype and k.dtype in STORED:
         _refuse("pages in 8 bits", "pass pages in q's dtype")
     _refuse_others(q.dtype, keywords)
@@ -57,9 +77,8 @@ def attend_lists(
     if keywords.pages is not None:
         check_undifferentiated(q, k, v, keywords._replace(sinks=sinks))
     lists = checked_key_lists(lists, problem, q.device)
-    packed = problem.layout == "varlen"
     extent = Extent(problem.batch, problem.heads, 0, 0, ragged=True, check_values=False)
-    if not packed and keywords.pages is None:
+    if problem.layout == "dense" and keywords.pages is None:
         extent = extent._replace(queries=problem.queries, keys=problem.keys, ragged=False)
     score_tensors = lower_score(
         keywords.score.program, keywords.score.captured, extent, q.dtype, q.device
@@ -69,30 +88,24 @@ def attend_lists(
     indices = lists.indices
     cu_q, cu_k = keywords.cu_seqlens or (None, None)
     pages = keywords.pages or Pages(absent(indices), absent(indices), None)
-    out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
-        *OpCall(
-            q,
-            k,
-            v,
-            list(keywords.mask.captured),
-            list(score_tensors),
-            None,
-            None,
-            cu_q if keywords.pages is None else pages.cu_seqlens_q,
-            cu_k,
-            keywords.mask.text,
-            encode(fitted(keywords.score.program)),
-            None if keywords.scale is None else problem.scale,
-            0.0,
-            keywords.backend,
-        ),
-        *OfLists(indices, lists.block, lists.query_block, pages.block_table, pages.key_lengths),
-        statistics,
-        # Autograd is above the op: only its caller knows whether it will ask for gradients.
-        torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *score_tensors)),
+    call = OpCall(
+        q,
+        k,
+        v,
+        list(keywords.mask.captured),
+        list(score_tensors),
+        None,
+        None,
+        cu_q if keywords.pages is None else pages.cu_seqlens_q,
+        cu_k,
+        keywords.mask.text,
+        encode(fitted(keywords.score.program)),
+        None if keywords.scale is None else problem.scale,
+        0.0,
+        keywords.backend,
     )
-    result = result_of((out, lse, stats, *rest[:3]), statistics)
-    return result if sinks is None else _with_sinks(result, sinks, packed)
+    where = pages.block_table, pages.key_lengths
+    return call, OfLists(indices, lists.block, lists.query_block, *where)
 
 
 def explain_lists(
@@ -112,13 +125,29 @@ def explain_lists(
     many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)
     share, width = problem.heads // problem.kv_heads, max(indices.shape[-1], 1) * block
     small = small_problem(problem, many * problem.kv_heads, rows * share, width)
-    plan = plan_problem(small, registry.check_name(keywords.backend))
+    name = registry.check_name(keywords.backend)
+    plan = plan_problem(small, name)
     of_blocks = f" in blocks of {block}" if block > 1 else ""
     text = f"{many} of {width} keys{of_blocks}, each for {small.queries} rows of a key head"
     notes = (("lists", text), *keywords.mask.notes())
+    if may_share(problem, rows, device):
+        text = f"up to {MOST_ROWS} neighbours whose lists name mostly the same keys are one problem"
+        notes += (("shared", text),)
+    alone = problem.layout == "dense" and not problem.page_size
+    paged = plan_problem(small._replace(page_size=page_size(block, problem.keys, alone)), name)
+    in_place = None
+    if not problem.page_size:
+        notes += (("backward", _way_back(paged)),)
+    if paged.in_place is not None:
+        calls = -(-many // lists_at_once(problem.kv_heads, width))
+        in_place = InPlace(paged.problem.page_size, calls)
     found = None
-    if problem.layout == "dense" and not problem.page_size and plan.loops is not None:
-        found = gathered_account(problem._replace(mask=(), score=()), many, small, plan.loops)
+    if alone and plan.loops is not None:
+        loops = plan.loops
+        if in_place is not None and paged.loops is not None:
+            loops = loops._replace(backward=paged.loops.backward, keys=paged.loops.keys)
+        bare = problem._replace(mask=(), score=())
+        found = gathered_account(bare, many, small, loops, in_place)
     else:
         notes += (("bytes", "not predicted for packed sequences and pages"),)
     reasons = [
@@ -127,6 +156,16 @@ def explain_lists(
         if each.name != plan.backend
     ]
     return Explanation(plan, tuple(reasons), notes, found, chip)
+
+
+def _way_back(paged: Plan) -> str:
+    """Return how the backward of small problems in pages goes."""
+    if paged.in_place is None:
+        return "copies keys and values of a few lists at a time, for a core's cache"
+    assert paged.loops is not None
+    assert paged.loops.keys is not None
+    tile = f"tiles of {paged.loops.keys[1]} keys"
+    return f"reads keys where they lie; dK and dV by inverse lists, in {tile}"
 
 
 def _refuse_others(dtype: torch.dtype, keywords: Keywords) -> None:
@@ -190,39 +229,29 @@ def _work(call: OpCall, of_lists: OfLists, found: Listed | None = None) -> Liste
     return ListedWork(call, of_lists, found)
 
 
-@torch.library.custom_op(
-    "tilewise::attention_lists", mutates_args=(), schema=schema(_RESULTS, OpCall, OfLists, _Forward)
-)
 def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
     call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
     asked, for_backward = _Forward(*arguments[_OF_LISTS:])
     statistics: Statistics = "top1" if asked == "top1" else "rows" if asked else ""
     work = _work(call, of_lists)
-    found = work.gathering.forward(statistics, for_backward)
+    found = work.forward(statistics, for_backward)
     max_logit, entropy, top_key = (
-        absent(like) if each is None else work.back(each)
+        absent(like) if each is None else each
         for each, like in zip(found[3:], (found.lse, found.lse, work.listed.counts), strict=True)
     )
-    out = laid_out(work.ungrouped(found.out), call.q)
-    return out, work.back(found.lse), found.stats, max_logit, entropy, top_key, *work.listed
+    out = laid_out(found.out, call.q)
+    return out, found.lse, found.stats, max_logit, entropy, top_key, *work.listed
 
 
-@_attention_lists.register_fake
 def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
-    q, indices = call.q, of_lists.indices
-    width = call.v.shape[-1]
-    out, lse, stats, *facts = promised(q, width, arguments[_OF_LISTS])
-    packed = q.dim() == 3
-    kv_heads = call.k.shape[1]
+    indices = of_lists.indices
+    promise = promised(call.q, call.v.shape[-1], arguments[_OF_LISTS])
+    packed = call.q.dim() == 3
     lists = indices.shape[1] if packed else indices.shape[0] * indices.shape[2]
-    rows = q.shape[1] // kv_heads * of_lists.query_block
     sets = (lists, indices.shape[-3], max(indices.shape[-1], 1))
     return (
-        out,
-        lse,
-        stats.new_empty((stats.shape[0], lists, kv_heads, rows)),
-        *facts,
+        *promise,
         indices.new_empty(sets, dtype=torch.int32),
         indices.new_empty(sets[:2], dtype=torch.int64),
     )
@@ -231,29 +260,20 @@ def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
 _GIVEN = len(_Backward._fields)
 
 
-@torch.library.custom_op(
-    "tilewise::attention_lists_backward",
-    mutates_args=(),
-    schema=schema("Tensor[]", _Backward, OpCall, OfLists),
-)
 def _backward(*arguments: Any) -> list[Tensor]:
     given, rest = _Backward(*arguments[:_GIVEN]), arguments[_GIVEN:]
     call, of_lists = OpCall(*rest[:_CALLED]), OfLists(*rest[_CALLED:])
     work = _work(call, of_lists, Listed(given.sets, given.counts))
     need_q, need_k, need_v, *need_scores = given.needs
     needs = Needs(need_q, need_k, need_v, tuple(need_scores))
-    lse = work.per_row(given.lse)
-    assert lse is not None
-    by_q, by_k, by_v, of_score = work.gathering.backward(
-        Result(work.grouped(given.out), lse, given.stats),
-        work.grouped(given.grad_out.resolve_neg()),
-        work.per_row(given.grad_lse),
-        work.per_row(given.grad_entropy),
+    by_q, by_k, by_v, of_score = work.backward(
+        Result(given.out, given.lse, given.stats),
+        given.grad_out.resolve_neg(),
+        given.grad_lse,
+        given.grad_entropy,
         needs,
     )
-    if by_q is not None:
-        by_q = work.ungrouped(by_q)
-    if work.packed:
+    if call.q.dim() == 3:
         by_k, by_v = (None if x is None else x[0].transpose(0, 1) for x in (by_k, by_v))
     found = [
         absent(like) if grad is None else laid_out(grad, like)
@@ -262,7 +282,6 @@ def _backward(*arguments: Any) -> list[Tensor]:
     return [*found, *(absent(call.q) if grad is None else grad for grad in of_score)]
 
 
-@_backward.register_fake
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given, call = _Backward(*arguments[:_GIVEN]), OpCall(*arguments[_GIVEN : _GIVEN + _CALLED])
     found = [
@@ -327,7 +346,20 @@ def _refuse_second(*_: Any) -> NoReturn:
     _refuse("second derivative", "take one gradient, without create_graph=True")
 
 
-_attention_lists.register_autograd(_op_backward, setup_context=_setup_context)
-_backward.register_autograd(_refuse_second)
-_attention_lists.register_vmap(refuse_vmap)
-_backward.register_vmap(refuse_vmap)
+define(
+    "attention_lists",
+    _attention_lists,
+    _attention_lists_fake,
+    schema(_RESULTS, OpCall, OfLists, _Forward),
+    backward=_op_backward,
+    save=_setup_context,
+    vmap=refuse_vmap,
+)
+define(
+    "attention_lists_backward",
+    _backward,
+    _backward_fake,
+    schema("Tensor[]", _Backward, OpCall, OfLists),
+    backward=_refuse_second,
+    vmap=refuse_vmap,
+)

@@ -12,7 +12,7 @@ from tilewise.torch_private import (
     is_tracked,
     vmap_active,
 )
-from tilewise.variants.checked import is_checked
+from tilewise.variants.outside import is_checked
 from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
 

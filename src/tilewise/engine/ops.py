@@ -19,6 +19,7 @@ from tilewise.engine.call import (
     check_forward_only,
     read_keywords,
 )
+from tilewise.engine.define import define
 from tilewise.engine.modes import (
     refuse_forward_mode,
     refuse_second_derivative,
@@ -218,9 +219,6 @@ RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _CALLED = len(OpCall._fields)
 
 
-@torch.library.custom_op(
-    "tilewise::attention", mutates_args=(), schema=schema(RESULTS, OpCall, _Forward)
-)
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call, more = OpCall(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
     keywords = call.keywords(scales_of(more.q_scale, more.k_scale, more.v_scale))
@@ -240,7 +238,6 @@ def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return out, lse, stats, max_logit, entropy, top_key
 
 
-@_attention.register_fake
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call, more = OpCall(*arguments[:_CALLED]), _Forward(*arguments[_CALLED:])
     return promised(call.q, call.v.shape[-1], more.statistics)
@@ -273,11 +270,6 @@ def _backward_groups(arguments: tuple[Any, ...]) -> tuple[_Backward, OpCall, _Pa
     )
 
 
-@torch.library.custom_op(
-    "tilewise::attention_backward",
-    mutates_args=(),
-    schema=schema("Tensor[]", _Backward, OpCall, _Partial),
-)
 def _backward(*arguments: Any) -> list[Tensor]:
     given, call, (partial,) = _backward_groups(arguments)
     plan, operands = _planned(call, call.keywords())
@@ -302,7 +294,6 @@ def _backward(*arguments: Any) -> list[Tensor]:
     return found
 
 
-@_backward.register_fake
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given, call, _ = _backward_groups(arguments)
     found = [
@@ -371,7 +362,20 @@ def _op_backward(
     )
 
 
-_attention.register_autograd(_op_backward, setup_context=_setup_context)
-_backward.register_autograd(refuse_second_derivative)
-_attention.register_vmap(refuse_vmap)
-_backward.register_vmap(refuse_vmap)
+define(
+    "attention",
+    _attention,
+    _attention_fake,
+    schema(RESULTS, OpCall, _Forward),
+    backward=_op_backward,
+    save=_setup_context,
+    vmap=refuse_vmap,
+)
+define(
+    "attention_backward",
+    _backward,
+    _backward_fake,
+    schema("Tensor[]", _Backward, OpCall, _Partial),
+    backward=refuse_second_derivative,
+    vmap=refuse_vmap,
+)

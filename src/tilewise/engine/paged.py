@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import Keywords, build_operands, build_problem, cached_plan, read_keywords
+from tilewise.engine.define import define
 from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import RESULTS, promised, result_of, returned, schema
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Problem, Result, Statistics
+from tilewise.problem import UNSEEN, Problem, Result, Statistics
 from tilewise.variants.float8 import scales_of
 from tilewise.variants.program import decode
 from tilewise.variants.values import Mask, Score
+
+_new = tuple.__new__
 
 
 def refuse_paged_transforms() -> None:
@@ -76,7 +79,11 @@ def attend_pages(
         plan = cached_plan(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
     _check_rows(plan.problem, k, v, keywords)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    step, output = keywords.step, plan.output if out_alone and not statistics else None
+    if step is not None and output is not None and step.covers(plan.problem, k.shape[0]):
+        return _new(Result, (output(q, k, v, *step.pages), *UNSEEN))
     operands = build_operands(plan.problem, q, k, v, keywords, None, out_alone)
     result: Result = plan.forward(operands, statistics)
     return result
@@ -90,6 +97,8 @@ def call_paged(
     check_undifferentiated(q, k, v, keywords)
     _check_rows(problem, k, v, keywords)
     assert keywords.pages is not None
+    if keywords.step is not None:
+        keywords.step.covers(problem, k.shape[0])
     found = torch.ops.tilewise.attention_paged(
         q,
         k,
@@ -130,9 +139,6 @@ class _Call(NamedTuple):
     v_scale: Tensor | None = None
 
 
-@torch.library.custom_op(
-    "tilewise::attention_paged", mutates_args=(), schema=schema(RESULTS, _Call)
-)
 def _attention_paged(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _Call(*arguments)
     keywords = read_keywords(
@@ -152,11 +158,16 @@ def _attention_paged(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return returned(result, call.q)
 
 
-@_attention_paged.register_fake
 def _attention_paged_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = _Call(*arguments)
     return promised(call.q, call.v_pages.shape[-1], call.statistics)
 
 
-_attention_paged.register_autograd(refuse_gradient)
-_attention_paged.register_vmap(refuse_vmap)
+define(
+    "attention_paged",
+    _attention_paged,
+    _attention_paged_fake,
+    schema(RESULTS, _Call),
+    backward=refuse_gradient,
+    vmap=refuse_vmap,
+)

@@ -37,7 +37,7 @@ from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transfo
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Operands, Problem, Result, Statistics
+from tilewise.problem import UNSEEN, Operands, Problem, Result, Statistics
 from tilewise.torch_private import (
     any_autocast,
     dispatch_modes,
@@ -59,7 +59,6 @@ _PLAIN = frozenset((Tensor, Parameter))
 # What Operands(q, k, v, for_backward=..., out_alone=...) says, which takes three times as long.
 _new = tuple.__new__
 _NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-2]
-_UNSEEN = (None,) * (len(Result._fields) - 1)
 AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -122,7 +121,7 @@ def run(
     )
     bare, alone = seed is None and keywords.plain, out_alone and not gradient
     if bare and out_alone and plan.output is not None and not gradient:
-        return _new(Result, (plan.output(q, k, v), *_UNSEEN))
+        return _new(Result, (plan.output(q, k, v), *UNSEEN))
     if bare and not plan.problem.dropout_p:
         operands = _new(Operands, (q, k, v, *_NOTHING_ELSE, gradient, alone))
     else:
@@ -146,7 +145,8 @@ def run_paged(
     """Attention over pages as asked (``functional.attention_paged``), or through its op."""
     refuse_paged_transforms()
     way = road(q, k, v)
-    q, k, v = autocast(q, k, v)
+    if any_autocast():
+        q, k, v = autocast(q, k, v)
     if way != "eager":
         if plan is not None:
             _check_keywords(plan, keywords)

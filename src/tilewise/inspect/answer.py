@@ -12,7 +12,7 @@ from tilewise.engine import registry
 from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.base import Backend
-from tilewise.kernels.gpu.config import LARGEST_WIDTH
+from tilewise.kernels.gpu.config import LARGEST_WIDTH, WIDEST_KEYS
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Account, account
 from tilewise.plan.traffic.report import lines
@@ -124,9 +124,12 @@ def _check(problem: Problem) -> None:
     reasons = []
     if problem.dtype == torch.float64:
         reasons.append("it computes float32, bfloat16, float16; not torch.float64")
-    for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
-        if size > LARGEST_WIDTH:
-            reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+    for what, size, limit in (
+        ("D", problem.head_dim, WIDEST_KEYS),
+        ("Dv", problem.value_dim, LARGEST_WIDTH),
+    ):
+        if size > limit:
+            reasons.append(f"{what} = {size} is over its limit of {limit}")
     if reasons:
         raise Unsupported("the kernels of this chip cannot do this attention", {"gpu": reasons})
 

@@ -82,4 +82,7 @@ def backend_of(node: Any) -> str | None:
         The backend's name, or None for a node that is no eager attention of tilewise.
     """
     call = getattr(node, "call", None)
-    return call.plan.backend if isinstance(call, Call) else None
+    if isinstance(call, Call):
+        return call.plan.backend
+    used = getattr(node, "tilewise_backend", None)  # of attention that several processes share
+    return used if isinstance(used, str) else None

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from tilewise.engine.call import read_keywords
+from tilewise.engine.key_lists import KeyBlocks
+from tilewise.engine.listed import lists_call
+from tilewise.engine.listed_work import ListedWork
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import (
     FAMILIES,
@@ -34,6 +38,7 @@ from tilewise.kernels.gpu.config import (
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.measured import chip_of, why_unfit
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.variants.values import Mask, Score
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.expressions.variant import Variant
@@ -56,6 +61,7 @@ __all__ = [
     "family_of",
     "forward_launches",
     "holds",
+    "listed_launches",
     "place_of",
     "run",
     "shared_need",
@@ -124,6 +130,52 @@ def backward_launches(
         needs,
         None,
         grads,
+        _config(family, overrides),
+        _variant(problem, operands),
+    )
+
+
+def listed_launches(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Mask | None,
+    score: Score | None,
+    lists: KeyBlocks,
+    family: str,
+    overrides: Overrides = (),
+) -> Sequence[Launch]:
+    """Return the launches of the backward pass of a call with key lists, with every gradient.
+
+    Args:
+        inputs: q, k, v, dense, on any device, ``meta`` included.
+        mask: of the call, or None.
+        score: of the call, or None.
+        lists: of keys; all of them are taken at once.
+        family: a name of ``FAMILIES``.
+        overrides: blocks in the place of the family's own.
+    """
+    from tilewise.kernels.gpu.backward.listed import listed_launches as launches_of
+    from tilewise.kernels.gpu.backward.rows import Upstream
+
+    keywords = read_keywords(mask, score, None, 0.0, None, None)
+    (part,) = ListedWork(*lists_call(*inputs, keywords, lists), alone=True).parts
+    gathering = part.gathering
+    by_k, by_v = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in inputs[1:])
+    every = slice(0, len(gathering.q))
+    problem, operands, places = gathering.placed(every, gathering.tables(), by_k, by_v)
+    result = empty_result(problem, operands.q, "")
+    learned = tuple(x.is_floating_point() for x in operands.score_tensors)
+    scores = tuple(
+        torch.empty_like(x) if wanted else None
+        for x, wanted in zip(operands.score_tensors, learned, strict=True)
+    )
+    return launches_of(
+        problem,
+        operands,
+        result,
+        Upstream(torch.empty_like(result.out)),
+        Needs(True, True, True, learned),
+        places,
+        Grads(torch.empty_like(operands.q), None, None, scores),
         _config(family, overrides),
         _variant(problem, operands),
     )

@@ -18,14 +18,14 @@ tokens alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.functional import attention_paged, attention_varlen
+from tilewise.functional import PagedStep, attention_paged, attention_varlen
 from tilewise.variants import masks, scores
 
 try:
@@ -141,6 +141,7 @@ class TilewiseMetadata:
         slot_mapping: int64, for each new token its page times the page's size, plus its row.
         causal: queries see no key after their own.
         both_sides: bool [B], True for a sequence whose queries do; or None.
+        paged: the sequences' pages, once a layer has asked for them.
     """
 
     num_actual_tokens: int
@@ -150,6 +151,14 @@ class TilewiseMetadata:
     slot_mapping: Tensor
     causal: bool
     both_sides: Tensor | None = None
+    paged: PagedStep | None = field(default=None, init=False)
+
+    def pages(self, page_size: int) -> PagedStep:
+        """Return the sequences' pages, which the first layer of a step checks for all."""
+        if self.paged is None or self.paged.page_size != page_size:
+            tensors = self.block_table, self.seq_lens, self.query_start_loc
+            self.paged = PagedStep(*tensors, page_size=page_size)
+        return self.paged
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -211,6 +220,8 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         self.sliding_window, self.sinks = sliding_window, sinks
         self.alibi_slopes, self.logits_soft_cap = alibi_slopes, logits_soft_cap
         self._score = _score(logits_soft_cap or 0.0, alibi_slopes)
+        left = None if sliding_window is None else sliding_window - 1
+        self._before, self._around = masks.window(left), masks.window(left, left)
 
     def forward(
         self,
@@ -242,24 +253,17 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if attn_metadata is None:
             return output
         count = attn_metadata.num_actual_tokens
-        starts = attn_metadata.query_start_loc
         mask = self._mask(attn_metadata)
         settings: dict[str, Any] = {"mask": mask, "score": self._score, "sinks": self.sinks}
         settings["scale"] = self.scale
         if self.attn_type in _ENCODERS:
             q, k, v = query[:count], key[:count], value[:count]
+            starts = attn_metadata.query_start_loc
             found = attention_varlen(q, k, v, starts, starts, **settings)
         else:
             keys, values = _halves(kv_cache)
-            found = attention_paged(
-                query[:count],
-                keys,
-                values,
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                starts,
-                **settings,
-            )
+            step = attn_metadata.pages(keys.shape[2])
+            found = attention_paged(query[:count], keys, values, step, **settings)
         output[:count] = found
         return output
 
@@ -281,13 +285,11 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         for place, new in zip(_halves(kv_cache), (key, value), strict=True):
             place.transpose(1, 2)[pages, rows] = new[:count]
 
-    def _mask(self, step: TilewiseMetadata) -> masks.Mask | None:
-        left = None if self.sliding_window is None else self.sliding_window - 1
-        before, around = masks.window(left), masks.window(left, left)
-        if step.both_sides is None:
-            return before if step.causal else around
+    def _mask(self, step: TilewiseMetadata) -> masks.Mask:
         both_sides = step.both_sides
-        return before | (masks.function(lambda b, h, m, n: both_sides[b]) & around)
+        if both_sides is None:
+            return self._before if step.causal else self._around
+        return self._before | (masks.function(lambda b, h, m, n: both_sides[b]) & self._around)
 
 
 def _score(cap: float, slopes: Sequence[float] | None) -> scores.Score | None:

@@ -14,13 +14,44 @@ from torch import Tensor
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Loops
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
-from tilewise.reference.covers import Grid, covers
+from tilewise.reference.programs import Grid, covers
 from tilewise.variants.program import RAW
 
-__all__ = ["Backend", "Loops", "Needs", "Prepared", "Reader", "Tiles", "output_like", "raw_reasons"]
+__all__ = [
+    "Backend",
+    "Loops",
+    "Needs",
+    "Places",
+    "Prepared",
+    "Reader",
+    "Tiles",
+    "output_like",
+    "raw_reasons",
+]
 
 
 Reader: TypeAlias = Callable[[Tensor, Tensor, Tensor], Hashable]
+
+
+class Places(NamedTuple):
+    """Where the keys of key lists lie, and the sums that their gradients are added to.
+
+    Each batch item of a paged problem is a list: its block table names keys, each once.
+
+    Args:
+        k, v: [outer, Hk, n, D], [outer, Hk, n, Dv], any strides: the memory of the pages.
+        lines: int64 [B], where the keys of each item are: outer * Hk + h.
+        inner: int32 [B, N], contiguous: of each key of an item its row there, rising. Beyond an
+            item's keys it has any numbers.
+        grad_k, grad_v: float32, shaped as k and v, contiguous; None where not wanted.
+    """
+
+    k: Tensor
+    v: Tensor
+    lines: Tensor
+    inner: Tensor
+    grad_k: Tensor | None
+    grad_v: Tensor | None
 
 
 class Prepared(NamedTuple):
@@ -33,14 +64,20 @@ class Prepared(NamedTuple):
             incoming gradients are shaped as ``result.out``, ``result.lse`` and ``result.entropy``,
             of any strides; None where lse or the entropy was not used.
         output: ``(q, k, v) -> out``, the quickest way to the output of a call that has no tensor
-            and no seed beside these and wants nothing else; None where ``forward`` is.
+            and no seed beside these and wants nothing else; None where ``forward`` is. Of keys in
+            pages ``(q, k, v, block_table, key_lengths, cu_seqlens_q) -> out``.
         row_max_unit: of ``Result.stats[0]``, in natural units.
+        in_place: ``(operands, result, grad_out, grad_lse, needs, places, grad_entropy=None) ->
+            Grads``: the backward of a paged problem whose items are key lists, as ``backward``. The
+            gradients of keys and values are added to the sums of ``Places``. None where a
+            backend gains by multiplying copies.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., Grads]
-    output: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    output: Callable[..., Tensor] | None = None
     row_max_unit: float = math.log(2)
+    in_place: Callable[..., Grads] | None = None
 
 
 def raw_reasons(problem: Problem) -> list[str]:

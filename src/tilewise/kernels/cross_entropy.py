@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,30 +19,35 @@ class Loss(NamedTuple):
     softcap: float  # 0 for none
 
 
+class Rows(NamedTuple):
+    """A block of logits [T', V'] before the softcap, and what it takes to make losses of them.
+
+    Args:
+        logits: of some tokens, of all words or of some; the kernels write over them.
+        targets: int64 [T'].
+        scales: [T'], what the gradients of the losses are multiplied by; None for no gradient.
+        loss: of each token.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    scales: Tensor | None
+    loss: Loss
+
+
 class RowKernel(Protocol):
-    """The two steps over a block of logits [T', V'] before the softcap, which they write over."""
+    """The two steps over a block of logits."""
 
     in_place: bool  # the gradient lies where the logits were, and nothing else of their size
 
-    def close(
-        self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def close(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return losses and lse [T'] of rows of all words, and with scales their gradients.
 
         The gradients are of ``sum_t scales_t loss_t``, by the logits and in their dtype.
         """
         ...
 
-    def differentiate(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        scales: Tensor,
-        lse: Tensor,
-        loss: Loss,
-        first: int,
-        words: int,
-    ) -> Tensor:
+    def differentiate(self, rows: Rows, lse: Tensor, first: int, words: int) -> Tensor:
         """Return the gradients by a block of words from ``first`` on, of ``words`` in all."""
         ...
 
@@ -66,15 +72,41 @@ def add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> No
         total[part].add_(change[:, part].T @ hidden)
 
 
+class InPlace(ABC):
+    """The two steps by one kernel, which writes over the logits."""
+
+    in_place = True
+
+    @abstractmethod
+    def run(self, rows: Rows, losses: Tensor | None, lse: Tensor, first: int, words: int) -> None:
+        """Write losses and lse of rows of all words, or read lse where ``losses`` is None.
+
+        Where there are scales, gradients are written over the logits. ``first`` and ``words``
+        are those of ``differentiate``.
+        """
+
+    def close(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``RowKernel``."""
+        logits = rows.logits
+        losses = logits.new_empty(len(logits), dtype=wide(logits.dtype))
+        lse = torch.empty_like(losses)
+        self.run(rows, losses, lse, 0, logits.shape[1])
+        return losses, lse, None if rows.scales is None else logits
+
+    def differentiate(self, rows: Rows, lse: Tensor, first: int, words: int) -> Tensor:
+        """See ``RowKernel``."""
+        self.run(rows, None, lse, first, words)
+        return rows.logits
+
+
 class InTorch:
     """The two steps in operations of torch, on any device."""
 
     in_place = False
 
-    def close(
-        self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def close(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
         """See ``RowKernel``."""
+        logits, targets, scales, loss = rows
         at = target_logits(logits, targets, loss)
         z = _capped(logits, loss)
         lse = torch.logsumexp(z, 1)
@@ -89,17 +121,10 @@ class InTorch:
         change = _gradient(z, targets, scales, lse, loss, 0, z.shape[1])
         return losses, lse, change.to(logits.dtype)
 
-    def differentiate(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        scales: Tensor,
-        lse: Tensor,
-        loss: Loss,
-        first: int,
-        words: int,
-    ) -> Tensor:
+    def differentiate(self, rows: Rows, lse: Tensor, first: int, words: int) -> Tensor:
         """See ``RowKernel``."""
+        logits, targets, scales, loss = rows
+        assert scales is not None
         z = _capped(logits, loss)
         return _gradient(z, targets, scales, lse, loss, first, words).to(logits.dtype)
 

@@ -1,8 +1,8 @@
 """Modules: attention layers over ``tilewise.attention``, and rotary position embedding."""
 
+from tilewise.head_rows import HeadNorm
 from tilewise.nn.attention import Attention
 from tilewise.nn.conversion import Conversion, Place, convert
-from tilewise.nn.head_rows import HeadNorm
 from tilewise.nn.implementations import Implementation
 from tilewise.nn.multihead import MultiheadAttention
 from tilewise.nn.rotation import Rotary, rotary

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.functional import AttentionResult, SoftmaxStats, attention
+from tilewise.functional import AttentionResult, SoftmaxStats
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import apply_score, visible
+from tilewise.routes import attention
 from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask, Score

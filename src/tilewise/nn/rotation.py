@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.nn.head_rows import HeadNorm, normed_and_turned, turned_pairs
+from tilewise.head_rows import HeadNorm, normed_and_turned, turned_pairs
 from tilewise.nn.scaling import RotaryScaling
 
 

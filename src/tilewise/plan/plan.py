@@ -1,6 +1,11 @@
-"""The Plan: how a problem runs, as an immutable value that a caller may hold."""
+"""The Plan: how a problem runs, as an immutable value that a caller may hold.
 
-from collections.abc import Callable, Hashable
+``choose`` takes the candidate that moves the least among those that can do a problem. A choice
+decides how rows are rounded. So its cost (``plan.traffic.account.cost``) may depend on a row's own
+sequence, dtype, widths and variant, and never on the batch or the heads.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from tilewise.plan.traffic.account import Account, Loops, cached
@@ -31,7 +36,7 @@ class Plan(NamedTuple):
         shown: the same and the layouts, as ``engine.call.shown`` does.
         bare: a call by this plan needs no keyword beside it.
         loops: which loops the backend runs, for the account of bytes.
-        row_max_unit: see ``kernels.base.Prepared``.
+        row_max_unit, in_place: see ``kernels.base.Prepared``.
     """
 
     problem: Problem
@@ -48,6 +53,7 @@ class Plan(NamedTuple):
     loops: Loops | None = None
     output: Callable[..., Any] | None = None
     row_max_unit: float = 1.0
+    in_place: Callable[..., Any] | None = None
 
     @property
     def account(self) -> Account:
@@ -67,3 +73,48 @@ class Plan(NamedTuple):
             f"splits={tiles.splits}, {problem.layout}, {problem.dtype}, mask={self.mask_text!r}, "
             f"score={self.score_text!r})"
         )
+
+
+class Candidate(NamedTuple):
+    """A backend as the choice sees it.
+
+    Args:
+        name: its name.
+        reasons: why it cannot do the problem; empty if it can.
+        absent: whether it is not there at all (its core is not built), as against declining.
+        last_resort: a slow reference: taken only where every other candidate is absent.
+        cost: predicted bytes of one head; None where nothing is predicted.
+    """
+
+    name: str
+    reasons: tuple[str, ...]
+    absent: bool = False
+    last_resort: bool = False
+    cost: int | None = None
+
+
+class Choice(NamedTuple):
+    """The candidate chosen (None if none can), and whether it is a last resort."""
+
+    name: str | None
+    slow: bool = False
+
+
+def choose(candidates: Sequence[Candidate]) -> Choice:
+    """Return the cheapest candidate that can run; a last resort only if all others are absent.
+
+    If a cost is missing or two are equal, it is the first in order of preference. A backend that is
+    present and declines a problem is not silently replaced by a slow one. The answer is then None,
+    and the caller raises with every reason.
+    """
+    able = [each for each in candidates if not each.reasons and not each.last_resort]
+    costs = [each.cost for each in able if each.cost is not None]
+    if able and len(costs) == len(able):
+        return Choice(able[costs.index(min(costs))].name)
+    if able:
+        return Choice(able[0].name)
+    if all(candidate.absent for candidate in candidates if not candidate.last_resort):
+        for candidate in candidates:
+            if not candidate.reasons:
+                return Choice(candidate.name, slow=True)
+    return Choice(None)

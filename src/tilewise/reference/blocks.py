@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Operands, Problem
-from tilewise.reference.ledger import WALK, Walk
 from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import EXPR, Program
 
@@ -38,6 +37,23 @@ class Block(NamedTuple):
             for name, (span, dims) in zip("mnbh", spans, strict=True)
         }
         return found | {"queries": self.total_queries, "keys": self.total_keys}
+
+
+class Walk(NamedTuple):
+    """How a reference goes over the score matrix.
+
+    Args:
+        query_tile, key_tile: the largest tile that it works on at once.
+        ledger: what is told of every access to slow memory (``tests/orders/ledger.py``); None for
+            nobody.
+    """
+
+    query_tile: int = 128
+    key_tile: int = 128
+    ledger: Any = None
+
+
+WALK = Walk()
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ from tilewise.reference.blocks import Block, Part, multiplied, of_keys, parts
 from tilewise.reference.expressions import evaluate
 from tilewise.reference.programs import visible
 from tilewise.variants.expr import Expr, Graph, decode
-from tilewise.variants.mask_expression import user_indices
+from tilewise.variants.graphs import user_indices
 from tilewise.variants.program import BY_USER, EXPR, Program
 
 _ROWS, _KEYS = 128, 1024

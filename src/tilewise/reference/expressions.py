@@ -8,13 +8,19 @@ tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from tilewise.variants.expr import LEAVES, Expr, Node, kinds
+from tilewise.reference.blocks import Block, sum_to
+from tilewise.variants.derive import differentiate
+from tilewise.variants.expr import LEAVES, Expr, Node, decode, kinds
+from tilewise.variants.intervals import Bounds, Interval, bounds
 from tilewise.variants.operations import OPS
+from tilewise.variants.program import Instr
 
 
 def evaluate(
@@ -91,3 +97,176 @@ def _load(node: Node, loads: Sequence[Tensor], indices: list[Tensor], dtype: tor
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     # An index without dimensions would make a view that a later write could change.
     return tensor[load_indices(tensor, indices)] if indices else tensor
+
+
+# Of a captured tensor, the elements that a cover looks at; and how many batch items and heads.
+_MOST_SCANNED = 4096
+_MOST_BOXES = 64
+
+
+def _expression(instr: Instr) -> Expr:
+    return decode(str(instr.params[0]))
+
+
+def _of_block(
+    expr: Expr,
+    instr: Instr,
+    tensors: Sequence[Tensor],
+    block: Block,
+    *,
+    s: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return the results for a block; each broadcasts to ``[B, Hq, m, n]``."""
+    loads = [tensors[slot] for slot in instr.slots]
+    return evaluate(expr, s=s, loads=loads, dtype=dtype, **block.places(device))
+
+
+def visible(instr: Instr, tensors: Sequence[Tensor], block: Block, device: torch.device) -> Tensor:
+    """Return which pairs of a block a mask's expression shows, broadcastable to all of them."""
+    (shown,) = _of_block(
+        _expression(instr), instr, tensors, block, s=None, device=device, dtype=block.floats
+    )
+    return shown
+
+
+def proven(instr: Instr, tensors: Sequence[Tensor], block: Block) -> bool | None:
+    """Return what a mask's expression gives for all pairs of a block; None if not the same.
+
+    Each batch item and head that it asks for is looked at by itself, if they are few.
+    """
+    expr = _expression(instr)
+    named = {node.op for node in expr.nodes}
+    spans = [
+        [range(place, place + 1) for place in span] if leaf in named else [span]
+        for leaf, span in (("b", block.batches), ("h", block.heads))
+    ]
+    boxes = list(product(*spans))
+    if len(boxes) > _MOST_BOXES:
+        boxes = [(block.batches, block.heads)]
+    found = {_proven_box(expr, instr, tensors, block, *box) for box in boxes}
+    return found.pop() if len(found) == 1 else None
+
+
+def _proven_box(
+    expr: Expr,
+    instr: Instr,
+    tensors: Sequence[Tensor],
+    block: Block,
+    batches: range,
+    heads: range,
+) -> bool | None:
+    spans = {"b": batches, "h": heads, "m": block.queries, "n": block.keys}
+    ranges = {leaf: Interval(span.start, span.stop - 1) for leaf, span in spans.items()}
+    ranges["M"] = Interval(block.total_queries, block.total_queries)
+    ranges["N"] = Interval(block.total_keys, block.total_keys)
+
+    def extremes(slot: int, indices: Sequence[Interval]) -> Bounds:
+        return _extremes(tensors[instr.slots[slot]], indices)
+
+    found = bounds(expr, ranges, extremes)
+    return found if isinstance(found, bool) else None
+
+
+def _extremes(tensor: Tensor, indices: Sequence[Interval]) -> Bounds:
+    """Return what the elements in a box of a captured tensor can be."""
+    if tensor.numel() == 0:
+        return False if tensor.dtype is torch.bool else Interval(0, 0)
+    for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True)):
+        first, last = (min(max(int(end), 0), size - 1) for end in index)
+        tensor = tensor.narrow(dim, first, last - first + 1)
+    if tensor.numel() > _MOST_SCANNED:
+        return None
+    if tensor.dtype is torch.bool:
+        return bool(tensor.any()) if tensor.any() == tensor.all() else None
+    low, high = (end.item() for end in tensor.aminmax())
+    return None if math.isnan(low) else Interval(low, high)
+
+
+def scored(
+    instr: Instr, tensors: Sequence[Tensor], s: Tensor, block: Block, seen: Tensor | None
+) -> Tensor:
+    """Return the scores after the expression; only of the pairs that are seen, and 0 elsewhere.
+
+    Args:
+        instr: the expression.
+        tensors: the captured tensors of the whole program.
+        s: ``[B, Hq, m, n]``, or what broadcasts to it.
+        block: the rectangle.
+        seen: broadcastable to ``s``; None to evaluate all pairs.
+    """
+    expr = _expression(instr)
+    if seen is None:
+        (value,) = _of_block(expr, instr, tensors, block, s=s, device=s.device, dtype=s.dtype)
+        shape = (len(block.batches), len(block.heads), len(block.queries), len(block.keys))
+        return value.expand(shape)
+    pairs = seen.expand(s.shape).nonzero(as_tuple=True)
+    spans = (block.batches, block.heads, block.queries, block.keys)
+    b, h, m, n = (place + span.start for place, span in zip(pairs, spans, strict=True))
+    (value,) = evaluate(
+        expr,
+        s=s[pairs],
+        b=b,
+        h=h,
+        m=m,
+        n=n,
+        queries=block.total_queries,
+        keys=block.total_keys,
+        loads=[tensors[slot] for slot in instr.slots],
+        dtype=s.dtype,
+    )
+    return torch.zeros_like(s).index_put(pairs, value.expand(m.shape))
+
+
+def gradient(
+    instr: Instr,
+    tensors: Sequence[Tensor],
+    s: Tensor,
+    grad: Tensor,
+    block: Block,
+    totals: Sequence[Tensor | None],
+) -> Tensor:
+    """Return the gradient before the expression from the one after it.
+
+    Args:
+        instr: the expression.
+        tensors: the captured tensors of the whole program.
+        s: ``[B, Hq, m, n]``, the scores before it.
+        grad: the gradient of its result, same shape; 0 for hidden pairs.
+        block: the rectangle.
+        totals: a contiguous float64 accumulator for each captured tensor, or None; what this block
+            says of the tensor's elements is added in place, in the order of the pairs.
+    """
+    derivative = differentiate(_expression(instr))
+    nodes, outputs = derivative.expr
+    # A hidden pair has gradient 0 and possibly a NaN derivative: keep the 0.
+    alive = grad != 0
+    wanted = [*outputs[1:], *(arg for place in derivative.loads for arg in nodes[place].args)]
+    found = iter(
+        _of_block(
+            Expr(nodes, tuple(wanted)), instr, tensors, block, s=s, device=s.device, dtype=s.dtype
+        )
+    )
+    by_s = next(found)
+    by_loads = [next(found) for _ in derivative.loads]
+    for place, by_load in zip(derivative.loads, by_loads, strict=True):
+        indices = [next(found) for _ in nodes[place].args]
+        slot = nodes[place].value
+        assert isinstance(slot, int)
+        total = totals[instr.slots[slot]]
+        if total is None or total.numel() == 0:
+            continue
+        share = torch.where(alive, grad * by_load, 0.0).double()
+        _add_at(total, indices, share)
+    return torch.where(alive, grad * by_s, grad)
+
+
+def _add_at(total: Tensor, indices: Sequence[Tensor], share: Tensor) -> None:
+    """Adds ``share`` to the elements at ``indices``, which broadcast to its shape."""
+    place = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=share.device)
+    for index, stride in zip(load_indices(total, indices), total.stride(), strict=True):
+        place = place + index * stride
+    share = sum_to(share, place)
+    # In double precision torch does this one element after the other, whatever its threads.
+    total.view(-1).index_put_((place.reshape(-1),), share.reshape(-1), accumulate=True)

@@ -93,13 +93,9 @@ def keep_mask(
 ) -> Tensor:
     """Return the dropout mask of a block: True where the probability is kept.
 
-    Args:
-        seed: 64 bits, as a number or an int64 tensor of one element, which stays on its device.
-        dropout_p: probability of dropping, in [0, 1).
-        batches: the block's batch entries, step 1 (as in all four).
-        heads: its query heads.
-        queries: its queries.
-        keys: its keys.
+    ``seed`` has 64 bits, as a number or an int64 tensor of one element, which stays on its device.
+    ``dropout_p`` is the probability of dropping, in [0, 1). The ranges are the block's places, each
+    of step 1.
 
     Returns:
         bool ``[len(batches), len(heads), len(queries), len(keys)]``, on the seed's device.

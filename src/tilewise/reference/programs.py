@@ -3,7 +3,8 @@
 A block is a rectangle of the score matrix: ``queries`` x ``keys`` of one sequence pair, for all
 batch entries and heads at once. Masks give a boolean block, or only its three-valued cover
 (empty, partial, full), found without visiting its elements; scores are applied to a block and
-differentiated through it.
+differentiated through it. ``covers`` makes the table of a mask: of every rectangle of pairs whether
+it is empty, partial or full.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.reference import expression_blocks
-from tilewise.reference.blocks import Block, sum_to
+from tilewise.problem import Operands, Problem
+from tilewise.reference import expressions
+from tilewise.reference.blocks import Block, cut, sum_to
+from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import EXPR, Instr, Number, Program
 
 
@@ -51,11 +54,7 @@ def visible(
 ) -> Tensor:
     """Return which pairs of a block attend.
 
-    Args:
-        program: a mask program; the empty one lets everything through.
-        tensors: its captured tensors.
-        block: the rectangle.
-        device: where to build the result.
+    The empty program lets everything through.
 
     Returns:
         bool, broadcastable to ``[B, Hq, len(queries), len(keys)]``, full in its last two sizes.
@@ -88,7 +87,7 @@ def visible(
         elif instr.op == "tiles":
             continue
         elif instr.op == EXPR:
-            stack.append(expression_blocks.visible(instr, tensors, block, device))
+            stack.append(expressions.visible(instr, tensors, block, device))
         elif instr.op == "not":
             stack.append(~stack.pop())
         elif instr.op in ("and", "or"):
@@ -163,7 +162,7 @@ def cover(program: Program, tensors: Sequence[Tensor], block: Block) -> Cover:
             known, before = _table_possible(instr, tensors, block, full=2), stack.pop()
             stack.append(_Possible(known.seen and before.seen, known.hidden and before.hidden))
         elif instr.op == EXPR:
-            proven = expression_blocks.proven(instr, tensors, block)
+            proven = expressions.proven(instr, tensors, block)
             stack.append(_Possible(proven is not False, proven is not True))
         elif instr.op == "not":
             seen, hidden = stack.pop()
@@ -221,7 +220,7 @@ def apply_score(
             s = s + _cut4(tensors[instr.slots[0]], block).to(s.dtype)
         elif instr.op == EXPR:
             saved.append(s)
-            s = expression_blocks.scored(instr, tensors, s, block, seen)
+            s = expressions.scored(instr, tensors, s, block, seen)
         else:
             raise _unknown(instr, "score")
     return s, saved
@@ -263,5 +262,78 @@ def score_gradient(
                 piece += sum_to(grad, piece)
         elif instr.op == EXPR:
             s = left.pop()
-            grad = expression_blocks.gradient(instr, tensors, s, grad, block, totals)
+            grad = expressions.gradient(instr, tensors, s, grad, block, totals)
     return grad
+
+
+_STRIP = 8192  # keys, at least, that are evaluated at once
+
+
+class Grid(NamedTuple):
+    """Rectangles of queries x keys.
+
+    Args:
+        block_queries, block_keys: the size of one.
+        batches, heads: how many batch items and heads are asked for; 1 where one serves all.
+        rows, columns: how many there are along the queries and keys (of the longest sequence).
+    """
+
+    block_queries: int
+    block_keys: int
+    batches: int
+    heads: int
+    rows: int
+    columns: int
+
+
+def covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
+    """Return whether the mask hides all (0), some (1) or none (2) of the pairs of each rectangle.
+
+    Every pair is evaluated, a strip of keys at a time: exact and slow, in memory O(rows of a
+    rectangle x strip).
+
+    ``operands`` have the tensors that the mask captured, and the lengths of a variable-length call.
+
+    Returns:
+        uint8 [grid.batches, grid.heads, grid.rows, grid.columns]; 0 past the end of a sequence.
+    """
+    device = operands.q.device
+    table = torch.zeros(grid[2:], dtype=torch.uint8, device=device)
+    if operands.cu_seqlens_q is None or operands.cu_seqlens_k is None:
+        _fill(table, problem, operands.mask_tensors, grid, range(grid.batches))
+        return table
+    counts = [cu.diff().tolist() for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k)]
+    for b, (queries, keys) in enumerate(zip(*counts, strict=True)):
+        part = problem._replace(batch=1, queries=queries, keys=keys)
+        tensors = cut(problem.mask, operands.mask_tensors, b, queries, keys)
+        _fill(table[b : b + 1], part, tensors, grid, range(b, b + 1))
+    return table
+
+
+def _fill(
+    table: Tensor, problem: Problem, tensors: tuple[Tensor, ...], grid: Grid, batches: range
+) -> None:
+    strip = -(-_STRIP // grid.block_keys) * grid.block_keys
+    for row in range(-(-problem.queries // grid.block_queries)):
+        first = row * grid.block_queries
+        queries = range(first, min(first + grid.block_queries, problem.queries))
+        for start in range(0, problem.keys, strip):
+            keys = range(start, min(start + strip, problem.keys))
+            floats = statistics_dtype(problem.dtype)
+            heads = range(grid.heads)
+            block = Block(queries, keys, problem.queries, problem.keys, batches, heads, floats)
+            seen = visible(problem.mask, tensors, block, table.device)
+            column = start // grid.block_keys
+            part = _of_pairs(seen, grid.block_keys)
+            table[:, :, row, column : column + part.shape[-1]] = part
+
+
+def _of_pairs(seen: Tensor, size: int) -> Tensor:
+    """uint8 [B|1, H|1, columns] of bool [B|1, H|1, m, n]."""
+    some, every = seen.any(2), seen.all(2)
+    shape = (*some.shape[:2], -1, size)
+    missing = -some.shape[-1] % size
+    some = torch.nn.functional.pad(some, (0, missing), value=False).view(shape)
+    every = torch.nn.functional.pad(every, (0, missing), value=True).view(shape)
+    table: Tensor = some.any(-1).to(torch.uint8) + every.all(-1).to(torch.uint8)
+    return table

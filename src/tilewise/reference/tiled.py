@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
-from tilewise.reference.blocks import Part, multiplied, parts
-from tilewise.reference.ledger import WALK, Walk
+from tilewise.reference.blocks import WALK, Part, Walk, multiplied, parts
 from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
     LN2,
@@ -51,9 +50,6 @@ from tilewise.reference.tiles import (
 from tilewise.reference.totals import (
     Totals,
     accumulators,
-    enter_reads,
-    enter_result,
-    enter_totals,
     sum_group,
 )
 
@@ -107,7 +103,7 @@ def forward(
                 if to is not None and of is not None:
                     to[..., span] = of
             if part.walk.ledger is not None:
-                enter_result(part.walk.ledger, tile, whole)
+                part.walk.ledger.result(tile, whole)
     return whole
 
 
@@ -123,15 +119,9 @@ def backward(
 ) -> Grads:
     """Gradients by tiles, from the saved result.
 
-    Args:
-        problem: as given to ``forward``.
-        operands: as given to ``forward``.
-        result: what ``forward`` returned.
-        grad_out: gradient of out, its shape.
-        grad_lse: gradient of lse, its shape; None for zero.
-        needs: which gradients are wanted.
-        grad_entropy: gradient of the entropy, its shape; None for zero.
-        walk: as given to ``forward``.
+    Arguments are as given to ``forward``, and ``result`` is what it returned. ``grad_out``,
+    ``grad_lse`` and ``grad_entropy`` have the shapes of what they are the gradients of; None stands
+    for zero.
 
     Returns:
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
@@ -155,7 +145,7 @@ def backward(
             )
             if part.walk.ledger is not None:
                 read = {"grad_out": given, "stats": tile_stats, "grad_lse": lse_given}
-                enter_reads(part, rows, **read, grad_entropy=entropy_given)
+                part.walk.ledger.rows(part, rows, **read, grad_entropy=entropy_given)
             delta = None
             if needs.partial:
                 out = part_view(result.out, part.queries, problem)[:, :, span].to(dtype)
@@ -170,7 +160,7 @@ def backward(
             _backward_rows(part, rows, state, views)
     ledger = (walk or WALK).ledger
     if ledger is not None:
-        enter_totals(ledger, totals, operands)
+        ledger.totals(totals, operands)
     return totals.grads(operands)
 
 
@@ -228,7 +218,7 @@ def forward_rows(
     q = part.operands.q[:, :, rows.start : rows.stop]
     q = multiplied(q, part.operands.q_scale, dtype)
     if ledger is not None:
-        enter_reads(part, rows)
+        ledger.rows(part, rows)
     shape = (problem.batch, problem.heads, len(rows))
     top = q.new_full(shape, -math.inf)
     top_natural = top

@@ -88,34 +88,25 @@ def key_tiles(part: Part, rows: range, q: Tensor, keys: range | None = None) -> 
     Only those in ``keys``, if it is given. Hidden pairs score -inf. ``seen`` is None where the
     mask hides nothing.
     """
-    ledger, operands = part.walk.ledger, part.operands
     for columns in key_spans(part, keys):
         tile = score_tile(part, rows, columns, q)
         if tile is None:
             continue
-        if ledger is not None:  # each query head's tile reads its keys and values
-            ledger.looks_up(columns, part.page_size, tile.k.shape[0] * tile.k.shape[1])
-            scales = tile.k[..., 0].numel() * (4 if part.problem.stored else 0)  # float32
-            ledger.reads(k=tile.k.numel() * operands.k.element_size() + scales)
-            ledger.reads(v=tile.v.numel() * operands.v.element_size() + scales)
+        if part.walk.ledger is not None:
+            part.walk.ledger.keys(part, columns, tile)
         yield tile
 
 
 def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | None:
     """Return one tile with its scores, as ``key_tiles`` does; None if the mask keeps nothing.
 
-    Args:
-        part: what to compute.
-        rows: the queries of the tile.
-        columns: its keys.
-        q: the queries, ``[B, Hq, m, D]`` in the compute dtype.
+    ``q`` are the queries of ``rows``, ``[B, Hq, m, D]`` in the compute dtype.
     """
     problem, operands, ledger = part.problem, part.operands, part.walk.ledger
     group = problem.heads // problem.kv_heads
     block = part.block(rows, columns)
     if ledger is not None:
-        each = problem.batch * problem.heads
-        ledger.judges(problem.mask, operands.mask_tensors, rows, columns, each)
+        ledger.judges(part, rows, columns)
     covered = cover(problem.mask, operands.mask_tensors, block)
     if covered is Cover.EMPTY:
         return None
@@ -130,8 +121,7 @@ def score_tile(part: Part, rows: range, columns: range, q: Tensor) -> Tile | Non
         k, v = torch.where(used, k, 0.0), torch.where(used, v, 0.0)
     scores = inner_product(q, k) * problem.scale
     if ledger is not None:
-        ledger.multiplies(scores, problem.head_dim)
-        ledger.scores(problem.score, operands.score_tensors, scores)
+        ledger.scores(part, scores)
     scores, saved = apply_score(problem.score, operands.score_tensors, scores, block)
     if seen is not None:
         scores = torch.where(seen, scores, -math.inf)
@@ -248,11 +238,13 @@ def normaliser(
 def keep_tile(part: Part, block: Block) -> Tensor:
     """Return the dropout mask of a tile, bool ``[B, Hq, m, n]``: True where kept."""
     problem = part.problem
+    batch, head, query, key = part.operands.origin
+    batch += part.first_batch
     return keep_mask(
         part.operands.seed,
         problem.dropout_p,
-        batches=range(part.first_batch, part.first_batch + problem.batch),
-        heads=range(problem.heads),
-        queries=block.queries,
-        keys=block.keys,
+        batches=range(batch, batch + problem.batch),
+        heads=range(head, head + problem.heads),
+        queries=range(query + block.queries.start, query + block.queries.stop),
+        keys=range(key + block.keys.start, key + block.keys.stop),
     ).to(part.operands.q.device)

@@ -1,4 +1,4 @@
-"""The accumulators of the gradients that backward passes share, and entries of what they move."""
+"""The accumulators of the gradients that backward passes share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.problem import Grads, Needs, Operands, Problem
 from tilewise.reference.blocks import Part, cut
-from tilewise.reference.ledger import Ledger
 from tilewise.reference.tiles import part_view
 from tilewise.variants.program import EXPR
-
-_GRADIENTS = ("grad_q", "grad_k", "grad_v")
 
 
 class Totals(NamedTuple):
@@ -89,36 +86,3 @@ def sum_group(grad: Tensor, group: int) -> Tensor:
     """``[B, Hk, n, D]`` from ``[B, Hq, n, D]``: each key head serves ``group`` query heads."""
     batch, heads, length, width = grad.shape
     return grad.view(batch, heads // group, group, length, width).sum(2)
-
-
-def enter_reads(part: Part, rows: range, **tensors: Tensor | None) -> None:
-    """Enter what a tile of query rows reads: its queries, its sinks, and what else is given."""
-    ledger, operands, problem = part.walk.ledger, part.operands, part.problem
-    assert ledger is not None
-    each = problem.batch * problem.heads
-    ledger.reads(q=each * len(rows) * problem.head_dim * operands.q.element_size())
-    if operands.sinks is not None:
-        ledger.reads(sinks=each * operands.sinks.element_size())
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            ledger.reads(**{name: tensor.numel() * tensor.element_size()})
-
-
-def enter_result(ledger: Ledger, tile: Result, whole: Result) -> None:
-    """Enter the bytes that a tile of rows writes to each field of the result, as it is stored."""
-    for name, of, to in zip(Result._fields, tile, whole, strict=True):
-        if of is not None and to is not None:
-            ledger.writes(**{name: of.numel() * to.element_size()})
-
-
-def enter_totals(ledger: Ledger, totals: Totals, operands: Operands) -> None:
-    """The zeros that sums of keys begin with, and the sums as they become gradients."""
-    for name, total, like in zip(_GRADIENTS, totals[:3], operands[:3], strict=True):
-        if total is None:
-            continue
-        size = total.numel() * total.element_size()
-        if name != "grad_q":
-            ledger.writes(**{name: size})
-        if total.dtype != like.dtype:
-            ledger.reads(**{name: size})
-            ledger.writes(**{name: like.numel() * like.element_size()})

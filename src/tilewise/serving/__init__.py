@@ -4,7 +4,7 @@ from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.contiguous import KVCache
 from tilewise.serving.generation import Attend, Step, generate
 from tilewise.serving.paged import PagedKVCache
-from tilewise.serving.pages import PageAllocator
+from tilewise.serving.sequences import PageAllocator
 
 __all__ = [
     "Attend",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention
-from tilewise.serving.rows import check_rows
+from tilewise.serving.pool import check_rows
 from tilewise.variants.masks import causal
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
-from tilewise.serving.pool import Pool
-from tilewise.serving.rows import check_rows, counts_of
+from tilewise.serving.pool import Pool, check_rows, counts_of
 from tilewise.serving.sequences import Sequences
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window

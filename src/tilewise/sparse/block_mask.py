@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.sparse import flex
 from tilewise.sparse.tables import build, sizes
 from tilewise.variants.patterns import layout
 from tilewise.variants.program import Instr, Program
@@ -145,6 +144,8 @@ class BlockMask(Mask):
         Raises:
             InvalidArgument, InvalidType: it is none, or its ``mask_mod`` is not in the language.
         """
+        from tilewise.sparse import flex  # imports FlexAttention
+
         given = flex.read(block_mask, queries, keys)
         keywords: dict[str, Any] = {
             "batch": given.covers.shape[0],
@@ -172,6 +173,8 @@ class BlockMask(Mask):
         if queries is None or keys is None:
             rows, columns = self.covers.shape[-2:]
             queries, keys = rows * self.block[0], columns * self.block[1]
+        from tilewise.sparse import flex  # imports FlexAttention
+
         return flex.write(self.to_mask(), self.covers, self.block, queries, keys)
 
     def to_mask(self) -> Mask:

@@ -9,7 +9,7 @@ from tilewise.checks import check_whole
 from tilewise.engine import registry
 from tilewise.errors import InvalidArgument
 from tilewise.problem import DTYPES, Operands, Problem
-from tilewise.reference.covers import Grid, covers
+from tilewise.reference.programs import Grid, covers
 from tilewise.validation import check_cu_seqlens, check_cu_tensors
 from tilewise.variants import expr as expressions
 from tilewise.variants.float8 import FLOAT8

@@ -27,6 +27,21 @@ class Extent(NamedTuple):
     query_counts: tuple[int, ...] = ()
     check_values: bool = True
 
+    @classmethod
+    def of_sequences(
+        cls, heads: int, query_counts: tuple[int, ...], key_counts: tuple[int, ...]
+    ) -> "Extent":
+        """Return the extent of a variable-length call with so many queries and keys in each."""
+        return cls(
+            len(query_counts),
+            heads,
+            max(query_counts, default=0),
+            max(key_counts, default=0),
+            ragged=True,
+            key_counts=key_counts,
+            query_counts=query_counts,
+        )
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of lse, slopes and sinks: float32, and float64 for float64."""

@@ -90,7 +90,7 @@ def _sign(a: float) -> float:
 
 # Transcendental functions of constants are left to the kernel: Python's are rounded otherwise than
 # torch's. ``where``, the casts and the powers are spelled by hand where Python's function is traced
-# (``vocabulary.py``).
+# (``trace.py``).
 OPS: dict[str, Op] = {
     "add": Op(
         torch.add,

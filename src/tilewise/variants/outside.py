@@ -3,11 +3,16 @@
 Intervals over the whole call say which indices may leave. For those a witness is looked for: a pair
 whose result depends on an element beyond the end, whatever the captured tensors hold. For a score
 the pair has to attend for certain. A load behind a ``where``, a product with 0 or another part of
-the mask that decides has no witness. What has none stays clamped, and ``checked()`` looks at every
-pair.
+the mask that decides has no witness. What has none stays clamped, and a call in ``checked()`` mode
+looks at every pair.
 """
 
+from __future__ import annotations
+
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -16,8 +21,8 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.variants.expr import Expr, Graph, Node, decode
 from tilewise.variants.extent import Extent
+from tilewise.variants.graphs import mask_expression
 from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
-from tilewise.variants.mask_expression import mask_expression
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
 _LETTERS = "bhmn"
@@ -69,12 +74,7 @@ def refuse_outside(
 
     Where the extent does not know the lengths nothing is refused.
 
-    Args:
-        mask: of the call.
-        score: of the call.
-        mask_captured: what the mask captured, as the user gave it.
-        score_captured: what the score captured.
-        extent: of the call.
+    ``mask_captured`` and ``score_captured`` are tensors as the user gave them.
     """
     if extent.ragged:
         sizes = _longest(extent)
@@ -279,3 +279,27 @@ def _counts(expr: Expr, known: Sequence[Bounds], op: str, other: int) -> bool:
         return True
     # The score itself is not 0 by intention; an element of a tensor may be.
     return expr.nodes[other].op == "s"
+
+
+_CHECKED = ContextVar("tilewise_checked", default=os.environ.get("TILEWISE_CHECKED") == "1")
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Raise an error for an index outside its tensor at a pair that attends.
+
+    Without it, such an index reads the nearest element. Inside the block, each eager call of
+    attention first evaluates the indices of its mask and score for all pairs, in plain torch.
+    ``TILEWISE_CHECKED=1`` in the environment does this everywhere. Use it to find mistakes, not for
+    speed.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def is_checked() -> bool:
+    """Return whether the caller is in checked mode."""
+    return _CHECKED.get()

@@ -22,7 +22,7 @@ from tilewise.variants.expr import Graph
 from tilewise.variants.operations import OPS
 from tilewise.variants.rows import Kind
 
-# What torch's methods and functions mean here: filled in by ``vocabulary.py``, which says it in
+# What torch's methods and functions mean here: filled in by ``trace.py``, which says it in
 # terms of what is below.
 Handler: TypeAlias = Callable[..., "Traced"]
 METHODS: dict[str, Handler] = {}

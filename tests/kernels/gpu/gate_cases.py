@@ -13,13 +13,16 @@ from tilelab.gate.record import Case
 from tilewise.kernels.gpu.launch import Launch
 
 
-def _square(size: int, warps: int = 4, stages: int = 2) -> Callable[[str], list[Launch]]:
+def _square(
+    size: int, warps: int = 4, stages: int = 2, kernel: str = "good"
+) -> Callable[[str], list[Launch]]:
     def launches(family: str) -> list[Launch]:
-        from tests.kernels.gpu.gate_kernels import good
+        from tests.kernels.gpu import gate_kernels
 
         one = torch.empty(9, size, size, dtype=torch.bfloat16, device="meta")
         given = {"a": one, "b": one, "out": one[0], "steps": 9}
-        return [Launch(good, (1,), given, {"SIZE": size}, warps, stages)]
+        made = getattr(gate_kernels, kernel)
+        return [Launch(made, (1,), given, {"SIZE": size}, warps, stages)]
 
     return launches
 
@@ -62,7 +65,7 @@ def _unmade(family: str) -> list[Launch]:
 
 
 CASES = (
-    Case("good", _square(64), key=True),
+    Case("good", _square(64, stages=3), key=True),
     Case("spills", _square(128, warps=2)),
     Case("shared", _square(128, warps=8, stages=5)),
     Case("by hand", _by_hand),
@@ -74,4 +77,7 @@ CASES = (
     Case("hang", _hang, families=("gfx942",)),
     Case("unmade", _unmade),
     Case("hopper only", _square(64), families=("sm_90",)),
+    Case("chain of 8", _square(64, 8, 3, "chain"), families=("sm_90",)),
+    Case("chain of 4", _square(64, 4, 3, "chain"), families=("sm_90",)),
+    Case("chain of one stage", _square(64, 4, 1, "chain"), families=("sm_90",)),
 )

@@ -4,8 +4,9 @@ Everything is Triton's own, down to how the arguments are packed; only ``libcuda
 (``driver_stub.c``). So what goes wrong between a Launch and the GPU goes wrong here.
 
 ``python -m tests.kernels.gpu.launching FOLDER cases NAME...`` launches cases of the gate,
-``... problems NAME...`` what the GPU check asks of the public call, ``... arguments`` a kernel with
-every kind of argument. It prints a line of JSON for each.
+``... problems NAME...`` what the GPU check asks of the public call, ``... replays NAME...`` the
+same again by ``kernels/gpu/replay.py``, ``... arguments`` a kernel with every kind of argument. It
+prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,11 @@ def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Both passes of the problems of the accuracy step; every one without names."""
+def _accuracy(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], partial[Any]]]]:
+    """Name the problems of the accuracy step, all without names; each makes calls of both passes.
+
+    Every call that it makes has tensors of its own.
+    """
     import torch
 
     from tilelab.cases import inputs, table
@@ -122,9 +127,103 @@ def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         if name not in known or (names and job not in names):
             continue
         case = outcomes.sized(setting, table.find("accuracy", name)).of(getattr(torch, kind))
+
+        def made(case: Any = case) -> partial[Any]:
+            return partial(outcomes.attend, setting, inputs.build(case), backward=True)
+
+        yield job, made
+
+
+def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Both passes of the problems of the accuracy step."""
+    for job, made in _accuracy(names):
         before = stub.launches
-        outcomes.attend(setting, inputs.build(case), backward=True)
+        made()()
         yield {"name": job, "launches": stub.launches - before}
+
+
+def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The same for other tensors, replayed and by the host code; what the kernels are given."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    from tilewise.kernels.gpu import backend, replay
+    from tilewise.kernels.gpu.launch import run
+
+    given: list[Any] = []
+    replayed: list[Any] = []
+    memory: dict[Any, Any] = {}  # results and gradients, the same for both ways
+    launch, again = CudaLauncher.__call__, replay._replay
+
+    def noting(self: Any, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
+        given.append((x, y, z, id(self), rest[4:]))
+        launch(self, x, y, z, stream, function, *rest)
+
+    def counting(plan: Any, *rest: Any) -> None:
+        replayed.extend(plan.steps)
+        again(plan, *rest)
+
+    def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *rest: memory.setdefault((make, rest[-1]), make(x, *rest))
+
+    def plain(self: Any, place: Any, tensors: Any, launches: Callable[[], Any]) -> None:
+        run(launches())
+
+    changes: list[tuple[Any, str, Any]] = [
+        (CudaLauncher, "__call__", noting),
+        (replay, "_replay", counting),
+        (backend, "empty_result", kept(backend.empty_result)),
+        (backend, "_empty_grads", kept(backend._empty_grads)),
+    ]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    ways: tuple[Any, ...] = (replay.Replays.run, plain)
+    for job, made in _accuracy(names):
+        made()()
+        before, other = dict(memory), made()  # what came before stays where it is
+        memory.clear()
+        replayed.clear()
+        found = []
+        for way in ways:
+            replay.Replays.run = way  # type: ignore[method-assign]
+            given.clear()
+            other()
+            known = [(x.data_ptr(), x.nbytes) for x in _tensors((memory, other.args))]
+            found.append(_addressed(given, known))
+        replay.Replays.run = ways[0]  # type: ignore[method-assign]
+        same = found[0] == found[1] and bool(before)
+        memory.clear()
+        yield {"name": job, "launches": len(found[1]), "replayed": len(replayed), "same": same}
+
+
+def _tensors(x: Any) -> Iterator[Any]:
+    """Every tensor in tuples, dicts and objects."""
+    if hasattr(x, "data_ptr"):
+        yield x
+    elif isinstance(x, tuple | list | dict):
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(each)
+    elif hasattr(x, "__dict__") and not callable(x):
+        yield from _tensors(vars(x))
+
+
+def _addressed(launches: list[Any], known: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return launches with addresses in the place of tensors.
+
+    Those outside of known memory are of what a call makes for itself: they are numbered.
+    """
+    numbers: dict[int, str] = {}
+
+    def of(argument: Any) -> Any:
+        if isinstance(argument, tuple | list):
+            return [of(each) for each in argument]
+        address = argument.data_ptr() if hasattr(argument, "data_ptr") else argument
+        if not isinstance(address, int) or address < 2**40:
+            return address
+        if any(first <= address < first + size for first, size in known):
+            return address
+        return numbers.setdefault(address, f"memory {len(numbers)}")
+
+    return [(*place, of(arguments)) for *place, arguments in launches]
 
 
 def _arguments(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -157,6 +256,7 @@ def _arguments(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 _WAYS: dict[str, Callable[[Stub, Sequence[str]], Iterator[dict[str, Any]]]] = {
     "cases": _cases,
     "problems": _problems,
+    "replays": _replays,
     "arguments": _arguments,
 }
 

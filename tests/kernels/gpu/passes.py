@@ -102,7 +102,11 @@ def prepare_backward(
     config = Config("interpreter", overrides=(("dq", blocks), ("dkdv", blocks)), parts=parts)
     incoming = (sent.out, sent.lse, needs, sent.entropy)
     own = variant(problem, operands)
-    return grads, backward_launches(problem, operands, result, *incoming, grads, config, own)
+    launches = backward_launches(problem, operands, result, *incoming, grads, config, own)
+    # What host code did besides launches would not be done when a call is replayed.
+    written = (*grads[:3], *captured, grads.sinks)
+    assert all(x is None or bool(x.isnan().all()) for x in written)
+    return grads, launches
 
 
 def backward(

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import Case
+from tests.cases import Case, Inputs, build
 from tests.contract import assert_same_bits
-from tests.inputs import Inputs, build
 from tests.kernels.gpu.passes import (
     BLOCKS,
     HALVES,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact, assert_same_bits
+from tests.contract import assert_all_exact, assert_same_bits
 from tests.test_cross_entropy import OPTIONS, operands, plain, with_gradients
 from tilewise import cross_entropy as module
-from tilewise.kernels.cross_entropy import InTorch, Loss
+from tilewise.kernels.cross_entropy import InTorch, Loss, Rows
 from tilewise.kernels.gpu import cross_entropy as kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,8 +45,7 @@ def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype) -> None:
     )
     names = ("loss", "grad hidden", "grad weight", "grad bias")
     mine = with_gradients(found, leaves)
-    for what, got, near, true in zip(names, mine, naive, truth, strict=True):
-        assert_exact(got, near, true, what)
+    assert_all_exact(mine, naive, truth, names)
 
 
 def logits_of(words: int, **options: Any) -> tuple[Tensor, Tensor, Tensor, Loss]:
@@ -65,24 +64,23 @@ _LOSS = Loss(-100, 0.0, 0.0, 0.0)
 def test_any_number_of_words_and_rows_with_gaps(words: int) -> None:
     options = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
     logits, targets, scales, loss = logits_of(words, **options)
-    expected = InTorch().close(logits.clone(), targets, scales, loss)
-    again = kernels.InTriton().close(logits.clone(), targets, scales, loss)
-    losses, lse, change = kernels.InTriton().close(logits, targets, scales, loss)
+    expected = InTorch().close(Rows(logits.clone(), targets, scales, loss))
+    again = kernels.InTriton().close(Rows(logits.clone(), targets, scales, loss))
+    losses, lse, change = kernels.InTriton().close(Rows(logits, targets, scales, loss))
     assert change is logits
     for got, twice in zip((losses, lse, change), again, strict=True):
         assert twice is not None
         assert_same_bits(got, twice, "a result")
-    for got, true in zip((losses, lse, change), expected, strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((losses, lse, change), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_block_of_words_has_its_part_of_the_gradient() -> None:
     logits, targets, scales, loss = logits_of(300, label_smoothing=0.1, softcap=5.0)
-    _, lse, whole = InTorch().close(logits.clone(), targets, scales, loss)
+    _, lse, whole = InTorch().close(Rows(logits.clone(), targets, scales, loss))
     assert whole is not None
     for first, end in ((0, 140), (140, 150), (150, 300)):
         part = logits[:, first:end]
-        found = kernels.InTriton().differentiate(part, targets, scales, lse, loss, first, 300)
+        found = kernels.InTriton().differentiate(Rows(part, targets, scales, loss), lse, first, 300)
         torch.testing.assert_close(found, whole[:, first:end], rtol=1e-5, atol=1e-7)
 
 
@@ -96,13 +94,12 @@ def test_rows_that_are_not_finite() -> None:
     logits[3, 130] = torch.nan
     targets[4] = 300
     given = logits.clone()
-    losses, lse, change = kernels.InTriton().close(logits, targets, scales, loss)
-    expected = InTorch().close(given, targets, scales, loss)
+    losses, lse, change = kernels.InTriton().close(Rows(logits, targets, scales, loss))
+    expected = InTorch().close(Rows(given, targets, scales, loss))
     assert change is not None
     assert expected[2] is not None
     expected[2][1] = 0  # in torch's operations 0 times nan
-    for got, true in zip((losses, lse, change), expected, strict=True):
-        torch.testing.assert_close(got, true, equal_nan=True)
+    torch.testing.assert_close((losses, lse, change), expected, equal_nan=True)
     assert losses.isnan().tolist() == [False, False, False, True, True]
     assert losses[1:3].tolist() == [0, 0]
     assert not change[2].any()
@@ -112,6 +109,6 @@ def test_a_small_loss_keeps_its_digits() -> None:
     """As ``lse - z_y`` with both near 16 it would be a multiple of 1.9e-6: 18 and not 17.6."""
     logits = torch.full((1, 300), 0.0)
     logits[0, 9] = 16.0
-    losses, _, _ = kernels.InTriton().close(logits, torch.tensor([9]), None, _LOSS)
+    losses, _, _ = kernels.InTriton().close(Rows(logits, torch.tensor([9]), None, _LOSS))
     true = (299 * torch.exp(torch.tensor(-16.0, dtype=torch.float64))).log1p()
     torch.testing.assert_close(losses[0].double(), true, rtol=0.01, atol=0)

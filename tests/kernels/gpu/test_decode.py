@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.cases import Case
+from tests.cases import Case, Inputs, build
 from tests.contract import assert_same_bits
-from tests.inputs import Inputs, build
 from tests.kernels.gpu.passes import (
     GQA,
     HALVES,

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.contract import assert_same_bits
-from tests.inputs import build
 from tests.kernels.gpu import passes
 from tests.kernels.gpu.passes import GQA, prepare_forward
 from tests.oracle import problem_of

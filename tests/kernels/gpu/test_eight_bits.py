@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import build
 from tests.kernels.gpu.passes import BLOCKS, forward, on_meta, prepare_forward
 from tests.kernels.gpu.test_paged import paged_problem_of
 from tests.kernels.test_eight_bits import STORAGES, narrow, truths

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import build
 from tests.kernels.gpu.passes import (
     BLOCKS,
     GQA,
@@ -243,9 +242,11 @@ def test_what_it_declines() -> None:
     assert tilewise.plan(q, q, q, backend="gpu").backend == "gpu"
     with pytest.raises(Unsupported, match="float32, bfloat16, float16, float8_e4m3fn; not"):
         tilewise.attention(q.double(), q.double(), q.double(), backend="gpu")
-    wide = torch.randn(1, 1, 4, 513)
-    with pytest.raises(Unsupported, match="D = 513 is over its limit of 512"):
+    wide = torch.randn(1, 1, 4, 577)
+    with pytest.raises(Unsupported, match="D = 577 is over its limit of 576"):
         tilewise.attention(wide, wide, q, backend="gpu")
+    with pytest.raises(Unsupported, match="Dv = 577 is over its limit of 512"):
+        tilewise.attention(q, q, wide, backend="gpu")
 
 
 def test_scores_that_are_the_lowest_float() -> None:

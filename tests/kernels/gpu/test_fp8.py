@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.cases import Case
+from tests.cases import Case, build
 from tests.contract import assert_exact, assert_same_bits
-from tests.inputs import build
 from tests.kernels.gpu import passes, test_forward
 from tests.kernels.gpu.passes import (
     BLOCKS,

@@ -104,3 +104,26 @@ def test_every_problem_of_the_check(tmp_path: Path) -> None:
     said = launched(tmp_path, "problems")
     assert len(said) > 55
     assert all(each["launches"] >= 3 for each in said if "no rows" not in each["name"])
+
+
+def check_replays(said: list[dict[str, Any]]) -> None:
+    for each in said:
+        assert each["same"], each
+        assert each["replayed"] <= each["launches"], each
+
+
+@pytest.mark.thorough
+def test_a_call_is_replayed(tmp_path: Path) -> None:
+    """With other tensors, kernels get the arguments that the host code would give them."""
+    names = ("bfloat16 causal D64", "bfloat16 varlen", "bfloat16 one row, long keys")
+    said = launched(tmp_path, "replays", *names)
+    check_replays(said)
+    assert all(each["replayed"] for each in said)
+
+
+@pytest.mark.slow
+def test_every_problem_is_replayed(tmp_path: Path) -> None:
+    """Of all calls only those whose host code makes tensors of its own go through it again."""
+    said = launched(tmp_path, "replays")
+    check_replays(said)
+    assert sum(each["replayed"] > 0 for each in said) > 30

@@ -1,32 +1,332 @@
-"""Key lists on the GPU backend, in Triton's interpreter."""
+"""Key lists on the GPU backend, in Triton's interpreter: read in place, forward and backward."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
 import tilewise
-from tests.contract import assert_exact
-from tests.inputs import drawn
+from tests.cases import drawn
+from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
+from tests.test_key_lists import seen_by
 from tilewise import KeyBlocks, masks, scores
+from tilewise.engine.gathered import Gathering
+from tilewise.kernels.gpu import backend as gpu
+from tilewise.kernels.gpu.config import Parts, config_for
+
+QUERIES, KEYS = 7, 80  # ten blocks of 8, five of 16, three of 32 of which the last is half
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
-def test_key_lists_on_the_gpu_backend() -> None:
-    """Forward and backward with mask and score, against the same lists on the reference."""
-    q = drawn(1, 4, 5, 16).requires_grad_()
-    k, v = (drawn(1, 2, 40, 16, seed=seed).requires_grad_() for seed in (1, 2))
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    lists = torch.randint(-1, 40, (1, 2, 5, 9), generator=torch.Generator().manual_seed(0))
-    for keys in (lists, KeyBlocks(lists.clamp(max=9)[..., :3], 4)):
-        results = []
-        for backend, dtype in (("gpu", torch.float32), ("tiled", torch.float32), ("tiled", None)):
-            leaves = [x.detach().to(dtype or torch.float64).requires_grad_() for x in (q, k, v)]
-            out = tilewise.attention(
-                *leaves,
-                keys=keys,
-                mask=masks.causal(),
-                score=scores.alibi(slopes),
-                backend=backend,
+@pytest.fixture(autouse=True)
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may copy the keys of lists."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("keys were copied")
+
+    monkeypatch.setattr(Gathering, "_copies", refuse)
+
+
+def lists_of(many: int, most: int, groups: int = QUERIES, heads: int = 2) -> Tensor:
+    """Random lists [1, heads, groups, many] with repeats and holes; the first is empty."""
+    drawing = torch.Generator().manual_seed(many)
+    lists = torch.randint(-1, most, (1, heads, groups, many), generator=drawing)
+    lists[:, :, 0] = -1
+    return lists
+
+
+def as_mask(keys: Tensor | KeyBlocks, queries: int = QUERIES, count: int = KEYS) -> Tensor:
+    """Return what lists name as booleans [1, 4, M, N]."""
+    if isinstance(keys, Tensor):
+        keys = KeyBlocks(keys, 1)
+    blocks = -(-count // keys.block)
+    seen = seen_by(keys.indices, blocks).repeat_interleave(keys.block, -1)[..., :count]
+    seen = seen.repeat_interleave(keys.query_block, 2)[:, :, :queries]
+    return seen.repeat_interleave(4 // seen.shape[1], 1)
+
+
+def results(call: Any, leaves: list[Tensor]) -> dict[str, Tensor]:
+    """Return output, lse, entropy and the gradients of all leaves through the three."""
+    out, lse, stats = call(*leaves)
+    sent = [drawn(*x.shape, seed=7 + i).to(x.dtype) for i, x in enumerate((out, lse, lse))]
+    grads = torch.autograd.grad([out, lse, stats.entropy], leaves, sent, materialize_grads=True)
+    found = {"out": out, "lse": lse, "entropy": stats.entropy}
+    found |= {f"gradient {i}": grad for i, grad in enumerate(grads)}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def check(
+    keys: Tensor | KeyBlocks,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 2,
+    width: int = 16,
+    queries: int = QUERIES,
+    count: int = KEYS,
+    mask: Any = None,
+    learned: tuple[Tensor, ...] = (),
+    score: Any = None,
+    sinks: bool = False,
+    draws: int = 1,
+) -> dict[str, Tensor]:
+    """Hold a call with lists to the 2x rule, against plain attention with the lists as a mask.
+
+    ``score`` makes a score of the learned tensors. Several draws count as one problem: the largest
+    error of few numbers says little. Everything that came is returned, with a dimension of draws.
+    """
+    shapes = (1, 4, queries, width), (1, heads, count, width), (1, heads, count, 24)
+    seen = masks.dense(as_mask(keys, queries, count))
+    seen = seen if mask is None else seen & mask
+
+    def call(lists: bool, backend: str | None) -> Any:
+        own = {"keys": keys, "mask": mask} if lists else {"mask": seen}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+            given: dict[str, Any] = {**own, "backend": backend, "return_lse": True}
+            given |= {"return_stats": True, "sinks": rest[0] if sinks else None}
+            if score is not None:
+                given["score"] = score(*rest[sinks:])
+            return tilewise.attention(q, k, v, **given)
+
+        return attend
+
+    def found(lists: bool, backend: str | None, to: torch.dtype | None) -> dict[str, Tensor]:
+        every = []
+        for draw in range(draws):
+            places = enumerate(shapes, 100 * draw)
+            tensors = [drawn(*shape, seed=seed).to(dtype) for seed, shape in places]
+            tensors += [torch.tensor([0.5, -2.0, 3.0, 0.0])] if sinks else []
+            leaves = [x.to(to or x.dtype).requires_grad_() for x in (*tensors, *learned)]
+            every.append(results(call(lists, backend), leaves))
+        return {name: torch.stack([each[name] for each in every]) for name in every[0]}
+
+    got, plain = found(True, "gpu", None), found(False, "tiled", None)
+    oracle = found(False, "tiled", torch.float64)
+    for name, tensor in got.items():
+        assert_exact(tensor, plain[name].to(tensor.dtype), oracle[name], name)
+    return got
+
+
+LISTS: dict[str, Tensor | KeyBlocks] = {
+    "keys": lists_of(9, KEYS),
+    "keys of all heads": lists_of(30, KEYS, heads=1),
+    "many keys": lists_of(130, KEYS),  # with repeats nearly all of them
+    "neighbours": torch.arange(5, 30).expand(1, 2, QUERIES, 25).clone(),
+    "one key": lists_of(1, KEYS),
+    "blocks of 8": KeyBlocks(lists_of(3, 10), 8),
+    "blocks of 16": KeyBlocks(lists_of(3, 5), 16),
+    "blocks of 16, shared": KeyBlocks(lists_of(3, 5, groups=2), 16, 4),
+    "blocks of 40": KeyBlocks(lists_of(2, 2, groups=2, heads=1), 40, 4),
+    "a shorter last block": KeyBlocks(lists_of(2, 3), 32),
+    "one block": KeyBlocks(lists_of(1, 1, groups=1), 80, 7),
+    "a tile of a page": KeyBlocks(lists_of(2, 2, groups=2), 64, 4),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_and_blocks(name: str) -> None:
+    """Of single keys and of blocks, for each head and for all; with a mask and a score."""
+    count = 128 if name == "a tile of a page" else KEYS
+    given: dict[str, Any] = {"mask": masks.causal(), "score": lambda: scores.alibi(SLOPES)}
+    check(LISTS[name], count=count, **given)
+
+
+@pytest.mark.parametrize("name", ["keys", "blocks of 40", "a shorter last block"])
+def test_products_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where registers cannot hold whole rows: what a part reads is found by its own names."""
+    config = config_for("interpreter")._replace(parts=Parts(0, 0, 0, 0, 0))
+    monkeypatch.setattr(gpu, "_config", lambda problem: config)
+    check(LISTS[name], width=40, mask=masks.causal())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.float16, 1), (torch.float16, 4), (torch.bfloat16, 2)], ids=str
+)
+def test_sixteen_bits_and_groups(dtype: torch.dtype, heads: int) -> None:
+    """Heads that share keys, and that do not; no mask and no score."""
+    check(lists_of(12, KEYS, heads=heads), dtype, heads)
+    check(KeyBlocks(lists_of(2, 5, groups=2, heads=1), 16, 4), dtype, heads)
+
+
+def test_sinks_and_dead_rows() -> None:
+    """Rows that see nothing, by their list or by the mask, and one more logit for each head."""
+    check(lists_of(20, KEYS), mask=masks.window(30, 9, align="top_left"), sinks=True, draws=6)
+
+
+LEARNED: dict[str, tuple[tuple[Tensor, ...], Any]] = {
+    "a factor of heads": (
+        (torch.randn(4),),
+        lambda heat: lambda s, b, h, m, n: s * (1 + 0.1 * heat[h]),
+    ),
+    "of keys": ((torch.randn(4, KEYS),), lambda t: lambda s, b, h, m, n: s + t[h, n]),
+    "of rows": ((torch.randn(QUERIES),), lambda t: lambda s, b, h, m, n: s + t[m]),
+    "of distances": (
+        (torch.randn(4, KEYS + QUERIES),),
+        lambda t: lambda s, b, h, m, n: s + t[h, n - m + QUERIES],
+    ),
+    "of buckets": (
+        (torch.randn(4, 7),),
+        lambda t: lambda s, b, h, m, n: s + t[h, tilewise.minimum(abs(m - n) // 8, 6)],
+    ),
+    "a bias": ((torch.randn(1, 4, QUERIES, KEYS),), scores.bias),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_what_a_score_captures(name: str) -> None:
+    """Numbers of heads, rows, keys, distances and pairs; single keys, and blocks."""
+    learned, score = LEARNED[name]
+    by_blocks = name in ("of keys", "of buckets")
+    keys = KeyBlocks(lists_of(2, 5, groups=2), 16, 4) if by_blocks else lists_of(9, KEYS)
+    check(keys, learned=learned, score=score)
+
+
+def test_gradients_alone() -> None:
+    """Each of q, k and v alone has the bits that it has beside the others."""
+    keys = lists_of(9, KEYS)
+    leaves = [drawn(1, 4, QUERIES, 16), drawn(1, 2, KEYS, 16), drawn(1, 2, KEYS, 24)]
+
+    def grads(wanted: tuple[int, ...]) -> tuple[Tensor, ...]:
+        own = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(leaves)]
+        out = tilewise.attention(*own, keys=keys, backend="gpu")
+        return torch.autograd.grad(out.square().sum(), [own[i] for i in wanted])
+
+    for i, due in enumerate(grads((0, 1, 2))):
+        assert_same_bits(grads((i,))[0], due, f"gradient {i}")
+
+
+def test_a_list_is_a_set() -> None:
+    """Order, the memory of keys and values, and a second run change no bit of a gradient."""
+    keys = lists_of(9, KEYS, heads=1)
+    shuffled = keys[..., torch.randperm(9, generator=torch.Generator().manual_seed(1))]
+    fused = drawn(1, KEYS, 3, 2, 16)
+    sources = [(fused[:, :, 1], fused[:, :, 2], keys), (fused[:, :, 1], fused[:, :, 2], shuffled)]
+    sources.append((sources[0][0].clone(), sources[0][1].clone(), keys))
+    sources.append((fused[:, :, 1], sources[0][1].clone(), keys))  # steps that differ
+    sources.append(sources[0])
+    found = []
+    for k, v, lists in sources:
+        q = drawn(1, 4, QUERIES, 16).requires_grad_()
+        own = [x.transpose(1, 2).detach().requires_grad_() for x in (k, v)]
+        out = tilewise.attention(q, *own, keys=lists, backend="gpu")
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, *own))))
+    for other in found[1:]:
+        assert_all_same_bits(other, found[0], "of a set")
+
+
+def test_values_that_are_a_part_of_the_keys() -> None:
+    """A latent cache in the absorbed form: the gradients of both views meet in one tensor."""
+    keys = lists_of(9, KEYS, heads=1)
+    found = []
+    for backend, dtype in (("gpu", torch.float32), ("tiled", torch.float32), ("tiled", None)):
+        q, latent = (
+            x.to(dtype or torch.float64).requires_grad_()
+            for x in (drawn(1, 4, QUERIES, 48), drawn(1, 1, KEYS, 48, seed=1))
+        )
+        own: dict[str, Any] = {"keys": keys} if backend == "gpu" else {"mask": as_mask(keys)}
+        out = tilewise.attention(q, latent, latent[..., :32], backend=backend, **own)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, latent))))
+    assert_all_exact(found[0], found[1], found[2], ("out", "dq", "dlatent"))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_packed_sequences(sinks: bool) -> None:
+    """Tiles of packed keys have keys of two sequences; one has no keys, and one no rows."""
+    ends_q, ends_k = torch.tensor([0, 5, 5, 9, 12]), torch.tensor([0, 7, 30, 30, 45])
+    lists = torch.full((2, 12, 6), -1)
+    drawing = torch.Generator().manual_seed(3)
+    for i in (0, 3):
+        many = int(ends_k[i + 1] - ends_k[i])
+        rows = slice(int(ends_q[i]), int(ends_q[i + 1]))
+        shape = lists[:, rows].shape
+        lists[:, rows] = torch.randint(-1, many, shape, generator=drawing)
+    seen = torch.zeros(4, 4, 5, 23, dtype=torch.bool)
+    for i in range(4):
+        rows = slice(int(ends_q[i]), int(ends_q[i + 1]))
+        named = seen_by(lists[None, :, rows], 23)[0].repeat_interleave(2, 0)
+        seen[i, :, : named.shape[1]] = named
+    tensors = [drawn(12, 4, 16), drawn(45, 2, 16, seed=1), drawn(45, 2, 24, seed=2), SLOPES]
+
+    def found(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        own: dict[str, Any] = {"mask": masks.causal()}
+        own |= {"keys": lists} if backend == "gpu" else {}
+        if backend != "gpu":
+            own["mask"] = masks.dense(seen) & masks.causal()
+
+        def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
+            given: dict[str, Any] = {**own, "sinks": sink if sinks else None, "backend": backend}
+            return tilewise.attention_varlen(
+                q, k, v, ends_q, ends_k, return_lse=True, return_stats=True, **given
             )
-            results.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
-        for name, got, plain, oracle in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-            assert_exact(got, plain, oracle, name)
+
+        return results(call, [x.to(dtype).requires_grad_() for x in tensors])
+
+    got, plain, oracle = (
+        found(backend, dtype)
+        for backend, dtype in (
+            ("gpu", torch.float32),
+            ("tiled", torch.float32),
+            ("tiled", torch.float64),
+        )
+    )
+    for name, tensor in got.items():
+        assert_exact(tensor, plain[name], oracle[name], name)
+
+
+@pytest.mark.parametrize("lists", [lists_of(0, 1), torch.full((1, 1, QUERIES, 3), -1)])
+def test_nothing_listed(lists: Tensor) -> None:
+    """No list names a key: everything is 0."""
+    leaves = [drawn(1, 4, QUERIES, 16), drawn(1, 2, KEYS, 16), drawn(1, 2, KEYS, 24)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = tilewise.attention(*leaves, keys=lists, backend="gpu")
+    for found in (out, *torch.autograd.grad(out.square().sum(), leaves)):
+        assert bool((found == 0).all())
+
+
+@pytest.mark.parametrize(("queries", "count"), [(1, 1), (0, 5), (5, 0), (1, 300)])
+def test_small_sizes(queries: int, count: int) -> None:
+    """One pair; no rows; no keys; one row of more keys than a split has."""
+    drawing = torch.Generator().manual_seed(0)
+    lists = torch.randint(-1, max(count, 1), (1, 2, queries, 150), generator=drawing)
+    lists = lists if count else torch.full_like(lists, -1)
+    check(lists, queries=queries, count=count)
+
+
+def test_lists_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums go on over the calls that lists are divided among, in the order of the rows."""
+    whole = check(lists_of(9, KEYS))
+    monkeypatch.setattr("tilewise.engine.gathered._INVERTED", 4 * 9 * 2)
+    parts = check(lists_of(9, KEYS))
+    for name in ("gradient 0", "gradient 1", "gradient 2"):
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_moved() -> None:
+    """Explain says which backward runs, and counts its bytes: of blocks exactly."""
+    q, k, v = (torch.empty(1, heads, n, 16) for heads, n in ((4, QUERIES), (2, KEYS), (2, KEYS)))
+
+    def passes(keys: Tensor | KeyBlocks) -> dict[str, dict[str, tuple[int, int]]]:
+        found = tilewise.explain(q, k, v, keys=keys, backend="gpu")
+        assert "dK and dV by inverse lists, in tiles of 16 keys" in str(found)
+        assert found.account is not None
+        return {
+            each.name: {of.name: (of.read, of.written) for of in each.operands}
+            for each in found.account.backward.ours.passes
+        }
+
+    blocks = passes(KeyBlocks(lists_of(3, 5), 16))
+    assert list(blocks) == ["inverse", "delta", "dq", "dkdv", "sums"]
+    entries, stored = QUERIES * 2 * 3, 2 * KEYS * 16  # lists of both heads; numbers of a tensor
+    assert blocks["dkdv"]["q"] == (entries * 2 * 16 * 4, 0)  # of the two rows of each list
+    assert blocks["dkdv"]["k"] == (stored * 4, 0)
+    assert blocks["dkdv"]["grad_v"] == (stored * 4, stored * 4)
+    assert blocks["dkdv"]["inverse"] == (entries * 4, 0)
+    singles = passes(lists_of(9, KEYS))
+    assert singles["dkdv"]["q"] == (QUERIES * 2 * 9 * 2 * 16 * 4, 0)
+    more = passes(lists_of(18, KEYS))
+    assert more["dkdv"]["q"][0] == 2 * singles["dkdv"]["q"][0]
+    assert more["dq"]["k"][0] == 2 * singles["dq"]["k"][0]
+    assert more["dkdv"]["k"] == singles["dkdv"]["k"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tests.contract import assert_same_bits
 from tilewise import BlockMask, masks
 from tilewise.kernels.gpu.backend import GpuBackend
 from tilewise.kernels.gpu.expressions.variant import Table
-from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.lists import _KEPT, tile_lists
 from tilewise.problem import Operands, Problem
-from tilewise.reference.covers import Grid, covers
+from tilewise.reference.programs import Grid, covers
 from tilewise.validation import dense_problem, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask
 
@@ -108,6 +109,36 @@ def test_lists_by_keys_are_the_same_tiles() -> None:
         for row in some
     }
     assert by_rows.numbers() == (0, 5 * 6, 0, 5 * 2)
+
+
+def test_lists_are_made_once_for_a_table() -> None:
+    """Anew for other tiles, for a table that was changed in place, and for lengths of a call."""
+    table, tables = torch.ones(1, 1, 4, 4, dtype=torch.uint8), [Table(0, 16, 16, True)]
+
+    def lists(queries: int, keys: int, by_keys: bool = False) -> Any:
+        return tile_lists(_problem(64, 64), _operands(table), tables, queries, keys, by_keys)
+
+    first = lists(16, 16)
+    assert lists(16, 16) is first
+    assert lists(16, 16, True) is not first
+    assert lists(32, 16) is not first
+    assert lists(16, 16) is first
+    table[0, 0, 0] = 0
+    again = lists(16, 16)
+    assert again is not first
+    assert again.counts[0, 0, :, 1].tolist() == [0, 4, 4, 4]
+    for keys in range(16, 16 * 40, 16):  # calls of many sizes keep no more than some
+        tile_lists(_problem(64, keys), _operands(table), tables, 16, 16)
+    assert len(_KEPT[table]) == 16
+    cu = torch.tensor([0, 64])
+    packed = _operands(table, cu=(cu, cu))
+    made = [tile_lists(_problem(64, 64), packed, tables, 16, 16) for _ in range(2)]
+    assert made[0] is not made[1]
+    other = torch.ones_like(table)
+    kept = weakref.ref(other)
+    tile_lists(_problem(64, 64), _operands(other), tables, 16, 16)
+    del other
+    assert kept() is None
 
 
 def test_two_tables_leave_what_both_leave() -> None:

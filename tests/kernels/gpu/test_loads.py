@@ -23,7 +23,7 @@ from tests.kernels.gpu.passes import (
 from tests.oracle import Sent
 from tests.plain import PairFunction
 from tests.variants import some_masks
-from tests.variants.making import Maker, Sizes
+from tests.variants.calls import Maker, Sizes
 from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilewise.kernels.gpu.backward.forms import form_of
 from tilewise.kernels.gpu.config import Blocks, Parts

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.contract import assert_same_bits
+from tests.contract import assert_all_same_bits, assert_same_bits
+from tests.kernels.test_dropout import ORIGINS, check_part
 from tilewise.kernels.gpu import launch
 from tilewise.kernels.gpu.launch import Launch
 
@@ -22,9 +23,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     found: list[Launch] = []
     run = launch.run
 
-    def capture(launches: Any) -> None:
+    def capture(launches: Any) -> list[Any]:
         found.extend(launches := list(launches))
-        run(launches)
+        return run(launches)
 
     monkeypatch.setattr(launch, "run", capture)
     return found
@@ -33,7 +34,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def seed_of(one: Launch) -> Tensor | None:
     """The memory of the seed, which the backward's walks have among the numbers of the call."""
     call = one.arguments.get("call")
-    return one.arguments.get("seed") if call is None else call.numbers[2]
+    found = one.arguments.get("seed") if call is None else call.numbers[2]
+    return None if found is None else found[0]
 
 
 def _leaves(rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +87,7 @@ def test_the_host_never_reads_the_seed(
     torch.manual_seed(3)
     got = _step(leaves, given)
     monkeypatch.undo()
-    for x, y in zip(got, due, strict=True):
-        assert_same_bits(x, y, "a result")
+    assert_all_same_bits(got, due, "a result")
 
 
 def test_the_backward_pass_keeps_the_seed_of_its_forward_pass() -> None:
@@ -97,8 +98,7 @@ def test_the_backward_pass_keeps_the_seed_of_its_forward_pass() -> None:
     out = tilewise.attention(*leaves, mask=mask, dropout_p=0.4, seed=seed, backend="gpu")
     seed.add_(1)
     got = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    for x, y in zip(got, due[1:], strict=True):
-        assert_same_bits(x, y, "a gradient")
+    assert_all_same_bits(got, due[1:], "a gradient")
 
 
 @pytest.mark.parametrize("seed", [5, torch.tensor(5)], ids=["number", "tensor"])
@@ -110,11 +110,16 @@ def test_derivatives_beyond_the_first_drop_the_same(seed: int | Tensor) -> None:
         first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(torch.cat([x.flatten() for x in first]).square().sum(), leaves)
 
-    for x, y in zip(second("gpu", seed), second("tiled", 5), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(second("gpu", seed), second("tiled", 5))
 
 
 def test_without_dropout_there_is_no_seed(taken: list[Launch]) -> None:
     q, k, v = _leaves(37)
     tilewise.attention(q, k, v, seed=5, backend="gpu")
     assert all(seed_of(each) is None for each in taken)
+
+
+@pytest.mark.parametrize("origin", ORIGINS, ids=str)
+@pytest.mark.parametrize("queries", [3, 70])
+def test_a_part_drops_what_the_whole_drops(queries: int, origin: tuple[int, int, int, int]) -> None:
+    check_part("gpu", queries, origin)

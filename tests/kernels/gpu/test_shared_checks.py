@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.kernels.test_partial import Sizes, check_blocks
-from tests.kernels.test_statistics_nan import _check, _holes, _inputs, _scores
+from tests.kernels.test_partial import Sizes, check_blocks, check_what_a_score_reads
+from tests.kernels.test_statistics import _check, _holes, _inputs, _scores
 from tilewise import masks
 
 
@@ -40,3 +40,7 @@ def test_in_whole_and_in_partial_blocks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_add_up(dtype: torch.dtype) -> None:
     check_blocks("gpu", Sizes(19, (0, 1, 20, 37), 16, 16), dtype)
+
+
+def test_what_a_score_reads() -> None:
+    check_what_a_score_reads("gpu")

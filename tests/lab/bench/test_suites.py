@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lab.pages import Page
 from tilelab.bench import children, command, compare, main
 from tilelab.bench.children import STEPS
 from tilelab.bench.memory import CURE, DOUBLE, predicted
@@ -46,7 +46,6 @@ MACHINE: dict[str, Any] = {
     "versions": {"torch": "2.13"},
     "load_average": [0.5, 1.5],
 }
-VOID = {"meta", "link", "br", "wbr"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,38 +55,10 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Page(HTMLParser):
-    """Checks that every element that is opened is closed, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href"):
-                assert value is not None
-                assert value.startswith(("data:", "#")), f"{tag} loads {value}"
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def assert_sound(text: str) -> Page:
     """The page is well-formed and loads nothing."""
-    page = Page()
-    page.feed(text)
-    page.close()
-    assert page.open == []
+    page = Page(text)
+    assert all(link.startswith(("data:", "#")) for link in page.links)
     assert "@import" not in text
     assert not re.search(r"url\((?!#)", text)
     assert "<script" not in text
@@ -115,7 +86,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     bad = [p for p in values["points"] if p["status"] in ("wrong", "failed")]
     assert not [p for p in bad if p["method"] == OURS or p["status"] == "failed"]
     page = assert_sound((folder / f"{name}.html").read_text())
-    assert "svg" in page.seen
+    assert "svg" in page.tags
     assert (folder / f"{name}.md").read_text().startswith("# tilewise bench")
     return values
 
@@ -390,7 +361,7 @@ def test_the_page_is_sound_and_escapes() -> None:
     )
     text = html(made)
     page = assert_sound(text)
-    assert page.seen.count("svg") == 1
+    assert page.tags.count("svg") == 1
     assert "<b>&" not in text
     assert "&lt;i&gt;why" in text
     assert "Chip &lt;9&gt;" in text
@@ -545,7 +516,7 @@ def test_noise_widens_with_the_spread() -> None:
     assert compare.noise(loose) > 0.3
     moved = compare.Moved(loose, 1.0, 1.2, 0.5)
     assert moved.word == ""
-    assert replace_noise(moved, 0.03).word == "slower"
+    assert moved._replace(noise=0.03).word == "slower"
 
 
 def test_what_others_scatter_is_noise_too() -> None:
@@ -562,10 +533,6 @@ def test_what_others_scatter_is_noise_too() -> None:
     assert moved["tilewise"].word == ""
     assert compare.scatter([0.1] * 4) == 0
     assert compare.scatter([0.0, 0.1, -0.1, 0.1, -0.1]) == pytest.approx(0.148, rel=0.01)
-
-
-def replace_noise(moved: compare.Moved, noise: float) -> compare.Moved:
-    return moved._replace(noise=noise)
 
 
 def test_stored_runs_of_the_cases_with_goals_compare(capsys: pytest.CaptureFixture[str]) -> None:

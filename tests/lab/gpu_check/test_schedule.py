@@ -91,6 +91,14 @@ def test_the_whole_has_a_limit() -> None:
     assert answers.asked[-1] == ("c", 3)
 
 
+@pytest.mark.parametrize(("budget_s", "status"), [(7, "skipped"), (10, "error"), (20, "error")])
+def test_a_job_with_little_time_left_did_not_hang(budget_s: float, status: str) -> None:
+    """It has 2, 5 or 9 of its 9 seconds: only an end after more than half of them is its own."""
+    answers = Answers(took_s=5.0)
+    record = answers.conduct([planned("a bad", budget_s, 9)], 100)
+    assert [row.status for row in record.rows] == ["ok", status]
+
+
 def test_a_child_that_cannot_start_is_an_error() -> None:
     class Broken(Answers):
         def ask(self, step: str, job: str, limit_s: float) -> list[Row]:

@@ -1,8 +1,12 @@
-"""The table and the JSON, from a record that was made up."""
+"""The table and the JSON, from a record that was made up.
+
+docs/gpu.md names every chip, every module of the backend and every step of the check.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +17,9 @@ from tests.lab.gpu_check.records import speed_row, timed_case, whole
 from tilelab.gpu_check.command import main
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.table import table
+from tilelab.gpu_check.worker import MORE_STEPS, STEPS
 from tilewise.errors import InvalidArgument
+from tilewise.kernels.gpu.config import FAMILIES
 
 SHORT = 11_000  # what a reply of the machine carries, with something to spare
 
@@ -137,3 +143,36 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InvalidArgument, match="format"):
         Record.read(path)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+BACKEND = ROOT / "src" / "tilewise" / "kernels" / "gpu"
+
+
+def test_every_chip_has_its_row() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| .* \| (yes|no.*) \| (yes.*|no.*) \| (yes|no.*) \|$", PAGE, re.M
+    )
+    assert [name for name, *_ in rows] == [each.name for each in FAMILIES.values() if each.maker]
+
+
+def test_what_is_measured_is_stored() -> None:
+    """A chip that the page calls measured has results under benchmarks/."""
+    stored = list((ROOT / "benchmarks").glob("*/gpu_check.json"))
+    measured = re.findall(r"^\| \w+ \| .* \| yes.* \| yes \|$", PAGE, re.M)
+    assert bool(stored) == bool(measured)
+    assert ("None is measured so far" in PAGE) == (not stored)
+
+
+def test_every_step_is_explained() -> None:
+    explained = re.findall(r"^\| `(\w+)` \| ", PAGE, re.M)
+    more = {step.name for step in MORE_STEPS}
+    assert more < set(explained)
+    assert [name for name in explained if name not in more] == [step.name for step in STEPS]
+
+
+def test_every_module_is_there() -> None:
+    named = set(re.findall(r"`(\w+)\.py`", PAGE.partition("## A new chip")[0]))
+    modules = [path for path in BACKEND.rglob("*.py") if path.parent.name != "gate"]
+    assert named == {path.stem for path in modules} - {"__init__"}

@@ -12,6 +12,7 @@ from tilelab.gpu_check import traffic
 from tilelab.gpu_check.record import FAILURES
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.table import table
+from tilelab.gpu_check.watched import CannotWatch
 
 HEAD = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 PRINTED = f"""==PROF== Connected to process 7
@@ -50,7 +51,7 @@ def test_what_ncu_prints_is_read() -> None:
     ],
 )
 def test_what_is_no_count_is_refused(printed: str, words: str) -> None:
-    with pytest.raises(traffic.CannotCount, match=words):
+    with pytest.raises(CannotWatch, match=words):
         traffic.bytes_of(printed)
 
 
@@ -61,7 +62,7 @@ def test_ncu_is_asked_for_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(found) == 2
     asked = (tmp_path / "asked").read_text().split()
     assert asked[:2] == ["--metrics", ",".join(traffic.METRICS)]
-    assert asked[-2:] == ["python", "child"]
+    assert asked[-4:] == ["--clock-control", "none", "python", "child"]
     assert "--print-units base" in " ".join(asked)
 
 
@@ -77,7 +78,7 @@ def test_what_ncu_refuses(
     body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ncu(tmp_path, monkeypatch, body)
-    with pytest.raises(traffic.CannotCount, match=words):
+    with pytest.raises(CannotWatch, match=words):
         traffic.count(["python"], {"PATH": "/bin:/usr/bin"}, 1)
 
 

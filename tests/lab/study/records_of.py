@@ -67,43 +67,28 @@ def known(value: Value | None) -> Value:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How the runs of an arm (or of the baseline) come out.
+    """How the runs of an arm (or of the baseline) come out."""
 
-    Args:
-        effect: added to the final metric of every seed, in the experiment's metric.
-        noise: standard deviation of what each run adds of its own, in the same unit.
-        finals: seed -> final metric, in place of all that; for tests by hand.
-        diverged: seed -> step at which its loss is not finite.
-        stopped: seed -> steps that it has come to so far; 0 for a run that has only begun.
-        absent: seeds without a record.
-        kernels: of each layer, the last one repeated; a kernel per layer.
-        pace: steps per second over the standard ones.
-        activations: saved bytes over the standard ones.
-        twin: ends with the weights of every other run of its seed that has ``twin``.
-        spikes: steps whose loss jumps.
-        best: value of a sweep at which trials do best.
-        survives: largest value of a sweep that does not diverge.
-        word_perplexity: whether evaluations have one.
-        metric: a metric of other tasks that evaluations have, 1 less a tenth of the loss.
-        starts: steps at which processes took the run up again.
-    """
-
-    effect: float = 0.0
-    noise: float = 0.002
+    effect: float = 0.0  # added to the final metric of every seed, in the experiment's metric
+    noise: float = 0.002  # standard deviation of what each run adds of its own, in the same unit
+    # Seed -> final metric, in place of all that; for tests by hand.
     finals: Mapping[int, float] = field(default_factory=dict)
+    # Seed -> step at which its loss is not finite.
     diverged: Mapping[int, int] = field(default_factory=dict)
+    # Seed -> steps that it has come to so far; 0 for a run that has only begun.
     stopped: Mapping[int, int] = field(default_factory=dict)
-    absent: Collection[int] = ()
+    absent: Collection[int] = ()  # seeds without a record
+    # Of each layer, the last one repeated; a kernel per layer.
     kernels: tuple[str, ...] = ("tilewise cpu",)
-    pace: float = 1.0
-    activations: float = 1.0
-    twin: bool = False
-    spikes: Collection[int] = ()
-    best: float = 1e-3
-    survives: float = math.inf
-    word_perplexity: bool = False
-    metric: str = ""
-    starts: tuple[int, ...] = ()
+    pace: float = 1.0  # steps per second over the standard ones
+    activations: float = 1.0  # saved bytes over the standard ones
+    twin: bool = False  # ends with the weights of every other run of its seed that has ``twin``
+    spikes: Collection[int] = ()  # steps whose loss jumps
+    best: float = 1e-3  # value of a sweep at which trials do best
+    survives: float = math.inf  # largest value of a sweep that does not diverge
+    word_perplexity: bool = False  # whether evaluations have one
+    metric: str = ""  # a metric of other tasks that evaluations have, 1 less a tenth of the loss
+    starts: tuple[int, ...] = ()  # steps at which processes took the run up again
 
 
 Behaviours = Mapping[str, Behaviour]

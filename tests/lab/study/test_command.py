@@ -95,6 +95,12 @@ def test_a_recipes_options_keep_their_types(recipe: str, asked: list[Conductor])
     assert asked[1].study.name == "wikitext-h200"
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_command_takes_no_option_of_a_recipe(name: str) -> None:
+    options = {f"--{each.replace('_', '-')}" for each in recipes.find(name).options}
+    assert options.isdisjoint(command._parser()._option_string_actions)
+
+
 def test_a_long_study_is_asked_about_on_a_terminal_only(
     asked: list[Conductor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +128,7 @@ def test_a_long_study_is_asked_about_on_a_terminal_only(
         (["--set", "optimizer.lr"], "path=value"),
         (["--stpes", "5"], "Did you mean '--steps'"),
         (["--job", "5"], "Did you mean '--jobs'"),
+        (["--contextparallel", "2"], "Did you mean '--context-parallel'"),
         (["--out", "x", "--plain_up_to", "5"], "required: one of --steps, --seeds, --set"),
         (["--jobs", "0"], "0 is not 1 or more"),
         (["--jobs", "two"], "two is not 1 or more"),

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.lab.study.in_process import records
 from tests.lab.study.train.toys import bits_of
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
@@ -78,16 +79,11 @@ def argv(place: Path, out: str, *options: str) -> list[str]:
     return ["study", f"{place / 'recipe.py'}:micro", "--out", str(place / out), *options]
 
 
-def records(place: Path, out: str) -> dict[str, RunRecord]:
-    (folder,) = store.study_folders(place / out)
-    return store.read_records(folder)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> dict[str, RunRecord]:
     """The records of the study when nothing happens to it."""
     assert cli.main(argv(place, "undisturbed")) == 0
-    return records(place, "undisturbed")
+    return records(place / "undisturbed")
 
 
 def assert_same(found: dict[str, RunRecord], expected: dict[str, RunRecord]) -> None:
@@ -186,7 +182,7 @@ def test_killed_and_run_again_it_is_the_same_to_the_bit(
     assert 25 <= steps_taken(place / "killed") < 120
     assert cli.main(argv(place, "killed", *only)) == 0
     names = ("e/baseline/seed-0", "e/muon/seed-0")
-    assert_same(records(place, "killed"), {name: undisturbed[name] for name in names})
+    assert_same(records(place / "killed"), {name: undisturbed[name] for name in names})
 
 
 @pytest.mark.slow
@@ -201,7 +197,7 @@ def test_a_full_disk_says_so_and_loses_nothing(
     assert "free some space" in said
     assert cli.main(argv(place, "full", *only)) == 0
     name = "e/baseline/seed-0"
-    assert_same(records(place, "full"), {name: undisturbed[name]})
+    assert_same(records(place / "full"), {name: undisturbed[name]})
 
 
 @contextmanager
@@ -227,7 +223,7 @@ def test_killed_at_random_moments_it_is_the_same_to_the_bit(place: Path) -> None
             process.send_signal(signal.SIGINT if attempt % 3 == 2 else signal.SIGKILL)
             process.communicate(timeout=60)
     assert cli.main(argv(place, "often", *options)) == 0
-    assert_same(records(place, "often"), records(place, "long"))
+    assert_same(records(place / "often"), records(place / "long"))
 
 
 @pytest.mark.slow
@@ -241,7 +237,7 @@ def test_ctrl_c_leaves_a_report_and_no_process(
     (folder,) = store.study_folders(place / "interrupted")
     assert (folder / "report.html").exists()
     assert cli.main(argv(place, "interrupted")) == 0
-    assert_same(records(place, "interrupted"), undisturbed)
+    assert_same(records(place / "interrupted"), undisturbed)
 
 
 @pytest.mark.slow

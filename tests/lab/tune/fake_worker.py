@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 NOTES = {
@@ -19,6 +20,8 @@ for line in sys.stdin:
     if blocks == "16x16/8/1":
         print("an illegal access", file=sys.stderr, flush=True)
         os._exit(7)
+    if blocks == "16x16/4/3":
+        time.sleep(60)
     status, note = NOTES.get(blocks, ("ok", ""))
     values: dict[str, Any] = {"spills": SPILLS.get(blocks, 0), "pid": os.getpid()}
     row = {"step": asked["step"], "name": "", "status": status, "note": note, "values": values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class FakeTeam:
         self.failed = failed
         self.measured: list[list[str]] = []
         self.closed = False
+        self.until = math.inf
 
     def check(self, job: Job, blocks: Sequence[Blocks]) -> list[Row]:
         self.before(job)

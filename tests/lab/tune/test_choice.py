@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tilelab.tune.jobs import Job, candidates, read_job, table_blocks
 from tilelab.tune.trials import MOST, Finding, Team, beats, tune
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
 
-JOB = Job("forward", "bfloat16", 64, "plain")
+JOB = Job("forward", "bfloat16", 128, "plain")
 TABLE = table_blocks(FAMILY, JOB)
 REAL: Any = Setting()
 
@@ -48,7 +49,7 @@ def test_candidates_are_few_and_fit(family: str) -> None:
 def test_the_nearest_come_first() -> None:
     found = [str(blocks) for blocks in candidates(FAMILY, JOB, 4)]
     assert str(TABLE) == "128x128/8/2"
-    assert found == ["128x128/8/3", "128x128/8/1", "128x64/8/2", "128x128/4/2"]
+    assert found == ["128x128/8/3", "128x128/8/1", "128x64/8/2", "128x64/8/3"]
 
 
 def test_a_job_is_read_as_it_is_written() -> None:
@@ -86,7 +87,7 @@ def test_the_fastest_is_kept_and_timed_again() -> None:
     assert str(entry.blocks) == "128x128/8/3"
     assert entry.ratio == pytest.approx(1.25)
     (line,) = lines_of(finding)
-    assert line.split()[:9] == ["forward", "bfloat16", "64", "plain", "128x128/8/2", "1",
+    assert line.split()[:9] == ["forward", "bfloat16", "128", "plain", "128x128/8/2", "1",
                                 "128x128/8/3", "0.8", "1.250"]  # fmt: skip
     assert line.endswith("kept")
 
@@ -110,11 +111,11 @@ def test_wrong_spilling_and_failing_candidates_are_dropped() -> None:
         "128x128/8/1": Row("check", "", values={"spills": 14}),
         "128x64/8/2": Row("check", "", "error", "OutOfResources: shared memory"),
     }
-    team = FakeTeam(gain({"128x128/4/2": 0.9, "128x128/8/3": 0.1}), checked)
+    team = FakeTeam(gain({"128x64/8/3": 0.9, "128x128/8/3": 0.1}), checked)
     finding = tuned(team)
     assert not set(team.measured[0]) & set(checked)
     assert finding.best is not None
-    assert str(finding.best[0]) == "128x128/4/2"
+    assert str(finding.best[0]) == "128x64/8/3"
     assert list(lines_of(finding))[1:] == [
         "    dropped 128x128/8/3: causal: out: 3.00 times",
         "    dropped 128x128/8/1: 14 registers spilled",
@@ -149,7 +150,7 @@ def test_nothing_is_timed_where_the_table_s_own_fail() -> None:
     assert list(summary([finding], [JOB])) == [
         "0 of 1 have faster blocks than the table's",
         "1 failed",
-        "1 not begun for want of time: forward bfloat16 64 plain",
+        "1 not done for want of time: forward bfloat16 128 plain",
     ]
 
 
@@ -191,3 +192,19 @@ def test_a_process_that_dies_costs_its_candidate(self_test: bool) -> None:
     assert spilled.values["spills"] == 12
     assert [row.status for row in good] == ["ok"] * 3
     assert os.getpid() not in {row.values["pid"] for row in good}
+
+
+def test_no_job_goes_on_beyond_the_end() -> None:
+    """What hangs is ended then, and nothing begins later."""
+    command = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
+    team = Team(Setting(self_test=True), command)
+    begun = time.monotonic()
+    team.until = begun + 2
+    try:
+        (hung,) = team.check(JOB, [Blocks(16, 16, 4, 3)])
+        later = team.measure(JOB, [Blocks(32, 32, 4, 1)])
+    finally:
+        team.close()
+    assert "it had no more time" in hung.note
+    assert (later.status, later.note) == ("skipped", "no time was left")
+    assert time.monotonic() - begun < 20

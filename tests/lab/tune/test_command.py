@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import torch
 
 from tests.lab.gpu_check.test_self_test import MISSING
 from tests.lab.tune.team import CHIP, FAMILY, FakeTeam, gain
+from tilelab.gpu_check.record import Row
 from tilelab.tune import command
 from tilelab.tune.command import main
 from tilelab.tune.jobs import Job, table_blocks
@@ -28,7 +30,7 @@ from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Store, Tuned, read, write
 
 ROOT = Path(__file__).resolve().parents[3]
-FASTER = gain({"128x128/8/3": 0.8, "64x128/8/1": 0.7})
+FASTER = gain({"128x64/8/2": 0.8, "64x128/8/1": 0.7})
 
 
 @pytest.fixture(autouse=True)
@@ -121,13 +123,12 @@ def test_what_is_faster_is_written_where_calls_look(
     found = Store().find(CHIP, FAMILY, why_unfit)
     kept = {(place.pass_name, place.kind): str(e.blocks) for place, e in found.entries.items()}
     assert kept == {
-        ("forward", "plain"): "128x128/8/3",
-        ("dkdv", "plain"): "64x128/8/1",
-        ("dkdv", "+"): "64x128/8/1",
+        **{("forward", kind): "128x64/8/2" for kind in ("plain", "+", "*")},
+        **{("dkdv", kind): "64x128/8/1" for kind in ("plain", "+", "*")},
     }
     assert found.path == user
     text = capsys.readouterr().out
-    assert "3 of 6 have faster blocks" in text
+    assert "6 of 6 have faster blocks" in text
     assert read(user).torch == torch.__version__
 
 
@@ -137,7 +138,7 @@ def test_out_names_a_file_or_a_folder(
 ) -> None:
     on_a_gpu(FakeTeam(FASTER))
     out = tmp_path if folder else tmp_path / "new" / "mine.json"
-    options = ["--passes", "forward", "--dtypes", "float16", "--widths", "64"]
+    options = ["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"]
     assert main([*options, "--out", str(out)]) == 0
     assert len(read(out / user.name if folder else out).entries) == 1
     assert not user.exists()
@@ -148,7 +149,10 @@ def test_it_writes_to_the_user_s_folder_where_reading_is_off(
 ) -> None:
     on_a_gpu(FakeTeam(FASTER))
     monkeypatch.setenv("TILEWISE_TUNED", "off")
-    assert main(["--passes", "forward", "--dtypes", "float16", "--widths", "64"]) == 0
+    assert (
+        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
+        == 0
+    )
     assert user.exists()
 
 
@@ -159,14 +163,17 @@ def old_entry(job: Job, blocks: Blocks) -> Entry:
 def test_a_second_run_keeps_what_it_does_not_ask_about(on_a_gpu: Start, user: Path) -> None:
     """And takes back what is no longer faster."""
     other = Job("dq", "float16", 128, "*")
-    again = Job("forward", "float16", 64, "*")
+    again = Job("forward", "float16", 64, "plain")
     mine = Blocks(16, 16, 4, 1)
     before = (old_entry(other, mine), old_entry(again, mine))
     write(user, Tuned(CHIP, FAMILY, "2.11.0", "3.6.0", "2026-01-01", before))
-    on_a_gpu(FakeTeam(FASTER))
-    assert main(["--passes", "forward", "--dtypes", "float16", "--widths", "64"]) == 0
+    on_a_gpu(FakeTeam(gain({})))
+    assert (
+        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
+        == 0
+    )
     places = {entry.place for entry in read(user).entries}
-    assert places == {other.place, Job("forward", "float16", 64, "plain").place}
+    assert places == {other.place}
 
 
 def test_a_file_of_another_triton_is_begun_anew(
@@ -175,11 +182,17 @@ def test_a_file_of_another_triton_is_begun_anew(
     before = (old_entry(Job("dq", "float16", 128, "*"), Blocks(16, 16, 4, 1)),)
     write(user, Tuned(CHIP, FAMILY, "2.10.0", "3.5.1", "2026-01-01", before))
     on_a_gpu(FakeTeam(FASTER))
-    assert main(["--passes", "forward", "--dtypes", "float16", "--widths", "64"]) == 0
+    assert (
+        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
+        == 0
+    )
     assert "what was in it is not kept: it is of Triton 3.5.1" in capsys.readouterr().out
     assert len(read(user).entries) == 1
     user.write_text("{")
-    assert main(["--passes", "forward", "--dtypes", "float16", "--widths", "64"]) == 0
+    assert (
+        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
+        == 0
+    )
     assert "what was in it is not kept: it is no JSON" in capsys.readouterr().out
 
 
@@ -206,7 +219,8 @@ def test_an_interruption_keeps_what_is_done(
     team = on_a_gpu(FakeTeam(FASTER, before=before))
     assert cli.main(["tune", "--passes", "forward", "--dtypes", "float16"]) == 130
     assert team.closed
-    assert [entry.place.kind for entry in read(user).entries] == ["plain"]
+    done = ["plain", "+", "*"] if stop_at == "width" else ["plain"]
+    assert [entry.place.kind for entry in read(user).entries] == done
     assert "interrupted" in capsys.readouterr().out
 
 
@@ -217,16 +231,29 @@ def test_it_is_written_after_every_width(on_a_gpu: Start, user: Path) -> None:
     def before(job: Job) -> None:
         there.append(len(read(user).entries) if user.exists() else 0)
 
-    on_a_gpu(FakeTeam(gain({"64x64/8/1": 0.5, "32x32/8/1": 0.5}), before=before))
+    on_a_gpu(FakeTeam(gain({"128x64/8/3": 0.5, "32x32/8/1": 0.5}), before=before))
     main(["--passes", "dq", "--dtypes", "float16", "--kinds", "plain"])
-    assert there == [0, 0, 1]
+    assert there == [0, 1, 2]
 
 
 def test_no_time(on_a_gpu: Start, user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     team = on_a_gpu(FakeTeam(FASTER))
     assert main(["--minutes", "0", "--passes", "dq", "--dtypes", "float16"]) == 0
-    assert "9 not begun for want of time: dq float16 64 plain;" in capsys.readouterr().out
+    assert "9 not done for want of time: dq float16 64 plain;" in capsys.readouterr().out
     assert team.measured == []
+    assert not user.exists()
+
+
+def test_a_job_whose_time_ran_out_is_left(
+    on_a_gpu: Start, user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is ended where it is, and did not fail."""
+    table = str(table_blocks(FAMILY, Job("dq", "float16", 64, "plain")))
+    slow = {table: Row("check", "", "error", "ended after 1 s: it had no more time")}
+    team = on_a_gpu(FakeTeam(FASTER, slow, before=lambda _: time.sleep(0.1)))
+    assert main(["--minutes", "0.001", "--passes", "dq", "--dtypes", "float16"]) == 0
+    assert "9 not done for want of time: dq float16 64 plain;" in capsys.readouterr().out
+    assert team.until < time.monotonic()
     assert not user.exists()
 
 

@@ -62,17 +62,11 @@ def job_of(work: Work, method: str, rows: int = 0) -> Job:
 
 
 class Peak(NamedTuple):
-    """A measured peak.
+    """A measured peak."""
 
-    Args:
-        step: of plain attention; empty for a whole pass.
-        extra_bytes: at the highest, beyond what was held with the operands there.
-        seconds: of the call.
-    """
-
-    step: str
-    extra_bytes: int
-    seconds: float
+    step: str  # of plain attention; empty for a whole pass
+    extra_bytes: int  # at the highest, beyond what was held with the operands there
+    seconds: float  # of the call
 
 
 def scaling(child: Child, key: str, budget_s: float) -> Scaling:

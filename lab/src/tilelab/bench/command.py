@@ -315,15 +315,16 @@ def _parser_of_suites() -> argparse.ArgumentParser:
     add("--dtype", action="append", choices=DTYPES, help="only this dtype (repeat for more)")
     add("--rounds", type=positive, metavar="N", help="rounds of every step (3 to 15)")
     add("--device", choices=("cpu", "cuda"), help="a GPU where there is one")
-    add("--models", type=_names, metavar="NAME,NAME", help="only these, in the suite models")
+    add(
+        "--models",
+        type=lambda text: text.split(","),
+        metavar="NAME,NAME",
+        help="only these, in the suite models",
+    )
     add("--no-flex", action="store_true", help="without FlexAttention, which compiles")
     add("--out", type=Path, default=Path("bench-results"), metavar="FOLDER", help="for the files")
     add("--markdown", action="store_true", help="print Markdown")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _whole_numbers(text: str) -> list[int]:

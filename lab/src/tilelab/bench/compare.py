@@ -32,18 +32,12 @@ class Points(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A point that both files have.
+    """A point that both files have."""
 
-    Args:
-        point: of the second file.
-        before, after: medians.
-        noise: the largest change of the ratio, as a share, that says nothing.
-    """
-
-    point: Point
-    before: float
+    point: Point  # of the second file
+    before: float  # these two: medians
     after: float
-    noise: float
+    noise: float  # the largest change of the ratio, as a share, that says nothing
 
     @property
     def ratio(self) -> float:

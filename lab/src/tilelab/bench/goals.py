@@ -46,38 +46,27 @@ def key_of(case: Case) -> str:
 
 @dataclass(frozen=True)
 class CaseResult(Finding):
-    """One case, measured or found wrong.
-
-    Args:
-        name, dtype, goal: of the case.
-        backward: the gradients of q, k and v were measured, and not the forward pass.
-        variant: names its mask and score, e.g. ``"causal"``.
-        shape: batch, heads, kv_heads, queries, keys and head_dim.
-        flops: operations of one call.
-        clock: which of the two times the numbers follow from: processor time of the one thread, or
-            wall time of more than one.
-        wrong: why it was not timed; empty if it was.
-        ours, torch: times of one call, one entry per round.
-        repeats: calls within one sample of ours and of torch's.
-        peak_flops_s: the bare loop's operations per second, measured in every round.
-        peers: other packages, where they were asked for.
-    """
+    """One case, measured or found wrong."""
 
     derived = ("summary",)
-    name: str
-    dtype: str
-    backward: bool
-    variant: str
-    shape: dict[str, int]
-    flops: float
-    goal: Goal | None
+    name: str  # of the case
+    dtype: str  # of the case
+    backward: bool  # the gradients of q, k and v were measured, and not the forward pass
+    variant: str  # names its mask and score, e.g. ``"causal"``
+    shape: dict[str, int]  # batch, heads, kv_heads, queries, keys and head_dim
+    flops: float  # operations of one call
+    goal: Goal | None  # of the case
+    # Which of the two times the numbers follow from: processor time of the one thread, or wall time
+    # of more than one.
     clock: Clock
-    wrong: str = ""
+    wrong: str = ""  # why it was not timed; empty if it was
+    # These two: times of one call, one entry per round.
     ours: Samples = field(default_factory=Samples.of)
     torch: Samples = field(default_factory=Samples.of)
-    repeats: Sequence[int] = (1, 1)
+    repeats: Sequence[int] = (1, 1)  # calls within one sample of ours and of torch's
+    # The bare loop's operations per second, measured in every round.
     peak_flops_s: Sequence[float] = ()
-    peers: tuple[PeerResult, ...] = ()
+    peers: tuple[PeerResult, ...] = ()  # other packages, where they were asked for
 
     @classmethod
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
@@ -155,19 +144,13 @@ class CaseResult(Finding):
 
 @dataclass(frozen=True)
 class Overhead(Finding):
-    """The cost of one call of a tiny problem.
-
-    Args:
-        name: how ours is called.
-        ours_s, torch_s: processor seconds of one call, one entry per round.
-        goal: at most this many times torch's.
-    """
+    """The cost of one call of a tiny problem."""
 
     derived = ("times", "met")
-    name: str
-    ours_s: list[float]
+    name: str  # how ours is called
+    ours_s: list[float]  # these two: processor seconds of one call, one entry per round
     torch_s: list[float]
-    goal: float
+    goal: float  # at most this many times torch's
 
     @property
     def times(self) -> float:
@@ -182,26 +165,20 @@ class Overhead(Finding):
 
 @dataclass(frozen=True)
 class Scaling(Finding):
-    """The speed-up of two threads, next to that of the bare loop in the same rounds.
-
-    Args:
-        name, dtype: of the case.
-        one_s, two_s: wall seconds of one call on one and on two threads, one entry per round.
-        peak_one, peak_two: the bare loop's operations per second in the same rounds.
-        team_one_s, team_two_s: wall seconds of a bare loop as long as the call on one thread.
-        has_goal: False for a case that is only informative.
-    """
+    """The speed-up of two threads, next to that of the bare loop in the same rounds."""
 
     derived = ("ours", "bare_loop", "same_length", "relative", "met")
-    name: str
+    name: str  # these two: of the case
     dtype: str
+    # These two: wall seconds of one call on one and on two threads, one entry per round.
     one_s: list[float]
     two_s: list[float]
-    peak_one: list[float]
+    peak_one: list[float]  # these two: the bare loop's operations per second in the same rounds
     peak_two: list[float]
+    # These two: wall seconds of a bare loop as long as the call on one thread.
     team_one_s: list[float]
     team_two_s: list[float]
-    has_goal: bool
+    has_goal: bool  # False for a case that is only informative
 
     # The best round counts: whatever else runs on the machine can only make a round slower, and
     # it hits two threads more than one.
@@ -235,34 +212,18 @@ class Scaling(Finding):
 
 @dataclass(frozen=True)
 class Memory(Finding):
-    """The most memory that a pass holds beyond its operands.
+    """The most memory that a pass holds beyond its operands."""
 
-    Args:
-        name: what was measured.
-        dtype: of the operands.
-        side: ``"ours"`` or ``"torch"``.
-        extra_bytes: peak of the process during the pass, less what it held before.
-        result_bytes: what of it is the result itself (the output, or three gradients).
-    """
-
-    name: str
-    dtype: str
-    side: str
-    extra_bytes: int
-    result_bytes: int
+    name: str  # what was measured
+    dtype: str  # of the operands
+    side: str  # ``"ours"`` or ``"torch"``
+    extra_bytes: int  # peak of the process during the pass, less what it held before
+    result_bytes: int  # what of it is the result itself (the output, or three gradients)
 
 
 @dataclass
 class GoalRecord(BenchRecord):
-    """The results of a run over the cases that have goals.
-
-    Args:
-        machine: where it ran: chip, instruction set, versions, load. No host names, no paths.
-        threads: of the cases.
-        status: ``"complete"``, or why not everything is there.
-        seconds: how long the run took.
-        cases, overhead, scaling, memory: the findings.
-    """
+    """The results of a run over the cases that have goals."""
 
     FORMAT = 2
     KIND = "a JSON file of the bench"
@@ -273,11 +234,12 @@ class GoalRecord(BenchRecord):
         "memory": Memory,
     }
 
+    # Where it ran: chip, instruction set, versions, load. No host names, no paths.
     machine: dict[str, Any]
-    threads: int
-    status: str = NOT_FINISHED
-    seconds: float = 0.0
-    cases: list[CaseResult] = field(default_factory=list)
+    threads: int  # of the cases
+    status: str = NOT_FINISHED  # ``"complete"``, or why not everything is there
+    seconds: float = 0.0  # how long the run took
+    cases: list[CaseResult] = field(default_factory=list)  # these four: the findings
     overhead: list[Overhead] = field(default_factory=list)
     scaling: list[Scaling] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)

@@ -20,24 +20,16 @@ _MOST_CASES = 3  # named beside a reason
 
 @dataclass(frozen=True)
 class PeerResult:
-    """A package on one case.
+    """A package on one case."""
 
-    Args:
-        name: of the package.
-        version: of what is installed.
-        path: the code path that it took, such as "amx"; empty where there is one alone.
-        why_not: why it was not measured; empty if it was, or is wrong.
-        wrong: what its result breaks of the 2x rule; it was not timed then.
-        samples: times of one call with its packing, one entry per round.
-        packing: times of the packing alone; empty where there is none.
-    """
-
-    name: str
-    version: str
-    path: str = ""
-    why_not: str = ""
-    wrong: str = ""
+    name: str  # of the package
+    version: str  # of what is installed
+    path: str = ""  # the code path that it took, such as "amx"; empty where there is one alone
+    why_not: str = ""  # why it was not measured; empty if it was, or is wrong
+    wrong: str = ""  # what its result breaks of the 2x rule; it was not timed then
+    # Times of one call with its packing, one entry per round.
     samples: Samples = field(default_factory=Samples.of)
+    # Times of the packing alone; empty where there is none.
     packing: Samples = field(default_factory=Samples.of)
 
     def cell(self, clock: Clock, ours_s: float) -> str:

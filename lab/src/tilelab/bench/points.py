@@ -22,38 +22,27 @@ Status = Literal["ok", "wrong", "skipped", "failed"]
 
 @dataclass(frozen=True)
 class Point(Finding):
-    """One method on one case at one length.
+    """One method on one case at one length."""
 
-    Args:
-        suite, case, length, dtype: of the work.
-        method: its name.
-        quantity: what the samples are: seconds of one call, bytes held at the highest beyond the
-            operands, or the largest error against float64.
-        shape: batch, heads, kv_heads and head_dim.
-        status: "ok"; "wrong" breaks the 2x rule, "skipped" and "failed" have no samples either.
-        exact: whether the method claims to be.
-        note: why there are no samples, or what else is to be said.
-        samples: all of them.
-        predicted: what the model says, in the same unit.
-        error: root mean square of the error against exact attention, over that of the values; of
-            methods that are not exact.
-        allowed: the largest error that the 2x rule allows.
-    """
-
-    suite: str
+    suite: str  # these four: of the work
     case: str
     length: int
     dtype: str
-    method: str
+    method: str  # its name
+    # What the samples are: seconds of one call, bytes held at the highest beyond the operands, or
+    # the largest error against float64.
     quantity: Quantity = "seconds"
-    shape: dict[str, int] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)  # batch, heads, kv_heads and head_dim
+    # "ok"; "wrong" breaks the 2x rule, "skipped" and "failed" have no samples either.
     status: Status = "ok"
-    exact: bool = True
-    note: str = ""
-    samples: tuple[float, ...] = ()
-    predicted: float | None = None
+    exact: bool = True  # whether the method claims to be
+    note: str = ""  # why there are no samples, or what else is to be said
+    samples: tuple[float, ...] = ()  # all of them
+    predicted: float | None = None  # what the model says, in the same unit
+    # Root mean square of the error against exact attention, over that of the values; of methods
+    # that are not exact.
     error: float | None = None
-    allowed: float | None = None
+    allowed: float | None = None  # the largest error that the 2x rule allows
 
     @classmethod
     def of(cls, work: Work, method: str, **found: Any) -> Point:
@@ -112,29 +101,19 @@ class BenchRecord(Record):
 
 @dataclass
 class SuiteRecord(BenchRecord):
-    """One run.
-
-    Args:
-        suites: which were asked for.
-        machine: where it ran: chip, versions, load; no host name, no path.
-        device: "cpu" or "cuda".
-        settings: what was asked, by option.
-        status: "complete", or why not everything is there.
-        seconds: how long it took.
-        points: the findings.
-    """
+    """One run."""
 
     FORMAT = 1
     KIND = "a JSON file of a suite of the bench"
     LISTS: ClassVar = {"points": Point}
 
-    suites: list[str]
-    machine: dict[str, Any]
-    device: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    status: str = NOT_FINISHED
-    seconds: float = 0.0
-    points: list[Point] = field(default_factory=list)
+    suites: list[str]  # which were asked for
+    machine: dict[str, Any]  # where it ran: chip, versions, load; no host name, no path
+    device: str  # "cpu" or "cuda"
+    settings: dict[str, Any] = field(default_factory=dict)  # what was asked, by option
+    status: str = NOT_FINISHED  # "complete", or why not everything is there
+    seconds: float = 0.0  # how long it took
+    points: list[Point] = field(default_factory=list)  # the findings
 
     @classmethod
     def begin(cls, suites: list[str], device: str, settings: dict[str, Any]) -> SuiteRecord:

@@ -9,25 +9,21 @@ from typing import NamedTuple
 from tilelab.bench.memory import CURE, DOUBLE
 from tilelab.bench.points import Point, SuiteRecord, amount_of, groups
 from tilelab.peers.methods import OURS
+from tilelab.stats.values import listing
 
 _NONE = "none"  # the row of the suite ``variants`` without one
 _AHEAD = 1.03  # times faster at the end; less is within the noise
 
 
 class Crossing(NamedTuple):
-    """The comparison of one method with another by length.
+    """The comparison of one method with another by length."""
 
-    Args:
-        first, last: the shortest and the longest length at which both were measured.
-        at: the length from which on it is faster, interpolated; ``first`` if it always is, None if
-            it is not at ``last``, or hardly.
-        gain: times faster at the last length (less than 1: slower).
-    """
-
-    first: int
+    first: int  # these two: the shortest and the longest length at which both were measured
     last: int
+    # The length from which on it is faster, interpolated; ``first`` if it always is, None if it is
+    # not at ``last``, or hardly.
     at: float | None
-    gain: float
+    gain: float  # times faster at the last length (less than 1: slower)
 
 
 def crossing(exact: Mapping[int, float], other: Mapping[int, float]) -> Crossing | None:
@@ -97,26 +93,21 @@ def crossings_in_words(what: str, exact: str, found: Mapping[str, Crossing]) -> 
     parts = []
     if later:
         ways = [f"{name} from about {_near(at)} on" for at, name in later]
-        parts.append(f"{listed(ways)} {_be(ways)} faster than {exact}")
+        parts.append(f"{listing(ways)} {_be(ways)} faster than {exact}")
     if always:
         first = min(found[name].first for name in always)
-        parts.append(f"{listed(always)} {_be(always)} faster at every length from {first} on")
+        parts.append(f"{listing(always)} {_be(always)} faster at every length from {first} on")
     if never:
         last = max(found[name].last for name in never)
         if parts:
-            parts.append(f"{listed(never)} {_be(never)} not, up to {last}")
+            parts.append(f"{listing(never)} {_be(never)} not, up to {last}")
         else:
-            parts.append(f"up to {last} none is faster than {exact}: {listed(never)}")
+            parts.append(f"up to {last} none is faster than {exact}: {listing(never)}")
     return f"{what}: {'; '.join(parts)}."
 
 
 def _be(words: Sequence[str]) -> str:
     return "is" if len(words) == 1 else "are"
-
-
-def listed(words: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _near(length: float) -> int:
@@ -217,10 +208,10 @@ def _wrong(points: Sequence[Point]) -> list[str]:
     names = list(dict.fromkeys(point.method for point in bad if point.status == "wrong"))
     found = []
     if names:
-        found.append(f"Breaks the 2x rule somewhere, and is not timed there: {listed(names)}.")
+        found.append(f"Breaks the 2x rule somewhere, and is not timed there: {listing(names)}.")
     failed = list(dict.fromkeys(point.case for point in bad if point.status == "failed"))
     if failed:
-        found.append(f"Failed: {listed(failed)}.")
+        found.append(f"Failed: {listing(failed)}.")
     return found
 
 
@@ -249,7 +240,7 @@ def _accuracy(points: Sequence[Point]) -> list[str]:
     parts = [f"{name} {max(used):.0%}" for name, used in _shares(points).items()]
     if not parts:
         return []
-    return [f"Largest share of the allowed error that was used: {listed(parts)}."]
+    return [f"Largest share of the allowed error that was used: {listing(parts)}."]
 
 
 def _memory(points: Sequence[Point]) -> list[str]:

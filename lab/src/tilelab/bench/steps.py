@@ -34,17 +34,11 @@ _Found = TypeVar("_Found")
 
 @dataclass
 class Budget:
-    """A time budget that starts when it is made, and how long calls took so far.
+    """A time budget that starts when it is made, and how long calls took so far."""
 
-    Args:
-        minutes: for everything.
-        rounds: the fewest and the most rounds of a step.
-        round_budget_s: about how long the rounds of one step may take.
-    """
-
-    minutes: float
-    rounds: tuple[int, int] = (3, 15)
-    round_budget_s: float = 2.0
+    minutes: float  # for everything
+    rounds: tuple[int, int] = (3, 15)  # the fewest and the most rounds of a step
+    round_budget_s: float = 2.0  # about how long the rounds of one step may take
     _began: float = field(default_factory=time.monotonic)
     _took: dict[tuple[str, ...], tuple[int, float, float]] = field(default_factory=dict)
 
@@ -73,36 +67,22 @@ class Budget:
 
 
 class Step(NamedTuple):
-    """A part of a run.
+    """A part of a run."""
 
-    Args:
-        name: for the progress.
-        run: does it, and gives what was found.
-    """
-
-    name: str
-    run: Callable[[Budget], Iterable[Finding]]
+    name: str  # for the progress
+    run: Callable[[Budget], Iterable[Finding]]  # does it, and gives what was found
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that the user asked for.
+    """The settings that the user asked for."""
 
-    Args:
-        device: "cpu" or "cuda".
-        lengths: of the sweep, ascending.
-        quick: few cases.
-        dtypes: names of torch's.
-        flex: whether FlexAttention, which compiles, takes part.
-        models: names of well-known models.
-    """
-
-    device: str = "cpu"
-    lengths: tuple[int, ...] = LENGTHS
-    quick: bool = False
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    flex: bool = True
-    models: tuple[str, ...] = ()
+    device: str = "cpu"  # "cpu" or "cuda"
+    lengths: tuple[int, ...] = LENGTHS  # of the sweep, ascending
+    quick: bool = False  # few cases
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # names of torch's
+    flex: bool = True  # whether FlexAttention, which compiles, takes part
+    models: tuple[str, ...] = ()  # names of well-known models
 
     def work(self, suite: str, case: Case, length: int, dtype: str, **more: Any) -> Work:
         """Return a case at a length of a sweep.

@@ -32,74 +32,60 @@ Use = Literal[
 
 @dataclass(frozen=True)
 class Goal:
-    """The goals of a case on a processor.
+    """The goals of a case on a processor."""
 
-    Args:
-        ratio: torch's time over ours, at least.
-        peak: fraction of the measured peak, at least; None where only the ratio counts.
-    """
-
-    ratio: float
+    ratio: float  # torch's time over ours, at least
+    # Fraction of the measured peak, at least; None where only the ratio counts.
     peak: float | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. The tensors follow from ``repr``: ``inputs.build`` makes them.
+    """One attention problem. The tensors follow from ``repr``: ``inputs.build`` makes them."""
 
-    Args:
-        name: of the case, unique among the rows of a use.
-        batch, heads, kv_heads, queries, keys, head_dim, value_dim: its shape.
-        dtype: of q, k and v.
-        mask: postfix over the names of ``variants``, ``and``, ``or``, ``not``, and ``tiles``,
-            which makes a table of tiles of the mask before it. A function may stand for a name.
-        score: steps by name, or as functions.
-        sinks: whether there are.
-        dropout_p: the probability of dropping a pair.
-        scale: None for 1 / sqrt(D).
-        layout: "contiguous", "bshd" (a transposed view), "strided" (gaps that hold NaN),
-            "expanded" (one head of one item for all), "sliced" (cut out of a larger tensor) or
-            "latent" (values are the first numbers of the keys, in place).
-        sequences: (queries, keys) of each sequence of a variable-length call; batch, queries and
-            keys follow from it then. None for a dense call.
-        gain: multiplies q and k.
-        statistics: of the rows, that a call gives too.
-        page_size: of the pages that keys and values lie in; 0: they do not.
-        stored: dtype of these pages, whose rows have scales then; None for ``dtype``.
-        every_dtype: whether the GPU check runs it in float32 and float16 too.
-        passes: what is measured: the output, the gradients of q, k and v, or both.
-        kind: what records of measurements call its mask and score.
-        uses: the rooms that select it; of a row.
-        goal: on a processor; None where there is none.
-        quick: part of ``--quick`` of bench and gate.
-    """
-
-    name: str
-    batch: int = 2
+    name: str  # of the case, unique among the rows of a use
+    batch: int = 2  # these seven: its shape
     heads: int = 2
     kv_heads: int = 2
     queries: int = 65
     keys: int = 65
     head_dim: int = 32
     value_dim: int = 32
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of q, k and v
+    # Postfix over the names of ``variants``, ``and``, ``or``, ``not``, and ``tiles``, which makes a
+    # table of tiles of the mask before it. A function may stand for a name.
     mask: tuple[str | Maker, ...] = ()
-    score: tuple[str | Maker, ...] = ()
-    sinks: bool = False
-    dropout_p: float = 0.0
-    scale: float | None = None
+    score: tuple[str | Maker, ...] = ()  # steps by name, or as functions
+    sinks: bool = False  # whether there are
+    dropout_p: float = 0.0  # the probability of dropping a pair
+    scale: float | None = None  # None for 1 / sqrt(D)
+    # "contiguous", "bshd" (a transposed view), "strided" (gaps that hold NaN), "expanded" (one head
+    # of one item for all), "sliced" (cut out of a larger tensor) or "latent" (values are the first
+    # numbers of the keys, in place).
     layout: str = "contiguous"
+    # (queries, keys) of each sequence of a variable-length call; batch, queries and keys follow
+    # from it then. None for a dense call.
     sequences: tuple[tuple[int, int], ...] | None = None
-    gain: float = 1.0
-    statistics: Statistics = field(default="", repr=False)
+    gain: float = 1.0  # multiplies q and k
+    statistics: Statistics = field(default="", repr=False)  # of the rows, that a call gives too
+    # Of the pages that keys and values lie in; 0: they do not.
     page_size: int = field(default=0, repr=False)
+    # Keys, or blocks of keys, that a list names; 0: each row reads all keys.
+    listed: int = field(default=0, repr=False)
+    # Keys of a block that a list names; 1 for single keys.
+    list_block: int = field(default=1, repr=False)
+    list_rows: int = field(default=1, repr=False)  # query rows that share a list
+    # Dtype of these pages, whose rows have scales then; None for ``dtype``.
     stored: torch.dtype | None = field(default=None, repr=False)
+    # Whether the GPU check runs it in float32 and float16 too.
     every_dtype: bool = field(default=False, repr=False)
+    # What is measured: the output, the gradients of q, k and v, or both.
     passes: Pass = field(default="forward", repr=False)
+    # What records of measurements call its mask and score.
     kind: str = field(default="full", repr=False)
-    uses: tuple[Use, ...] = field(default=(), repr=False)
-    goal: Goal | None = field(default=None, repr=False)
-    quick: bool = field(default=False, repr=False)
+    uses: tuple[Use, ...] = field(default=(), repr=False)  # the rooms that select it; of a row
+    goal: Goal | None = field(default=None, repr=False)  # on a processor; None where there is none
+    quick: bool = field(default=False, repr=False)  # part of ``--quick`` of bench and gate
 
     def of(self, dtype: torch.dtype) -> Case:
         """Return the same case in another dtype."""

@@ -22,31 +22,27 @@ from tilelab.cases.variants import (
     Maker,
     tabled,
 )
+from tilewise import KeyBlocks, masks
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
 
 class Inputs(NamedTuple):
-    """The tensors of a case, and the keywords of the call.
+    """The tensors of a case, and the keywords of the call."""
 
-    Args:
-        q, k, v: dense [B, H, S, D], packed [T, H, D].
-        mask, score, sinks, scale, dropout_p: as in ``tilewise.attention``.
-        seed: of the dropout.
-        cu_seqlens: where sequences of queries and of keys begin and end; None if dense.
-    """
-
-    q: Tensor
+    q: Tensor  # these three: dense [B, H, S, D], packed [T, H, D]
     k: Tensor
     v: Tensor
-    mask: Mask | None
+    mask: Mask | None  # these five: as in ``tilewise.attention``
     score: Score | None
     sinks: Tensor | None
     scale: float | None
     dropout_p: float
-    seed: int
+    seed: int  # of the dropout
+    # Where sequences of queries and of keys begin and end; None if dense.
     cu_seqlens: tuple[Tensor, Tensor] | None
+    keys: KeyBlocks | None = None  # the lists of keys that rows read, or None
 
     @property
     def slots(self) -> list[int]:
@@ -68,7 +64,7 @@ class Inputs(NamedTuple):
         return found
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords of the public call."""
+        """The keywords of the public call, but for ``keys``."""
         return {
             "mask": self.mask,
             "score": self.score,
@@ -223,7 +219,32 @@ def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inpu
         ends = ends if case.sequences else [[0], [0]]
         cu_q, cu_k = (torch.tensor(each, dtype=torch.int64, device=device) for each in ends)
         cu = cu_q, cu_k
-    return Inputs(q, k, v, mask, score, sinks, case.scale, case.dropout_p, seed, cu)
+    lists = _lists(case, drawn) if case.listed else None
+    return Inputs(q, k, v, mask, score, sinks, case.scale, case.dropout_p, seed, cu, lists)
+
+
+def _lists(case: Case, drawn: Draw) -> KeyBlocks:
+    """Return lists of each head of keys, with repeats and holes; the first of several is empty."""
+    groups, blocks = -(-case.queries // case.list_rows), -(-case.keys // case.list_block)
+    found = drawn.whole(-1, max(blocks, 1), case.batch, case.kv_heads, groups, case.listed)
+    found[:, :, : groups > 1] = -1
+    return KeyBlocks(found.int(), case.list_block, case.list_rows)
+
+
+def listed_mask(inputs: Inputs) -> Mask | None:
+    """Return the mask of a call, with what its key lists name: what a call without lists takes."""
+    if inputs.keys is None:
+        return inputs.mask
+    indices, block, rows = inputs.keys
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    blocks = -(-keys // block)
+    named = torch.where(indices < 0, blocks, indices).long()
+    seen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    seen = seen.scatter(-1, named, True)[..., :blocks]
+    seen = seen.repeat_interleave(block, -1)[..., :keys]
+    seen = seen.repeat_interleave(rows, 2)[:, :, :queries]
+    mask = masks.dense(seen.repeat_interleave(inputs.q.shape[1] // seen.shape[1], 1))
+    return mask if inputs.mask is None else mask & inputs.mask
 
 
 class Sent(NamedTuple):
@@ -250,7 +271,7 @@ def call(inputs: Inputs, backend: str | None, **keywords: Any) -> Any:
     keywords = {**inputs.keywords(), "backend": backend, **keywords}
     q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.cu_seqlens is None:
-        return tilewise.attention(q, k, v, **keywords)
+        return tilewise.attention(q, k, v, keys=inputs.keys, **keywords)
     return tilewise.attention_varlen(q, k, v, *inputs.cu_seqlens, **keywords)
 
 
@@ -274,11 +295,13 @@ def problem_of(
 ) -> tuple[Problem, Operands]:
     """Return the problem and the operands that a public call makes of the inputs.
 
+    Key lists are a mask there.
+
     Args:
         inputs: of a case.
         backend: for which; what "tiled" reads on the processor lies there.
         more: other keywords: pages, scales.
     """
     starts = inputs.cu_seqlens or (None, None)
-    keywords = {**inputs.keywords(), "backend": backend, **more}
+    keywords = {**inputs.keywords(), "mask": listed_mask(inputs), "backend": backend, **more}
     return lowered(inputs.q, inputs.k, inputs.v, *starts, **keywords)

@@ -246,6 +246,18 @@ _ACCURACY = _used(
     _problem("strided", layout="strided", queries=129),
     _problem("scale below 0", scale=-0.3, mask=_CAUSAL),
     _problem("D512", head_dim=512, batch=1, heads=2, queries=129),
+    _problem("key lists", listed=64, mask=_CAUSAL, score=("alibi",), keys=500, **_GROUPED_8),
+    _problem("key lists, learned", listed=40, score=("relative",), sinks=True, heads=2),
+    _problem(
+        "blocks of keys",
+        listed=5,
+        list_block=64,
+        list_rows=32,
+        keys=1024,
+        mask=_CAUSAL,
+        every_dtype=True,
+        **_GROUPED_8,
+    ),
 )
 
 _TUNED_DOCUMENTS = ("documents_of_1k", "causal", "and")
@@ -272,12 +284,14 @@ def _compiled(words: str, *widths: int, quick: Sequence[int] = (), **more: Any) 
         words: of its name.
         widths: of queries, keys and values.
         quick: those widths that ``--quick`` has.
-        more: other fields. Few queries are the last ones. Float8 has no backward pass.
+        more: other fields. Few queries are the last ones. Float8 has no backward pass, nor have
+            latent vectors.
     """
     varlen, dtype = "sequences" in more, more.get("dtype", torch.bfloat16)
+    trains = dtype is not FLOAT8 and not {"statistics", "layout"} & more.keys()
     fields: dict[str, Any] = {
         "layout": "contiguous" if varlen else "bshd",
-        "passes": "forward" if dtype is FLOAT8 or "statistics" in more else "both",
+        "passes": "both" if trains else "forward",
         "queries": 4096,
         "uses": ("gate",),
     }
@@ -290,7 +304,7 @@ def _compiled(words: str, *widths: int, quick: Sequence[int] = (), **more: Any) 
             kv_heads=8,
             keys=4096,
             head_dim=width,
-            value_dim=width,
+            value_dim=min(width, 512),
             quick=width in quick,
             **fields,
         )
@@ -309,6 +323,9 @@ _PREFILL: dict[str, Any] = {"mask": _CAUSAL, "passes": "forward"}
 _FOUR: dict[str, Any] = {"queries": 4, "kind": "decode"}
 _CAP: dict[str, Any] = {"mask": _CAUSAL, "score": _CAPPED}
 _FACTS: dict[str, Any] = {"sinks": True, "statistics": "top1"}
+# Lists of single keys and of blocks of them, each for 64 rows.
+_LISTED: dict[str, Any] = {"listed": 1024, "list_rows": 32, "kind": "lists"}
+_BLOCKS: dict[str, Any] = {**_LISTED, "listed": 16, "list_block": 64}
 # Every row of the table of blocks at every width: plain, heavy and scattered, 16 bits and float32.
 _GATE = (
     _compiled("full fp8", 64, 128, 256, **_EIGHT),
@@ -337,6 +354,15 @@ _GATE = (
     _compiled("alibi softcap causal", 128, **_CAP, **_FOUR),
     _compiled("sinks statistics", 128, **_FACTS, **_ONE),
     _compiled("causal fp8", 128, mask=_CAUSAL, **_EIGHT, **_ONE),
+    _compiled("keys", 64, 128, 256, 512, quick=(128,), **_LISTED),
+    _compiled("keys fp32", 128, **_SINGLE, **_LISTED),
+    _compiled("keys alibi softcap causal", 128, **_CAP, **_LISTED),
+    _compiled("keys learned", 128, score=("learned",), **_LISTED),
+    _compiled("blocks of keys", 64, 128, 256, **_BLOCKS),
+    _compiled("latent causal", 576, mask=_CAUSAL, layout="latent"),
+    _compiled("latent causal fp32", 576, mask=_CAUSAL, layout="latent", **_SINGLE),
+    _compiled("latent causal", 576, mask=_CAUSAL, layout="latent", **_ONE),
+    _compiled("latent pages of 64", 576, layout="latent", page_size=64, **_ONE),
     _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, **_ONE),
     _compiled("causal pages of 128", 128, mask=_CAUSAL, page_size=128, **_ONE),
     _compiled("causal pages of 16", 128, mask=_CAUSAL, page_size=16, passes="forward"),

@@ -20,26 +20,17 @@ from tilewise.variants.values import Mask, as_mask
 
 
 class Draw(NamedTuple):
-    """The sizes of a call, and the random numbers that its mask and score capture.
+    """The sizes of a call, and the random numbers that its mask and score capture."""
 
-    Args:
-        batch, heads, queries, keys: of the call (batch counts sequences, lengths are the longest).
-        least_keys: of the shortest sequence.
-        dtype: of q, k and v.
-        device: of the tensors. On "meta" they have no values.
-        generator: of the numbers, on that device; None on "meta".
-        learns: whether what a score captures requires a gradient.
-    """
-
-    batch: int
+    batch: int  # these four: of the call (batch counts sequences, lengths are the longest)
     heads: int
     queries: int
     keys: int
-    least_keys: int
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator | None
-    learns: bool = True
+    least_keys: int  # of the shortest sequence
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device  # of the tensors. On "meta" they have no values
+    generator: torch.Generator | None  # of the numbers, on that device; None on "meta"
+    learns: bool = True  # whether what a score captures requires a gradient
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -60,15 +60,10 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """Times of one call, one entry per round.
+    """Times of one call, one entry per round."""
 
-    Args:
-        cpu_s: processor time of the calling thread.
-        wall_s: by the wall clock.
-    """
-
-    cpu_s: list[float]
-    wall_s: list[float]
+    cpu_s: list[float]  # processor time of the calling thread
+    wall_s: list[float]  # by the wall clock
 
     @classmethod
     def of(cls, times: Sequence[Times] = ()) -> Samples:

@@ -23,19 +23,12 @@ LongArray = npt.NDArray[np.longdouble]
 
 
 class Verdict(NamedTuple):
-    """How one output compares.
+    """How one output compares."""
 
-    Args:
-        ratio: the largest error as a share of what is allowed; 1 or less passes.
-        error: the largest error.
-        allowed: the largest error that the rule allows.
-        complaint: what else is wrong (shape, NaN, infinities); empty if nothing is.
-    """
-
-    ratio: float
-    error: float
-    allowed: float
-    complaint: str = ""
+    ratio: float  # the largest error as a share of what is allowed; 1 or less passes
+    error: float  # the largest error
+    allowed: float  # the largest error that the rule allows
+    complaint: str = ""  # what else is wrong (shape, NaN, infinities); empty if nothing is
 
     @property
     def passes(self) -> bool:

@@ -16,19 +16,12 @@ _WORDS = frozenset(
 
 
 class Table(NamedTuple):
-    """A table in words.
+    """A table in words."""
 
-    Args:
-        title: what it shows.
-        head: the columns' names.
-        rows: cells, as many as columns.
-        notes: lines below it.
-    """
-
-    title: str
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: tuple[str, ...] = ()
+    title: str  # what it shows
+    head: tuple[str, ...]  # the columns' names
+    rows: Sequence[tuple[str, ...]]  # cells, as many as columns
+    notes: tuple[str, ...] = ()  # lines below it
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int], gap: str = "  ") -> list[str]:

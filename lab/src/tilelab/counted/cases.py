@@ -26,26 +26,17 @@ class Case:
 
     It is no row of ``cases.table``, since its fields are the driver's arguments and the stored
     JSON's, and most of its rows are one attention behind other caches.
-
-    Args:
-        method: the C++ core, or plain attention.
-        direction: of the pass.
-        length: queries and keys.
-        cache: bytes of the last-level cache.
-        heads, kv_heads: Hq and Hk.
-        width: D and Dv.
-        causal: whether later keys are masked; the core only.
-        task: queries that walk together over the keys in the core's forward: 64 to 512.
     """
 
-    method: Method
-    direction: Direction
-    length: int
-    cache: int
-    heads: int = 1
+    method: Method  # the C++ core, or plain attention
+    direction: Direction  # of the pass
+    length: int  # queries and keys
+    cache: int  # bytes of the last-level cache
+    heads: int = 1  # these two: Hq and Hk
     kv_heads: int = 1
-    width: int = 64
-    causal: bool = False
+    width: int = 64  # D and Dv
+    causal: bool = False  # whether later keys are masked; the core only
+    # Queries that walk together over the keys in the core's forward: 64 to 512.
     task: int = _LARGEST_TASK
 
     def __post_init__(self) -> None:
@@ -172,17 +163,11 @@ SWEEP: tuple[Case, ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One case.
+    """One case."""
 
-    Args:
-        case: what ran.
-        counted: bytes of the lines that its last-level misses fetched.
-        predicted: bytes that the model says.
-    """
-
-    case: Case
-    counted: int
-    predicted: int
+    case: Case  # what ran
+    counted: int  # bytes of the lines that its last-level misses fetched
+    predicted: int  # bytes that the model says
 
     @property
     def off(self) -> float:

@@ -21,6 +21,7 @@ from tilelab.gate.record import (
     baseline_path,
     cases_of,
     faults,
+    has_baseline,
     load,
     out_of_date,
     store,
@@ -104,13 +105,16 @@ def _run(options: argparse.Namespace) -> int:
         print(table(target, judged), flush=True)
         bad += [f"{target.name} {record.key}: {x}" for record, wrong in judged for x in wrong]
         records += found
-        fresh += sum(record.key not in before for record in found)
+        fresh += sum(
+            record.key not in before for record in found if has_baseline(record, cases[record.case])
+        )
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(record._asdict()) for record in records)
         options.json.write_text(f"[\n{lines}\n]\n")
     if options.store and path is not None:
-        store(path, records, whole=not (options.quick or options.cases))
+        kept = [record for record in records if has_baseline(record, cases[record.case])]
+        store(path, kept, whole=not options.cases)
         print(f"baseline written: {path}")
     elif fresh:
         print(f"{fresh} kernels have no baseline; --store makes one")

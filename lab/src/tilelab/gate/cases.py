@@ -109,6 +109,14 @@ def backward(case: Attention, family: str, overrides: Overrides = ()) -> Sequenc
     return gpu.backward_launches(problem, operands, result, sent, needs, grads, family, overrides)
 
 
+def listed(case: Attention, family: str) -> Sequence[Launch]:
+    """Return the launches of the backward pass of a call with key lists, with every gradient."""
+    inputs = build(case, device="meta").detached()
+    assert inputs.keys is not None
+    tensors = inputs.q, inputs.k, inputs.v
+    return gpu.listed_launches(tensors, inputs.mask, inputs.score, inputs.keys, family)
+
+
 def captured(case: Attention, family: str) -> Sequence[Launch]:
     """Return the launches of ``backward`` that make gradients of what the score captured."""
     launches = backward(case, family)
@@ -130,6 +138,9 @@ _PLAIN = frozenset(
         "number_kernel",
     }
 )
+# Of a wgmma beside a score: this takes longer than what a narrow product leaves idle, and wider
+# ones spill in the loops of dK and dV.
+_SCORED_COLUMNS = 32
 _TRANSPOSING = frozenset({"transpose_kernel"})
 
 
@@ -138,19 +149,24 @@ def cases() -> list[Case]:
     found = []
     for each in rows("gate"):
         launches, where = partial(forward, each), _families(each)
+        columns = _SCORED_COLUMNS if each.score else 64
         sixteen, quick = each.dtype.itemsize <= 2, each.quick
         if each.kind == "captured":
             launches = partial(captured, each)
             found.append(Case(f"captured {each.name}", launches, sixteen, _PLAIN, quick, where))
+        elif each.kind == "lists":
+            launches = partial(listed, each)
+            found.append(Case(f"lists {each.name}", launches, sixteen, _PLAIN, quick, where))
         elif each.kind == "decode":
             found.append(Case(f"decode {each.name}", launches, sixteen, _PLAIN, quick, where))
         else:
             bare = _TRANSPOSING if each.dtype is FLOAT8 else frozenset[str]()
             name = f"forward {each.name}"
-            found.append(Case(name, launches, sixteen, bare, quick, where, described=quick))
+            found.append(Case(name, launches, sixteen, bare, quick, where, quick, columns))
         if each.passes == "both" and each.kind == "full":
             launches = partial(backward, each)
-            found.append(Case(f"backward {each.name}", launches, sixteen, _PLAIN, quick, where))
+            name = f"backward {each.name}"
+            found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns=columns))
     return found + vocabulary_cases()
 
 
@@ -177,8 +193,8 @@ def vocabulary(
 
 def _families(each: Attention) -> tuple[str, ...]:
     """Return the families that the backend does not decline such widths on."""
-    width = each.head_dim
-    return tuple(name for name in FAMILIES if holds(name, each.dtype, width, width))
+    widths = each.head_dim, each.value_dim
+    return tuple(name for name in FAMILIES if holds(name, each.dtype, *widths))
 
 
 CASES = cases()

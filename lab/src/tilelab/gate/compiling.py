@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tilelab.gate.machine import Machine, of_amdgcn, of_cubin
+from tilelab.gate.machine import Machine, buffers, needed_products, of_amdgcn, of_cubin
 from tilelab.gate.record import Case, Record, Target
 from tilewise.inspect.gpu import Launch
 
@@ -83,10 +83,16 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
         machine = _machine(compiled)
     except Exception as error:
         return record._replace(error=_words(error))
+    warps, own = compiled.metadata.num_warps, compiled.asm["ttgir"]
+    found = machine._asdict()
+    issued, needed = found.pop("warp_products"), needed_products(own)
     return record._replace(
-        warps=compiled.metadata.num_warps,
+        warps=warps,
         shared_bytes=compiled.metadata.shared,
-        **machine._asdict(),
+        issued=round(issued * warps / needed, 3) if issued and needed else 0.0,
+        buffers=buffers(own),
+        edges=int(getattr(launch.constants.get("FORM"), "EDGE_STAGES", None) == 1),
+        **found,
     )
 
 

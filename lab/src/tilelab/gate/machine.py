@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from tilelab.gate import loops
+
 # Kinds of matrix instructions by the opcodes that are them.
 MATRIX = {
     "mma": ("HMMA", "QMMA", "OMMA", "IMMA", "DMMA"),
@@ -29,6 +31,17 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _SASS = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 # Instructions are indented by one tab; directives begin with a point, remarks with a semicolon.
 _GCN = re.compile(r"^\t([a-z]+_\w+)(.*)$", re.MULTILINE)
+_OWN = re.compile(r"[HQI]GMMA\.64x(\d+)x(\d+)")  # of a warp group: four warps share its rows
+_OLD = re.compile(r"[HQI]MMA(?:\.SP)?\.(16)(8)(\d+)\b")
+_AMD = re.compile(r"v_w?mf?ma_\w+?_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?_")
+_PRODUCT = re.compile(r"\b(?:UTC)?[HQOID]G?MMA\b|\bv_w?mf?ma_")
+_SPILL = re.compile(r"^(?:@!?U?P\w+\s+)?(?:LDL|STL)\b|Folded (?:Spill|Reload)")
+# Of Triton's own code: "tt.dot ... : tensor<64x32xbf16, ...> * tensor<32x128xbf16, ...> -> ...".
+_DOT = re.compile(
+    r"\b(?:tt\.dot|ttng\.warp_group_dot) .*? : \S*?<(\d+)x(\d+)x\w.*? \* \S*?<\d+x(\d+)x\w"
+)
+_BUFFERS = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:\d+x\d+x)?\w?[if]\w+")
+_COPY = re.compile(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b|^(?:buffer|global)_load\S*.*\blds\b|_load_lds_")
 
 
 class Machine(NamedTuple):
@@ -41,6 +54,12 @@ class Machine(NamedTuple):
         instructions: all of them, without padding.
         matrix: matrix instructions by kind.
         copies: asynchronous copies to shared memory by kind.
+        warp_products: multiply-adds that the matrix instructions of a warp do, each counted once;
+            None where some do not say their size.
+        loop_spills: accesses of local memory, or of what is spilled, in hot loops (``loops.hot``).
+        narrowest: columns of the narrowest wgmma in hot loops; 0 where there is none.
+        waiting: how many hot loops have no asynchronous copy.
+        hidden, exponentials: in hot loops: under an outstanding wgmma, and all.
     """
 
     registers: int
@@ -49,6 +68,12 @@ class Machine(NamedTuple):
     instructions: int
     matrix: dict[str, int]
     copies: dict[str, int]
+    warp_products: int | None
+    loop_spills: int
+    narrowest: int
+    waiting: int
+    hidden: int = 0
+    exponentials: int = 0
 
 
 def of_cubin(cubin: bytes, tools: Path) -> Machine:
@@ -72,6 +97,9 @@ def of_sass(usage: str, code: str) -> Machine:
     if found is None or not opcodes:
         raise RuntimeError(f"cuobjdump and nvdisasm said nothing of use: {usage[-200:]!r}")
     registers, stack, local = map(int, found.groups())
+    body = [*loops.hot(loops.sass(code), _multiplies)]
+    within = [line for each in body for line in each]
+    hidden = [loops.hidden_exponentials(each) for each in body]
     return Machine(
         registers=registers,
         spills=_sum(opcodes, _LOCAL),
@@ -79,6 +107,12 @@ def of_sass(usage: str, code: str) -> Machine:
         instructions=opcodes.total() - _sum(opcodes, _IDLE),
         matrix=_kinds(opcodes, MATRIX),
         copies=_kinds(opcodes, _COPIES),
+        warp_products=None if "tcgen05" in _kinds(opcodes, MATRIX) else _products(code),
+        loop_spills=_count(_SPILL, within),
+        narrowest=min((int(n) for n, _ in _OWN.findall("\n".join(within))), default=0),
+        waiting=sum(not _count(_COPY, each) for each in body),
+        hidden=sum(under for under, _ in hidden),
+        exponentials=sum(all_ for _, all_ in hidden),
     )
 
 
@@ -100,6 +134,7 @@ def of_amdgcn(text: str) -> Machine:
     matrix = Counter(
         opcode[2:6] for opcode in opcodes.elements() if opcode.startswith(("v_mfma", "v_wmma"))
     )
+    body = [*loops.hot(loops.amdgcn(text), _multiplies)]
     return Machine(
         registers=_field(text, "vgpr_count"),
         spills=_field(text, "vgpr_spill_count"),
@@ -107,7 +142,37 @@ def of_amdgcn(text: str) -> Machine:
         instructions=opcodes.total() - _sum(opcodes, _IDLE),
         matrix=dict(matrix),
         copies={"lds": to_shared} if to_shared else {},
+        warp_products=_products(text),
+        loop_spills=_count(_SPILL, [line for each in body for line in each]),
+        narrowest=0,
+        waiting=sum(not _count(_COPY, each) for each in body),
     )
+
+
+def _multiplies(line: str) -> bool:
+    return _PRODUCT.search(line) is not None
+
+
+def _count(pattern: re.Pattern[str], lines: list[str]) -> int:
+    return sum(pattern.search(line) is not None for line in lines)
+
+
+def _products(text: str) -> int:
+    """Multiply-adds of a warp: rows x columns x depth of each matrix instruction."""
+    own = sum(16 * int(n) * int(k) for n, k in _OWN.findall(text))
+    old = sum(int(m) * int(n) * int(k) for m, n, k in _OLD.findall(text))
+    amd = sum(int(m) * int(n) * int(k) * int(blocks or 1) for m, n, k, blocks in _AMD.findall(text))
+    return own + old + amd
+
+
+def needed_products(text: str) -> int:
+    """Multiply-adds of a program by Triton's own code of it (ttgir): those of its products."""
+    return sum(int(m) * int(k) * int(n) for m, k, n in _DOT.findall(text))
+
+
+def buffers(text: str) -> int:
+    """Buffers of the tiles that Triton's code (ttgir) copies in a loop: the fewest; 0 for none."""
+    return min((int(count) for count in _BUFFERS.findall(text)), default=0)
 
 
 def _said(*command: object) -> str:

@@ -27,6 +27,7 @@ class Case(NamedTuple):
         key: part of the quick run.
         families: only for these families; empty for all.
         described: whole blocks come by tensor descriptors, on families that have them.
+        columns: of the narrowest wgmma that is not at fault in a loop of a key case.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     key: bool = False
     families: tuple[str, ...] = ()
     described: bool = False
+    columns: int = 64
 
 
 def cases_of(module: str) -> dict[str, Case]:
@@ -54,6 +56,11 @@ class Record(NamedTuple):
         warps, stages: as compiled.
         registers, spills, scratch_bytes, instructions, matrix, copies: see ``machine.Machine``.
         shared_bytes: shared memory of one program.
+        issued: multiply-adds by matrix instructions over those that the products need; 0 where
+            instructions do not say how many they do: one thread issues those of tcgen05 for all.
+        loop_spills, narrowest, waiting, hidden, exponentials: see ``machine.Machine``.
+        buffers: of the tiles that are copied in a loop, the fewest; 0 for none.
+        edges: how many loops the host wants without asynchronous copies (``Form.EDGE_STAGES``).
         seconds: that Triton took, the disassembly not counted.
         error: why there is nothing of this; empty where it compiled.
     """
@@ -73,6 +80,14 @@ class Record(NamedTuple):
     copies: dict[str, int] = {}  # noqa: RUF012  never changed
     seconds: float = 0.0
     error: str = ""
+    issued: float = 0.0
+    loop_spills: int = 0
+    narrowest: int = 0
+    waiting: int = 0
+    buffers: int = 0
+    edges: int = 0
+    hidden: int = 0
+    exponentials: int = 0
 
     @property
     def key(self) -> str:
@@ -126,8 +141,8 @@ def target_named(name: str) -> Target:
 
 
 _HEAD = (
-    *("case", "kernel", "tile", "regs", "spill", "scratch"),
-    *("shared KB", "matrix", "async", "instr", "s", "verdict"),
+    *("case", "kernel", "tile", "regs", "spill", "in loops", "shared KB"),
+    *("matrix", "issued", "n", "async", "buffers", "hidden exp2", "instr", "s", "verdict"),
 )
 
 
@@ -149,10 +164,14 @@ def _cells(record: Record, target: Target, faults: list[str]) -> tuple[str, ...]
         f"{tile} w{record.warps} s{record.stages}".strip(),
         str(record.registers),
         str(record.spills),
-        str(record.scratch_bytes),
+        str(record.loop_spills),
         f"{record.shared_bytes / 1024:.1f}/{target.family.shared_bytes // 1024}",
         _counts(record.matrix),
+        f"{record.issued:.2f}" if record.issued else "-",
+        str(record.narrowest or "-"),
         _counts(record.copies),
+        str(record.buffers or "-"),
+        f"{record.hidden}/{record.exponentials}" if record.exponentials else "-",
         str(record.instructions),
         f"{record.seconds:.1f}",
         verdict,
@@ -163,6 +182,8 @@ def _counts(counts: dict[str, int]) -> str:
     return " ".join(f"{count} {kind}" for kind, count in counts.items()) or "-"
 
 
+# Chips whose key kernels are held to the rules of loops, and to a baseline.
+HELD = ("sm_80", "sm_90a", "sm_100a", "gfx942")
 FOLDER = Path(__file__).resolve().parent / "baselines"
 
 
@@ -198,6 +219,11 @@ def load(path: Path) -> Baseline:
     }
 
 
+def has_baseline(record: Record, case: Case) -> bool:
+    """Return whether a kernel is held to what it was: the key kernels of the chips of ``HELD``."""
+    return case.key and record.target in HELD
+
+
 def store(path: Path, records: Iterable[Record], *, whole: bool) -> None:
     """Put records into a file, over what it said of the same kernels.
 
@@ -231,6 +257,7 @@ def _text(baseline: Baseline) -> str:
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
+ISSUED = 1.05  # of multiply-adds that are done over those that are needed; more is a fault
 GROWTH = 1.05  # of registers or instructions over the baseline; more is a fault
 
 
@@ -239,18 +266,40 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
     if record.error:
         return [record.error]
     found = []
-    if record.spills or record.scratch_bytes:
-        found.append(f"{record.spills} spills, {record.scratch_bytes} bytes of scratch")
+    if record.loop_spills:
+        found.append(f"{record.loop_spills} of {record.spills} spills are in loops")
     shared_bytes, most = record.shared_bytes, target.family.shared_bytes
     if shared_bytes > most:
         found.append(f"{shared_bytes} bytes of shared memory, the chip has {most}")
     if case.sixteen_bit and record.kernel.partition(" ")[0] not in case.without_products:
         found += _matrix_faults(record, target)
+        if case.key and target.name in HELD:
+            found += _loop_faults(record, case, target)
     if case.described and target.family.descriptors is not None and "tma" not in record.copies:
         found.append("no copy by a tensor descriptor")
     if before is not None:
         found += _growth("registers", before.registers, record.registers, before, record)
         found += _growth("instructions", before.instructions, record.instructions, before, record)
+    return found
+
+
+# Kernels of 16 rows, which wait for memory: four of AMD's warps all multiply them.
+_FEW_ROWS = ("attend_split", "listed_key_kernel")
+
+
+def _loop_faults(record: Record, case: Case, target: Target) -> list[str]:
+    """What keeps the matrix units of a chip from their work in the loops of a key kernel."""
+    found = []
+    few = target.family.maker == "hip" and record.kernel in _FEW_ROWS
+    if record.issued > ISSUED and not few:
+        found.append(f"matrix instructions do {record.issued:.2f} times what the products need")
+    if 0 < record.narrowest < case.columns:
+        found.append(f"a wgmma of {record.narrowest} columns, {case.columns} are due")
+    if target.family.maker == "cuda":
+        if record.waiting > record.edges:
+            found.append(f"{record.waiting} loops without an asynchronous copy")
+        if record.buffers < 2:
+            found.append(f"{record.buffers} buffers for a tile that a loop copies, 2 are due")
     return found
 
 
@@ -268,7 +317,10 @@ def _matrix_faults(record: Record, target: Target) -> list[str]:
         return ["no matrix instruction"]
     # Hopper's and Blackwell's own instructions take 64 rows; smaller products keep to the old ones.
     # Those of the forward pass have a row per query, those of the backward one per query or key.
+    # Of key lists, where few keys are neighbours, it has one per key.
     rows = record.tile.get("BM", max(record.tile.values(), default=64))
+    if record.kernel == "listed_key_kernel":
+        rows = record.tile["BLOCK_N"]
     if target.family.unit not in record.matrix and rows >= 64:
         return [f"{'/'.join(record.matrix)} instead of {target.family.unit}"]
     return []

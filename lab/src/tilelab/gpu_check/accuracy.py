@@ -73,9 +73,68 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     elif job == _VOCABULARY:
         yield from _vocabulary(setting)
     else:
-        dtype, _, name = job.partition(" ")
-        case = sized(setting, find(STEP, name)).of(getattr(torch, dtype))
+        case = case_of(setting, job)
+        assert case is not None
         yield from check(setting, STEP, job, case)
+
+
+def case_of(setting: Setting, job: str) -> Case | None:
+    """Return the problem of a job, "bfloat16 causal D64"; None of what is no problem."""
+    dtype, _, name = job.partition(" ")
+    if job in (_BITS, _STATISTICS, _EIGHT_BITS, _PAGES, _VOCABULARY):
+        return None
+    return sized(setting, find(STEP, name)).of(getattr(torch, dtype))
+
+
+NARROW = "narrow"
+_SHORT = 64  # rows and keys
+
+
+def job_of(setting: Setting, row: str) -> str:
+    """Return the job of a row: the longest that its name begins with; "" if there is none."""
+    every = jobs(setting)
+    found = [job for job in every if row == job or row.startswith((f"{job} ", f"{job},"))]
+    return max(found, key=len, default="")
+
+
+def every_narrowed(setting: Setting) -> list[str]:
+    """Return all jobs of ``narrow``."""
+    return [less for job in jobs(setting) for less in narrowed(setting, job)]
+
+
+def narrowed(setting: Setting, job: str) -> list[str]:
+    """Return a job of ``accuracy`` as jobs with one thing less each, "bfloat16 alibi, no score".
+
+    A call that does not end takes its process with it: what is whole comes first, and alone.
+    """
+    case = case_of(setting, job)
+    return [job] if case is None else [f"{job}, {less}" for less in _less(case)]
+
+
+def narrow(setting: Setting, name: str) -> Iterator[Row]:
+    """Do a job of ``narrowed``: what is it that makes a result wrong?"""
+    job, _, less = name.rpartition(", ")
+    case = case_of(setting, job) if job else None
+    if case is None:
+        yield from (replace(row, step=NARROW) for row in run(setting, name))
+    else:
+        yield from check(setting, NARROW, name, _less(case)[less])
+
+
+def _less(case: Case) -> dict[str, Case]:
+    """Return a case, and as it is with one thing less, by what that is."""
+    changes: dict[str, dict[str, Any]] = {
+        "all": {},
+        "no mask": {"mask": ()},
+        "no score": {"score": ()},
+        "no dropout": {"dropout_p": 0.0},
+        "no sinks": {"sinks": False},
+        "a key head for each head": {"kv_heads": case.heads},
+        "width 64": {"head_dim": 64, "value_dim": 64},
+        "few rows and keys": {"sequences": None, "batch": 1, "queries": _SHORT, "keys": _SHORT},
+    }
+    found = {name: replace(case, **each) for name, each in changes.items()}
+    return {name: less for name, less in found.items() if name == "all" or less != case}
 
 
 def check(setting: Setting, step: str, name: str, case: Case) -> Iterator[Row]:

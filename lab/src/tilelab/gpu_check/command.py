@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,14 +95,17 @@ def conduct(
     lock, single = threading.Lock(), start(setting, 1)
 
     def do(step: Step, until: float, child: Worker, job: str) -> None:
-        left = until - clock()
+        left, most = until - clock(), patience * step.job_s
         if left < _LEAST_S:
             rows = [Row(step.name, job, "skipped", "no time was left")]
         else:
             try:
-                rows = child.ask(step.name, job, min(patience * step.job_s, left))
+                rows = child.ask(step.name, job, min(most, left))
             except Exception as error:
                 rows = [Row(step.name, job, "error", f"{type(error).__name__}: {error}")]
+            if left < most / 2 and clock() >= until and rows[-1].status == "error":
+                # It had little of its own time when that of its step was over.
+                rows[-1] = replace(rows[-1], status="skipped")
         with lock:
             record.rows.extend(rows)
             changed()

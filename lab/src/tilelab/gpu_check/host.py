@@ -22,12 +22,14 @@ from tilewise import masks, scores
 STEP = "host"
 _ROUNDS, _CALLS = 9, 40
 _GRAPHS = ("graph of the forward pass", "graph of both passes", "graph of dropout")
-JOBS = ("microseconds", "launches", *_GRAPHS)
+_COMPILED = "torch.compile"
+JOBS = ("microseconds", "launches", *_GRAPHS, _COMPILED)
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
     """Yield one row."""
-    small = _small(setting)
+    # So small that the host is what takes time.
+    small = draw(setting.square("small", 128 // setting.sizes.shrink, 8, 64, passes="both"))
     if job == "microseconds":
         yield Row(STEP, job, values={"samples_s": _host_seconds(setting, small)})
     elif job == "launches":
@@ -36,15 +38,12 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
             call()
         found = {name: _launches(setting, call) for name, call in calls.items()}
         yield Row(STEP, job, values={"kernels": found})
+    elif job == _COMPILED:
+        yield _compiled(setting, job, small)
     elif job == "graph of dropout":
         yield _dropout_graph(setting, job, small)
     else:
         yield _graph(setting, job, small, backward="both" in job)
-
-
-def _small(setting: Setting) -> Given:
-    """Return the tensors of a problem so small that the host is what takes time."""
-    return draw(setting.square("small", 128 // setting.sizes.shrink, 8, 64, passes="both"))
 
 
 def _calls(setting: Setting, small: Given) -> dict[str, Call]:
@@ -141,6 +140,23 @@ def _graph(setting: Setting, job: str, small: Given, *, backward: bool) -> Row:
     samples = setting.race({"replay": graph.replay, "call": call}, 0.3)
     note = f"{unequal} of the graph differs" if unequal else ""
     return Row(STEP, job, "wrong" if unequal else "ok", note, {"samples_s": samples})
+
+
+def _compiled(setting: Setting, job: str, small: Given) -> Row:
+    """Compile a function that calls, and compare both passes with a plain call."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention(q, k, v, mask=masks.causal(), backend=setting.backend)
+        return out * 2.0
+
+    compiler = "aot_eager" if setting.self_test else "inductor"
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
+    leaves = small.leaves
+    unequal = differing(_both(compiled(*leaves), small), _both(call(*leaves), small))
+    calls: dict[str, Call] = {"compiled": lambda: compiled(*leaves), "call": lambda: call(*leaves)}
+    values = {"samples_s": setting.race(calls, 0.3)}
+    note = f"{unequal} differs when it is compiled" if unequal else ""
+    return Row(STEP, job, "wrong" if unequal else "ok", note, values)
 
 
 def _called_twice(job: str, first: Outcome, second: Outcome) -> Row:

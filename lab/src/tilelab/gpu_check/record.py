@@ -22,21 +22,13 @@ FAILURES: tuple[Status, ...] = ("wrong", "error", "skipped")
 
 @dataclass(frozen=True)
 class Row(Finding):
-    """One finding.
+    """One finding."""
 
-    Args:
-        step: of the check.
-        name: of the finding within its step.
-        status: how it went.
-        note: in words, what is wrong or missing.
-        values: what was measured.
-    """
-
-    step: str
-    name: str
-    status: Status = "ok"
-    note: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
+    step: str  # of the check
+    name: str  # of the finding within its step
+    status: Status = "ok"  # how it went
+    note: str = ""  # in words, what is wrong or missing
+    values: dict[str, Any] = field(default_factory=dict)  # what was measured
 
 
 _LONGEST_NOTE = 300
@@ -55,14 +47,10 @@ FLEX = "flex"  # as the peers are named
 
 
 class Goal(NamedTuple):
-    """The goals of a case; None where there is no goal.
+    """The goals of a case; None where there is no goal."""
 
-    Args:
-        rate: TFLOP/s; of decoding TB/s.
-        over_flex: times the speed of compiled FlexAttention, at least. The firm goal.
-    """
-
-    rate: float | None = None
+    rate: float | None = None  # TFLOP/s; of decoding TB/s
+    # Times the speed of compiled FlexAttention, at least. The firm goal.
     over_flex: float | None = None
 
 
@@ -135,7 +123,7 @@ def fraction(rows: Sequence[Row], row: Row) -> float | None:
 def goal(row: Row) -> Goal:
     """Return the goal of what was timed beside others; of anything else an empty one."""
     values = row.values
-    if "direction" not in values:
+    if "direction" not in values or "dtype" in values:
         return Goal()
     return goal_for(values["direction"], values["kind"], values["head_dim"], values["length"])
 
@@ -180,25 +168,18 @@ ONLY = "only "  # the steps that were asked for
 
 @dataclass
 class Record(record.Record):
-    """The results of a run, while it goes on and afterwards.
-
-    Args:
-        self_test: nothing in it is a measurement.
-        backend: that was asked.
-        status: ``"complete"``, ``"only "`` and some steps, or why not everything is there.
-        seconds: of every step.
-        rows: the findings.
-    """
+    """The results of a run, while it goes on and afterwards."""
 
     FORMAT = 1
     KIND = "a JSON file of the GPU check"
     LISTS: ClassVar = {"rows": Row}
 
-    self_test: bool
-    backend: str
+    self_test: bool  # nothing in it is a measurement
+    backend: str  # that was asked
+    # ``"complete"``, ``"only "`` and some steps, or why not everything is there.
     status: str = NOT_FINISHED
-    seconds: dict[str, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # of every step
+    rows: list[Row] = field(default_factory=list)  # the findings
 
     def of(self, step: str) -> list[Row]:
         """Return the rows of a step."""

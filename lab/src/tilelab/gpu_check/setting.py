@@ -14,59 +14,42 @@ from tilelab.peers.work import Work, work_of
 
 
 class Model(NamedTuple):
-    """A model of the training step.
+    """A model of the training step."""
 
-    Args:
-        layers, heads, width, vocabulary: of the transformer.
-        context: positions of a sequence.
-        batch: sequences of a step.
-        causal: a decoder as GPT-2 is, and not an encoder as BERT is.
-    """
-
-    layers: int
+    layers: int  # these four: of the transformer
     heads: int
     width: int
     vocabulary: int
-    context: int
-    batch: int
-    causal: bool
+    context: int  # positions of a sequence
+    batch: int  # sequences of a step
+    causal: bool  # a decoder as GPT-2 is, and not an encoder as BERT is
 
 
 class Sizes(NamedTuple):
-    """Sizes of the problems.
+    """Sizes of the problems."""
 
-    Args:
-        tokens, hidden: of every speed case: batch = tokens / length, heads = hidden / width.
-        lengths, widths: of the speed cases, the longest first; the two greatest lengths have goals.
-        decode_batch, decode_keys: of decoding, with 32 query heads on 8.
-        shrink: what lengths of the accuracy cases are divided by; their widths by the root of it.
-        long, long_width: the long accuracy cases.
-        huge: batch items of the case whose operands pass 2^31 elements.
-        memory: lengths at which memory is measured.
-        matrix, copy_bytes: of the ceilings.
-        models: by name.
-        steps: training steps that are timed.
-    """
-
+    # Of every speed case: batch = tokens / length, heads = hidden / width.
     tokens: int = 16384
     hidden: int = 2048
+    # These two: of the speed cases, the longest first; the two greatest lengths have goals.
     lengths: tuple[int, ...] = (16384, 8192, 4096, 2048, 1024, 512)
     widths: tuple[int, ...] = (128, 64, 256)
-    decode_batch: int = 16
+    decode_batch: int = 16  # these two: of decoding, with 32 query heads on 8
     decode_keys: int = 32768
+    # What lengths of the accuracy cases are divided by; their widths by the root of it.
     shrink: int = 1
-    long: int = 16384
+    long: int = 16384  # these two: the long accuracy cases
     long_width: int = 128
-    huge: int = 8200
-    memory: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    matrix: int = 8192
+    huge: int = 8200  # batch items of the case whose operands pass 2^31 elements
+    memory: tuple[int, ...] = (4096, 8192, 16384, 32768)  # lengths at which memory is measured
+    matrix: int = 8192  # these two: of the ceilings
     copy_bytes: int = 2**32
     models: tuple[tuple[str, Model], ...] = (
         ("GPT-2 small", Model(12, 12, 768, 50304, 1024, 16, True)),
         ("BERT-large", Model(24, 16, 1024, 30592, 512, 32, False)),
         ("GPT-2 medium", Model(24, 16, 1024, 50304, 1024, 8, True)),
     )
-    steps: int = 10
+    steps: int = 10  # training steps that are timed
 
 
 _ROUNDS = (5, 25)  # of timed calls, whatever the budget
@@ -96,17 +79,11 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of a job.
+    """The setting of a job."""
 
-    Args:
-        backend: of ``tilewise.attention``; it never falls back.
-        self_test: on the CPU in Triton's interpreter, tiny, with no claim about time.
-        scratch: a folder in which jobs leave word for later ones; "" for none.
-    """
-
-    backend: str = "gpu"
-    self_test: bool = False
-    scratch: str = ""
+    backend: str = "gpu"  # of ``tilewise.attention``; it never falls back
+    self_test: bool = False  # on the CPU in Triton's interpreter, tiny, with no claim about time
+    scratch: str = ""  # a folder in which jobs leave word for later ones; "" for none
 
     @property
     def device(self) -> torch.device:

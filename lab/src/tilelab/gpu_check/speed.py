@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,27 @@ def _other_work(setting: Setting) -> None:
             a = a @ a
 
 
-def measure(step: str, setting: Setting, job: str) -> Iterator[Row]:
+DTYPES = "dtypes"
+_OTHER_DTYPES = ("float16", "float32")
+
+
+def in_other_dtypes(setting: Setting) -> list[str]:
+    """Return jobs of the causal case of each width, in the dtypes that other steps do not time."""
+    chosen = [case for case in timed.with_goals(setting.sizes) if case.kind == "causal"]
+    longest = [case.name for case in chosen if case.keys == setting.sizes.lengths[0]]
+    return [f"{dtype} {name}" for dtype in _OTHER_DTYPES for name in longest]
+
+
+def measure_dtype(setting: Setting, job: str) -> Iterator[Row]:
+    """Time a case in a dtype of its own: "float16 D128 causal 16384"."""
+    dtype, _, name = job.partition(" ")
+    for row in measure(DTYPES, setting, name, getattr(torch, dtype)):
+        yield replace(row, name=f"{row.name} {dtype}", values={**row.values, "dtype": dtype})
+
+
+def measure(
+    step: str, setting: Setting, job: str, dtype: torch.dtype | None = None
+) -> Iterator[Row]:
     """The forward pass of a case, and where it has one the backward pass, for a step."""
     case = timed.find(setting.sizes, job)
     own, others = timed.ours(case), timed.peers(setting, case)
@@ -110,7 +131,7 @@ def measure(step: str, setting: Setting, job: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of others, about themselves
         for direction in timed.directions(case):
-            work = setting.work(case, passes=direction)
+            work = setting.work(case, passes=direction, dtype=dtype or setting.dtype)
             yield Row(step, f"{direction} {job}", *_pass(setting, work, own, others, absent))
             own.pop(timed.POINTERS, None)  # of the forward pass alone
 

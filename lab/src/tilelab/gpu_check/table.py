@@ -38,8 +38,8 @@ def _heading(record: Record) -> Iterator[str]:
 
 
 def _speed(record: Record) -> Iterator[str]:
-    both = record.of("speed") + record.of("lengths")
-    rows = [row for row in both if row.values.get("samples_s")]
+    timed = [row for step in ("speed", "lengths", "dtypes") for row in record.of(step)]
+    rows = [row for row in timed if row.values.get("samples_s")]
     if not rows:
         return
     yield "Speed, medians, TFLOP/s (decode TB/s); +- half the range; % of the ceiling"
@@ -61,7 +61,7 @@ def _speed_cells(record: Record, row: Row) -> tuple[str, ...]:
     peers = [spread.median if (spread := rate(row, name)) else None for name in _PEERS]
     goals = [f"{wanted.rate:g}" if wanted.rate else "", "flex" if wanted.over_flex else ""]
     return (
-        f"{way} D{values['head_dim']} {values['kind']} {short}",
+        f"{way} D{values['head_dim']} {values['kind']} {short} {values.get('dtype', '')}".rstrip(),
         "-" if ours is None else f"{ours.median:.3g}",
         "" if ours is None else f"{(ours.high - ours.low) / 2 / ours.median:.0%}",
         "" if share is None else f"{100 * share:.0f}",

@@ -5,7 +5,8 @@ bytes read are compared; bytes written may still be in the cache when a kernel e
 ``python -m tilelab.gpu_check.traffic SETTING JOB`` is the process that ncu watches.
 
 ``ncu`` (Nsight Compute) empties the caches before each kernel, so every kernel is counted from cold
-memory. It counts only between the start and the stop of the profiler. Reading counters needs a
+memory. It counts only between the start and the stop of the profiler, at the clocks that the GPU
+has: by itself it would lock them, which a borrowed machine may forbid. Reading counters needs a
 right that many machines do not give (``ERR_NVGPUCTRPERM``).
 """
 
@@ -13,8 +14,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,9 +24,9 @@ import tilewise
 from tilelab.cases.case import Pass
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.watched import CannotWatch, last_words, watch
 from tilelab.peers.methods import ours
 from tilelab.peers.work import Work, call_of, draw
-from tilewise.errors import TilewiseError
 from tilewise.plan.traffic.count import Traffic
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -35,34 +34,22 @@ Bytes = dict[str, int]
 _REFUSED = "ERR_NVGPUCTRPERM"
 
 
-class CannotCount(TilewiseError):  # noqa: N818  no error of the check: a counter cannot be read
-    """Why nothing can be counted here."""
-
-
 def count(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> list[Bytes]:
     """Count the bytes that every kernel of a process reads and writes, in order.
 
     Raises:
-        CannotCount: ncu is missing, refuses, or does not come to its end.
+        CannotWatch: ncu is missing, refuses, or does not come to its end.
     """
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise CannotCount("ncu (Nsight Compute) is not installed")
     arguments = [
-        *(ncu, "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"),
-        *("--profile-from-start", "off", "--target-processes", "all", *command),
+        *("--metrics", ",".join(METRICS), "--csv", "--print-units", "base"),
+        *("--profile-from-start", "off", "--target-processes", "all"),
+        *("--clock-control", "none"),
     ]
-    try:
-        done = subprocess.run(
-            arguments, capture_output=True, text=True, check=False, env=environment, timeout=limit_s
-        )
-    except subprocess.TimeoutExpired:
-        raise CannotCount(f"ncu was not done after {limit_s:.0f} s") from None
-    said = done.stdout + done.stderr
-    if _REFUSED in said:
-        raise CannotCount(f"counters cannot be read here: {_REFUSED}")
+    done = watch("ncu (Nsight Compute)", arguments, command, environment, limit_s)
+    if _REFUSED in done.stdout + done.stderr:
+        raise CannotWatch(f"counters cannot be read here: {_REFUSED}")
     if done.returncode != 0:
-        raise CannotCount(f"ncu ended with {done.returncode}: {' '.join(said.split())[-200:]}")
+        raise CannotWatch(f"ncu ended with {done.returncode}: {last_words(done)}")
     return bytes_of(done.stdout)
 
 
@@ -70,22 +57,22 @@ def bytes_of(printed: str) -> list[Bytes]:
     """Return the counts in what ncu printed: for each kernel, bytes by metric.
 
     Raises:
-        CannotCount: there is no table with these metrics in it.
+        CannotWatch: there is no table with these metrics in it.
     """
     lines = printed.splitlines()
     head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if head is None:
-        raise CannotCount("ncu printed no table: no kernel ran between start and stop")
+        raise CannotWatch("ncu printed no table: no kernel ran between start and stop")
     kernels: dict[str, Bytes] = {}
     for row in csv.DictReader(lines[head:]):
         name, unit, value = (row.get(f"Metric {part}") or "" for part in ("Name", "Unit", "Value"))
         if name not in METRICS:
             continue
         if unit != "byte":
-            raise CannotCount(f"{name} in {unit or 'no unit'}, not in bytes")
+            raise CannotWatch(f"{name} in {unit or 'no unit'}, not in bytes")
         kernels.setdefault(row["ID"], {})[name] = round(float(value.replace(",", "")))
     if not kernels or any(len(found) < len(METRICS) for found in kernels.values()):
-        raise CannotCount(f"ncu's table lacks {' or '.join(METRICS)}")
+        raise CannotWatch(f"ncu's table lacks {' or '.join(METRICS)}")
     return list(kernels.values())
 
 
@@ -109,7 +96,7 @@ def run(setting: Setting, job: str) -> Iterator[Row]:
     command += [json.dumps(asdict(setting)), job]
     try:
         kernels = count(command, setting.environment(), _LIMIT_S)
-    except CannotCount as error:
+    except CannotWatch as error:
         # Not "skipped", which is for want of time and a failure.
         yield Row(STEP, job, "unsupported", f"skipped: {error}", values)
         return

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilelab.common import worker
-from tilelab.gpu_check import accuracy, host, smoke, speed, timed, traffic, training
+from tilelab.gpu_check import accuracy, host, sanitize, smoke, speed, timed, traffic, training
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
@@ -36,23 +36,14 @@ _Found = TypeVar("_Found")
 
 
 class Step(NamedTuple):
-    """A part of the check.
+    """A part of the check."""
 
-    Args:
-        name: of the step.
-        budget_s: what it may take; what has not begun by then is skipped.
-        job_s: what one job may take before its process is ended.
-        jobs: their names, the most important first.
-        run: does one job.
-        parallel: several processes at once: for what compiles much and times nothing.
-    """
-
-    name: str
-    budget_s: float
-    job_s: float
-    jobs: Jobs
-    run: Callable[[Setting, str], Iterator[Row]]
-    parallel: bool = False
+    name: str  # of the step
+    budget_s: float  # what it may take; what has not begun by then is skipped
+    job_s: float  # what one job may take before its process is ended
+    jobs: Jobs  # their names, the most important first
+    run: Callable[[Setting, str], Iterator[Row]]  # does one job
+    parallel: bool = False  # several processes at once: for what compiles much and times nothing
 
 
 def _always(*names: str) -> Jobs:
@@ -72,12 +63,19 @@ STEPS = (
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
     Step("speed", 150, 30, timed.names(timed.with_goals), partial(speed.measure, "speed")),
     Step("training", 60, 40, _models, training.run),
-    Step("host", 30, 20, _always(*host.JOBS), host.run),
+    Step("host", 60, 40, _always(*host.JOBS), host.run),
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
     Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),
     Step("traffic", 60, 40, _always(*traffic.JOBS), traffic.run),
     Step("lengths", 200, 30, timed.names(timed.other_lengths), partial(speed.measure, "lengths")),
+)
+
+# What the check leaves out, and the first half hour on a GPU does (``tilelab.tune.half_hour``).
+MORE_STEPS = (
+    Step(accuracy.NARROW, 240, 40, accuracy.every_narrowed, accuracy.narrow),
+    Step("sanitize", 200, 75, sanitize.jobs, sanitize.run),
+    Step(speed.DTYPES, 60, 30, speed.in_other_dtypes, speed.measure_dtype),
 )
 
 
@@ -158,7 +156,7 @@ def processes(most: int, spare: int) -> int:
 
 
 def _run_step(setting: Setting, step: str, job: str) -> Iterator[Row]:
-    return next(each for each in STEPS if each.name == step).run(setting, job)
+    return next(each for each in (*STEPS, *MORE_STEPS) if each.name == step).run(setting, job)
 
 
 def do(setting: Setting, step: str, job: str, run: Run = _run_step) -> list[Row]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -240,9 +240,16 @@ def _layer(shape: Shape, implementation: Implementation, mask: Mask, score: Scor
     )
 
 
-def _asked(layer: nn.Module, mask: Mask, places: Tensor) -> Callable[[Tensor], Tensor]:
+def _asked(layer: nn.Module, mask: Mask | None, places: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the attention of a layer with a further mask and with positions of its own."""
     return partial(cast("Attention", layer.attention), mask=mask, positions=places)
+
+
+class Rows(NamedTuple):
+    """Some rows of a sequence: their positions, int64 [S], and the length of all of it."""
+
+    places: Tensor
+    length: int
 
 
 def first_places(documents: Tensor) -> Tensor:
@@ -321,7 +328,9 @@ class GPT2(nn.Module):
             if name == "tokens.weight" and self.positions is None:
                 parameter.new_empty(shape.context, shape.width).normal_(generator=generator)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, rows: Rows | None = None
+    ) -> Tensor:
         """Logits of the next token at every position.
 
         Args:
@@ -330,6 +339,8 @@ class GPT2(nn.Module):
                 other; None where a row is one. A token sees those of its own document, and
                 positions count from the document's first token in the row: logits are those that
                 each document has alone (a pattern of blocks counts within the row).
+            rows: where the tokens lie in a longer sequence, whose attention is shared
+                (``tilewise.distributed.context_parallel``); None where they are all of it.
 
         Returns:
             [B, S, V].
@@ -337,15 +348,18 @@ class GPT2(nn.Module):
         Raises:
             InvalidArgument: another shape, or more positions than the model has.
         """
-        return self.logits(self.features(tokens, documents))
+        return self.logits(self.features(tokens, documents, rows))
 
-    def features(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens: Tensor, documents: Tensor | None = None, rows: Rows | None = None
+    ) -> Tensor:
         """Return what ``logits`` takes, [B, S, width]; arguments are those of ``forward``."""
-        if tokens.dim() != 2 or tokens.shape[1] > self.shape.context:
+        length = tokens.shape[-1] if rows is None else rows.length
+        if tokens.dim() != 2 or length > self.shape.context:
             required = f"[B, S] with S at most the context {self.shape.context}"
             raise InvalidArgument("tokens", f"shape {list(tokens.shape)}", required)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        seen = None if self.pattern is None else self.pattern(tokens.shape[1])
+        places = torch.arange(length, device=tokens.device) if rows is None else rows.places
+        seen = None if self.pattern is None else self.pattern(length)
         if documents is not None:
             places = places - first_places(documents)
             own = masks.document(documents)
@@ -353,7 +367,8 @@ class GPT2(nn.Module):
         x = self.dropout(self.embedded(tokens, places))
         recompute = self.checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
-            asked = (x, None if seen is None else _asked(layer, seen, places))
+            plain = seen is None and rows is None
+            asked = (x, None if plain else _asked(layer, seen, places))
             x = checkpoint(layer, *asked, use_reentrant=False) if recompute else layer(*asked)
         features: Tensor = self.norm(x)
         return features

@@ -21,21 +21,14 @@ Visible = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Operands(NamedTuple):
-    """What a method attends with.
+    """What a method attends with."""
 
-    Args:
-        q: [B, H, N, D].
-        k: [B, H, N, D].
-        v: [B, H, N, Dv].
-        keys: bool [N], which keys there are, the others are padding; None for all.
-        dropout_p: the probability of dropping a pair, of methods that have probabilities.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [B, H, N, D]
+    k: Tensor  # [B, H, N, D]
+    v: Tensor  # [B, H, N, Dv]
+    # Bool [N], which keys there are, the others are padding; None for all.
     keys: Tensor | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0.0  # the probability of dropping a pair, of methods that have probabilities
 
     @property
     def length(self) -> int:

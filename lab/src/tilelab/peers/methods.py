@@ -43,25 +43,16 @@ Make = Callable[[Work, Given], Attend]
 
 @dataclass(frozen=True)
 class Method:
-    """A way of doing a work.
+    """A way of doing a work."""
 
-    Args:
-        name: for tables.
-        make: gives the function; masks are made here, not in the timed call.
-        exact: whether the 2x rule holds it; else its error is printed.
-        why_not: what it cannot do of a work; empty if it can.
-        matrices: how many matrices of all heads its forward pass holds at once, roughly.
-        same_dropout: whether it drops what ours drops.
-        statistics: whether it gives statistics of rows.
-    """
-
-    name: str
-    make: Make
-    exact: bool = True
-    why_not: Callable[[Work], str] = lambda _: ""
+    name: str  # for tables
+    make: Make  # gives the function; masks are made here, not in the timed call
+    exact: bool = True  # whether the 2x rule holds it; else its error is printed
+    why_not: Callable[[Work], str] = lambda _: ""  # what it cannot do of a work; empty if it can
+    # How many matrices of all heads its forward pass holds at once, roughly.
     matrices: Callable[[Work], float] = lambda _: 0.0
-    same_dropout: bool = False
-    statistics: bool = False
+    same_dropout: bool = False  # whether it drops what ours drops
+    statistics: bool = False  # whether it gives statistics of rows
 
     def bytes(self, work: Work) -> float:
         """About what its matrices need: for what is not to be tried."""

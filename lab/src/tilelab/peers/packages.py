@@ -19,22 +19,15 @@ from tilelab.peers.work import Given, Prepared, Work
 
 @dataclass(frozen=True)
 class Package:
-    """Attention of a package.
+    """Attention of a package."""
 
-    Args:
-        name: for tables.
-        distribution: what is installed, and has the version.
-        prepare: makes its call on a work; what it raises is why it is not measured.
-        requires: other distributions that it needs here.
-        unfit: returns why it is not for this machine; empty if it is.
-        why_not: returns what it cannot do of a work; empty if it can.
-    """
-
-    name: str
-    distribution: str
+    name: str  # for tables
+    distribution: str  # what is installed, and has the version
+    # Makes its call on a work; what it raises is why it is not measured.
     prepare: Callable[[Work, Given], Prepared]
-    requires: tuple[str, ...] = ()
-    unfit: Callable[[], str] = lambda: ""
+    requires: tuple[str, ...] = ()  # other distributions that it needs here
+    unfit: Callable[[], str] = lambda: ""  # returns why it is not for this machine; empty if it is
+    # Returns what it cannot do of a work; empty if it can.
     why_not: Callable[[Work], str] = lambda _: ""
 
     @property

@@ -32,14 +32,10 @@ Keep = Callable[[Tensor], Tensor]  # dropout
 
 
 class Seen(NamedTuple):
-    """The mask of some rows.
+    """The mask of some rows."""
 
-    Args:
-        hidden: True for a pair that does not attend, bool [B or 1, Hq or 1, rows, N].
-        blind: True for a row that sees nothing, [.., rows, 1]; None where there is none.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # True for a pair that does not attend, bool [B or 1, Hq or 1, rows, N]
+    # True for a row that sees nothing, [.., rows, 1]; None where there is none.
     blind: Tensor | None
 
 
@@ -186,19 +182,12 @@ _CHUNKS = 4
 
 
 class Measured(NamedTuple):
-    """The distance of a result from the exact one.
+    """The distance of a result from the exact one."""
 
-    Args:
-        complaint: what breaks the 2x rule; empty if nothing does.
-        largest: the largest error of the output (of a backward: of the gradients).
-        allowed: what the rule allows it.
-        relative: root mean square of the error over that of the exact values.
-    """
-
-    complaint: str
-    largest: float
-    allowed: float
-    relative: float
+    complaint: str  # what breaks the 2x rule; empty if nothing does
+    largest: float  # the largest error of the output (of a backward: of the gradients)
+    allowed: float  # what the rule allows it
+    relative: float  # root mean square of the error over that of the exact values
 
 
 def sampled(length: int) -> list[range]:

@@ -24,16 +24,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Work(Case):
-    """A dense case where it is measured.
+    """A dense case where it is measured."""
 
-    Args:
-        suite: whose it is.
-        device: of the tensors.
-        backend: of ours; None for the one that a call takes by itself.
-    """
-
-    suite: str = field(default="", repr=False)
-    device: str = field(default="cpu", repr=False)
+    suite: str = field(default="", repr=False)  # whose it is
+    device: str = field(default="cpu", repr=False)  # of the tensors
+    # Of ours; None for the one that a call takes by itself.
     backend: str | None = field(default=None, repr=False)
 
     @cached_property
@@ -88,17 +83,12 @@ class Given(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The call of another package on one work.
+    """The call of another package on one work."""
 
-    Args:
-        call: returns the output, [B, Hq, M, Dv]; it packs first where there is something to pack.
-        pack: the packing alone; None where there is none.
-        path: the code path that the package takes, such as "amx".
-    """
-
+    # Returns the output, [B, Hq, M, Dv]; it packs first where there is something to pack.
     call: Callable[[], Tensor]
-    pack: Callable[[], Any] | None = None
-    path: str = ""
+    pack: Callable[[], Any] | None = None  # the packing alone; None where there is none
+    path: str = ""  # the code path that the package takes, such as "amx"
 
 
 def draw(work: Work, factor: float = 1.0) -> Given:

@@ -22,8 +22,7 @@ from tilelab.stats.decide import (
     look_levels,
 )
 from tilelab.stats.errors import invalid
-from tilelab.stats.factorial import factor_effects, interactions
-from tilelab.stats.fractions import check
+from tilelab.stats.factorial import check, factor_effects, interactions
 from tilelab.stats.values import FactorEffect, Interaction, SeedResult, Status, Verdict
 
 Values = Mapping[int, float | None]

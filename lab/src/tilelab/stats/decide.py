@@ -43,8 +43,18 @@ from tilelab.stats.paired import (
     paired,
     pooled_spread,
 )
-from tilelab.stats.values import ErrorUsed, Interval, Label, Look, SeedResult, Verdict
-from tilelab.stats.words import effect_text, interval_text, p_text, seeds_text
+from tilelab.stats.values import (
+    ErrorUsed,
+    Interval,
+    Label,
+    Look,
+    SeedResult,
+    Verdict,
+    effect_text,
+    interval_text,
+    p_text,
+    seeds_text,
+)
 
 VARIANCES_DIFFER = 0.05  # a p-value of Cochran's test up to that says so
 

@@ -67,7 +67,8 @@ def column(rows: Sequence[Row], name: str, argument: str) -> str:
         return found[0]
     if found:
         raise invalid(argument, repr(name), f"one of {', '.join(found)}")
-    near = difflib.get_close_matches(name, [*known, *map(_bare, known)], n=1)
+    bare = [each.partition(".")[2] or each for each in known]
+    near = difflib.get_close_matches(name, [*known, *bare], n=1)
     fix = f"Did you mean {near[0]!r}?" if near else ""
     shown = ", ".join(known[:_MOST]) + (", ..." if len(known) > _MOST else "")
     raise invalid(argument, f"{name!r}, which is no column", f"one of {shown}", fix)
@@ -229,10 +230,6 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
-
-
-def _bare(name: str) -> str:
-    return name.partition(".")[2] or name
 
 
 def _missing(value: object) -> bool:

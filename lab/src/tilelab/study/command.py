@@ -85,7 +85,9 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
         return _dry_run(study, options.chip, console)
     if options.chip:
         raise InvalidArgument("--chip", repr(options.chip), "--dry-run too: it is predicted for")
-    how = {name: getattr(options, name) for name in ("threads", "device", "processes", "strategy")}
+    names = ("threads", "device", "processes", "strategy")
+    how = {name: getattr(options, name) for name in names}
+    how["context"] = options.context_parallel
     return conductor.Conductor(
         study=study,
         command=shlex.join(["tilewise", "study", "run", *argv] if argv else _BARE),
@@ -337,6 +339,13 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=get_args(Strategy),
         default="ddp",
         help="how they share its model (ddp)",
+    )
+    add(
+        "--context-parallel",  # recipes have an option --context, the length of a sequence
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of the processes that share each sequence (1): docs/scaling.md",
     )
     add(
         "--on",

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.family import Families, families_of
+from tilelab.study.verdict.detect import Families, families_of
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.stages import follows, stand_ins

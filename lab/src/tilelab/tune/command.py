@@ -78,7 +78,7 @@ def summary(findings: Sequence[Finding], left: Sequence[Job]) -> Iterator[str]:
     if failed := sum(bool(finding.failure) for finding in findings):
         yield f"{failed} failed"
     if left:
-        yield f"{len(left)} not begun for want of time: {'; '.join(str(job) for job in left)}"
+        yield f"{len(left)} not done for want of time: {'; '.join(str(job) for job in left)}"
 
 
 def _milliseconds(timing: Spread) -> str:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write.
 
     Returns:
-        0 if nothing failed, else 1. What was not begun for want of time did not fail.
+        0 if nothing failed, else 1. What was not done for want of time did not fail.
 
     Raises:
         Unsupported: there is nothing to measure on.
@@ -139,14 +139,16 @@ def _run(
     """Do jobs, write after every width of a pass, and give back what there was no time for."""
     before, findings = _before(path, chip), []
     team = Team(setting)
+    team.until = until
     try:
         for _, group in groupby(jobs, key=lambda job: job[:3]):
             for job in group:
-                if time.monotonic() > until:
+                found = tune(setting, team, chip.family, job) if time.monotonic() < until else None
+                if found is None or (found.failure and time.monotonic() >= until):
                     yield job
                     continue
-                findings.append(tune(setting, team, chip.family, job))
-                yield findings[-1]
+                findings.append(found)
+                yield found
             _write(path, chip, before, findings)
     finally:
         team.close()
@@ -264,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--widths", nargs="+", type=int, choices=_WIDTHS, metavar="D", help="of 64, 128, 256")
     kinds = "plain, + (more for a pair than a comparison or two), * (a mask of no known shape)"
     add("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {kinds}")
-    add("--minutes", type=float, default=_MINUTES, metavar="N", help="begin nothing after these")
+    add("--minutes", type=float, default=_MINUTES, metavar="N", help="end after these")
     add("--dry-run", action="store_true", help="list what would be tried, and do nothing")
     add("--self-test", action="store_true", help="tiny, in Triton's interpreter, on the processor")
     return parser

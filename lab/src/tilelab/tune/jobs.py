@@ -20,19 +20,12 @@ from tilewise.plan.tuned import Blocks, Place
 
 
 class Job(NamedTuple):
-    """One entry of the table of blocks that is questioned.
+    """One entry of the table of blocks that is questioned."""
 
-    Args:
-        pass_name: "forward", "dkdv" or "dq".
-        dtype: "bfloat16" and so on.
-        width: the class of D and Dv.
-        kind: "plain", "+" or "*", as in the table.
-    """
-
-    pass_name: Pass
-    dtype: str
-    width: int
-    kind: str
+    pass_name: Pass  # "forward", "dkdv" or "dq"
+    dtype: str  # "bfloat16" and so on
+    width: int  # the class of D and Dv
+    kind: str  # "plain", "+" or "*", as in the table
 
     @property
     def type(self) -> torch.dtype:

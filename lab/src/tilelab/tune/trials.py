@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,23 +65,34 @@ class Team(worker.Team):
     Args:
         setting: of their jobs.
         command: what to run; the worker of this package, but for tests.
+
+    Attributes:
+        until: when whatever is asked ends, of the monotonic clock.
     """
 
     def __init__(self, setting: Setting, command: Sequence[str] = ()) -> None:
         self._patience = _SELF_TEST_PATIENCE if setting.self_test else 1
         count = 1 if setting.self_test else worker.processes(_MOST_PROCESSES, _SPARE_CORES)
         super().__init__(setting, count, command or [sys.executable, "-m", "tilelab.tune.worker"])
+        self.until = math.inf
 
     def check(self, job: Job, blocks: Sequence[Blocks]) -> list[Row]:
         """Check each of these blocks on the small problems."""
-        limit_s = self._patience * _CHECK_S
-        # Where a process ended after a job, its last row says so.
-        return self.each(lambda free, each: free.ask("check", f"{job} {each}", limit_s)[-1], blocks)
+        return self.each(
+            lambda free, each: self._ask(free, "check", f"{job} {each}", _CHECK_S), blocks
+        )
 
     def measure(self, job: Job, blocks: Sequence[Blocks]) -> Row:
         """Return seconds of each of these blocks on the large problems, while nobody else works."""
         words = " ".join(str(each) for each in (job, *blocks))
-        return self.workers[0].ask("measure", words, self._patience * _MEASURE_S)[-1]
+        return self._ask(self.workers[0], "measure", words, _MEASURE_S)
+
+    def _ask(self, free: worker.Worker, step: str, words: str, limit_s: float) -> Row:
+        """Return the last row of a job: where its process ended after it, that row says so."""
+        left = self.until - time.monotonic()
+        if left <= 0:
+            return Row(step, words, "skipped", "no time was left")
+        return free.ask(step, words, min(self._patience * limit_s, left))[-1]
 
 
 def tune(setting: Setting, team: Team, family: str, job: Job) -> Finding:

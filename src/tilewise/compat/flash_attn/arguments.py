@@ -58,11 +58,9 @@ def read(
 ) -> Options:
     """Return the flags of a call with so many sequences and query heads."""
     if softmax_scale is not None:
-        _check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(D)")
-    _check_number("dropout_p", dropout_p, "a probability in [0, 1)")
-    if not 0.0 <= dropout_p < 1.0:
-        raise InvalidArgument("dropout_p", str(dropout_p), "a probability in [0, 1)")
-    _check_number("softcap", softcap, "a number; 0 or less for none")
+        check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(D)")
+    check_probability("dropout_p", dropout_p)
+    check_number("softcap", softcap, "a number; 0 or less for none")
     if alibi_slopes is not None:
         required = f"a floating tensor [{heads}] or [{sequences}, {heads}]"
         check_tensor("alibi_slopes", alibi_slopes, required, FLOATING)
@@ -88,8 +86,19 @@ def bounds(window_size: WindowSize) -> tuple[int, int]:
         raise InvalidType("window_size", named(window_size), required)
     if len(window_size) != 2:
         raise InvalidArgument("window_size", f"{len(window_size)} entries", required)
-    left, right = (_bound(each, required) for each in window_size)
+    left, right = (_bound("window_size", each, required, " in it") for each in window_size)
     return left, right
+
+
+def two_bounds(left: object, right: object) -> tuple[int, int]:
+    """Read ``window_size_left`` and ``window_size_right`` as ``bounds`` reads both in one."""
+    required, fix = "an integer, -1 for no bound", ""
+    if isinstance(left, Sequence):
+        fix = "Flash-attn before 2.7 takes both in one tuple, window_size. Pass each by itself."
+    return (
+        _bound("window_size_left", left, required, fix=fix),
+        _bound("window_size_right", right, required),
+    )
 
 
 def is_local(causal: bool, window_size: tuple[int, int]) -> bool:
@@ -104,20 +113,34 @@ def check_rank(name: str, tensor: object, shape: str) -> None:
     check_tensor(name, tensor, shape, dims=shape.count(",") + 1)
 
 
+def check_number(name: str, value: object, required: str) -> None:
+    """It is a number, and not a boolean."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidType(name, named(value), required)
+
+
+def check_probability(name: str, value: float) -> None:
+    """It is a probability of dropping, below 1."""
+    required = "a probability in [0, 1)"
+    check_number(name, value, required)
+    if not 0.0 <= value < 1.0:
+        raise InvalidArgument(name, str(value), required)
+
+
 def as_flash_attn(lse: Tensor | None) -> Tensor:
     """Lse as flash-attn 2 returns it: +inf for a row without keys."""
     assert lse is not None
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
-def _bound(value: object, required: str) -> int:
+def _bound(name: str, value: object, required: str, place: str = "", fix: str = "") -> int:
     if isinstance(value, Tensor) and value.numel() == 1 and _is_integer(value):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        came = f"{named(value)} in it"
+        came = named(value)
         if isinstance(value, Tensor):
-            came = f"a tensor of {value.dtype}, shape {tuple(value.shape)}, in it"
-        raise InvalidType("window_size", came, required)
+            came = f"a tensor of {value.dtype}, shape {tuple(value.shape)}"
+        raise InvalidType(name, came + place, required, fix)
     return value if isinstance(value, int) else int(value)
 
 
@@ -132,8 +155,3 @@ def _mask(causal: bool, left: int, right: int) -> masks.Mask | None:
     if behind is None:
         return None if ahead is None else masks.causal() if causal else masks.window(None, ahead)
     return masks.window(behind, ahead)
-
-
-def _check_number(name: str, value: object, required: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidType(name, named(value), required)

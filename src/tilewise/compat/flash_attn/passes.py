@@ -12,13 +12,14 @@ int64 [2]: the first number is the seed of dropout, the second is 0.
 
 from __future__ import annotations
 
+import sys
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.checks import check_tensor
-from tilewise.compat.flash_attn.arguments import Options, check_rank, read
+from tilewise.compat.flash_attn.arguments import Options, check_rank, read, two_bounds
 from tilewise.compat.flash_attn.calls import (
     Answer,
     Packing,
@@ -30,7 +31,7 @@ from tilewise.compat.flash_attn.calls import (
 from tilewise.compat.flash_attn.forward_only import forward_only
 from tilewise.compat.from_lse import Forward, gradients_of
 from tilewise.engine.call import read_keywords
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.variants.lower import statistics_dtype
 
 Passed: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
@@ -61,7 +62,7 @@ def _flash_attn_forward(
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
     check_dense(q=q, k=k, v=v)
-    window = (window_size_left, window_size_right)
+    window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], *flags)
     with torch.no_grad():
@@ -105,7 +106,7 @@ def _flash_attn_varlen_forward(
     """
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_packed(packing, block_table is not None, q, k=k, v=v)
-    window = (window_size_left, window_size_right)
+    window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)
     with torch.no_grad():
@@ -148,9 +149,11 @@ def _flash_attn_backward(
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: float32 in a ring of ring-flash-attention or yunchang, which would be wrong.
     """
+    _refuse_sums_in_place(q)
     check_dense(dout=dout, q=q, k=k, v=v, out=out)
-    window = (window_size_left, window_size_right)
+    window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     options = read(q.shape[0], q.shape[2], *flags)
     _check_rows(dout, q, v, out, softmax_lse, (q.shape[0], q.shape[2], q.shape[1]))
@@ -199,10 +202,12 @@ def _flash_attn_varlen_backward(
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: as ``_flash_attn_backward``.
     """
+    _refuse_sums_in_place(q)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_packed(packing, False, q, k=k, v=v, dout=dout, out=out)
-    window = (window_size_left, window_size_right)
+    window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     sequences = cu_seqlens_q.shape[0] - 1
     options = read(sequences, q.shape[1], *flags)
@@ -229,6 +234,22 @@ def _passed(name: str, found: Answer, q: Tensor, k: Tensor, v: Tensor) -> Passed
     if found.seed is not None:
         state = torch.stack((found.seed, state[1]))
     return out, lse, found.signed, state
+
+
+def _refuse_sums_in_place(q: Tensor) -> None:
+    """Refuse float32 to callers whose sums of gradients would lie in the buffers of a block.
+
+    ``buffer.to(torch.float32)`` copies a buffer of 16 bits, the only kind that flash-attn takes. It
+    returns a float32 buffer as it is, and the pass over the next block overwrites the sum.
+    """
+    if q.dtype is not torch.float32 or torch.compiler.is_compiling():
+        return
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    if caller.startswith(("ring_flash_attn.", "yunchang.")) and "llama3" not in caller:
+        raise Unsupported(
+            f"float32 in a ring of {caller}: it adds up gradients in the buffers of a block",
+            fix="use bfloat16 or float16 there, or tilewise.distributed.context_parallel_attention",
+        )
 
 
 def _seed_of(rng_state: Tensor | None, options: Options) -> Tensor | None:

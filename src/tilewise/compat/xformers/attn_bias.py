@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, check_whole
-from tilewise.compat.xformers.reading import NAMES, Keys, read
-from tilewise.compat.xformers.sequences import (
+from tilewise.compat.xformers.reading import (
+    NAMES,
+    Keys,
     _GappySeqInfo,
     _PaddedSeqLenInfo,
     _SeqLenInfo,
     moved,
+    read,
 )
 from tilewise.errors import InvalidArgument
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.checks import FLOATING, check_tensor, named
-from tilewise.compat.flash_attn.arguments import Options
+from tilewise.checks import FLOATING, check_tensor
+from tilewise.compat.flash_attn.arguments import Options, check_number, check_probability
 from tilewise.compat.flash_attn.cache import Cache, attend, check_blocks, check_lengths
 from tilewise.compat.from_lse import Forward, gradients_of
 from tilewise.compat.xformers.reading import Keys, Reading, read
 from tilewise.engine.call import read_keywords
-from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import attention, attention_varlen
 from tilewise.variants import scores
 
@@ -75,11 +74,9 @@ def read_call(
     """
     said = read(attn_bias)
     _check_tensors(query, key, value)
-    _check_number("p", p, "a probability in [0, 1)")
-    if not 0.0 <= p < 1.0:
-        raise InvalidArgument("p", str(p), "a probability in [0, 1)")
+    check_probability("p", p)
     if scale is not None:
-        _check_number("scale", scale, "a finite number, or None for 1/sqrt(K)")
+        check_number("scale", scale, "a finite number, or None for 1/sqrt(K)")
     heads = tuple(query.shape[2:-1])
     q, k, v = query, key, value
     if wider is not None and wider.itemsize > q.dtype.itemsize:
@@ -264,11 +261,6 @@ def _check_sequences(said: Reading, query: Tensor, key: Tensor) -> None:
     if said.starts_q.device != query.device:
         came, required = f"a bias on {said.starts_q.device}", f"one on {query.device}, as of query"
         raise InvalidArgument("attn_bias", came, required, "Call attn_bias.to(query.device).")
-
-
-def _check_number(name: str, value: object, required: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidType(name, named(value), required)
 
 
 def divided(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:

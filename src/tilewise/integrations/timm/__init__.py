@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from tilewise.errors import InvalidType, Unsupported
-from tilewise.integrations.timm.report import Report
-from tilewise.integrations.timm.route import Routed, routed_class, unrouted_class
+from tilewise.integrations.timm.route import Report, Routed, routed_class, unrouted_class
 
 __all__ = ["Report", "disable", "enable"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.functional import attention, attention_varlen
 from tilewise.integrations.transformers.latent import by_heads, is_absorbed, operands
 from tilewise.integrations.transformers.masks import Pairs
+from tilewise.routes import attention, attention_varlen
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 

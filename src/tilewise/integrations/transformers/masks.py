@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import visible_pairs
+from tilewise.routes import elsewhere
 from tilewise.variants import masks
 from tilewise.variants.guidance import not_expressed
 from tilewise.variants.program import Program
@@ -133,10 +134,28 @@ def make_mask(
         mask, keys = _from_the_start(mask_function, q_offset.clone(), kv_offset), kv_length
     else:
         mask, keys = _over_positions(mask_function, *sizes, int(q_offset), kv_offset)
+    if elsewhere():
+        _refuse_rows(mask, attention_mask)
+        return Pairs(mask if mask.program else None, shape, keys, device)
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
     if padding is not None:
         mask = mask & padding
     return Pairs(mask if mask.program else None, shape, keys, device)
+
+
+def _refuse_rows(mask: Mask, attention_mask: Tensor | None) -> None:
+    """Refuse a mask that speaks of the rows of one process, where several share a sequence."""
+    if mask.captured:
+        raise Unsupported(
+            "a mask with tensors for the rows of one process, where several share a sequence "
+            "(transformers takes positions that are not consecutive for packed sequences)",
+            fix="pass attention_mask=torch.ones_like(input_ids), or take schedule='ring'",
+        )
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise Unsupported(
+            "padding in a sequence that several processes share",
+            fix="pack sequences without padding, or pad with tokens whose loss does not count",
+        )
 
 
 def _over_positions(

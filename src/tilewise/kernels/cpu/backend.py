@@ -1,6 +1,7 @@
 """The CPU backend: allocates results and hands pointers, strides and sizes to the compiled core."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from tilewise.kernels.base import (
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core
 from tilewise.kernels.cpu.forks import threads
-from tilewise.problem import Grads, Operands, Problem, Result, Statistics
-from tilewise.reference.covers import Grid
+from tilewise.problem import START, Grads, Operands, Problem, Result, Statistics
+from tilewise.reference.programs import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program, encode
@@ -118,8 +119,11 @@ class CpuBackend(Backend):
     def prepare(self, problem: Problem) -> Prepared:
         """Return both passes with the programs already handed to the core."""
         kernel = _Kernel(problem)
-        bare = kernel.plain and not problem.dropout_p
-        output = kernel.output if bare else None
+        output: Callable[..., Tensor] | None = None
+        if kernel.plain and not problem.dropout_p:
+            output = kernel.output
+        elif kernel.plain_pages:
+            output = kernel.output_of_pages
         return Prepared(kernel.forward, kernel.backward, output, kernel.row_max_unit)
 
 
@@ -271,8 +275,10 @@ class _Call:
         cu_q, cu_k = operands.cu_seqlens_q, operands.cu_seqlens_k
         if cu_q is not None and cu_k is not None:
             self.sequences = self._address(cu_q), self._address(cu_k)
-        elif operands.block_table is not None:
-            self.sequences = self._paged(operands, operands.block_table)
+        elif operands.block_table is not None and operands.key_lengths is not None:
+            tensors = operands.block_table, operands.key_lengths, cu_q
+            held, self.sequences = _in_pages(*tensors, operands.k.shape[2])
+            self.held += held
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -280,14 +286,27 @@ class _Call:
         self.held.append(_aligned(tensor))
         return self.held[-1].data_ptr()
 
-    def _paged(self, operands: Operands, table: Tensor) -> tuple[int, ...]:
-        pages = self._address(table), table.shape[1], operands.k.shape[2]
-        cu_q = self._address(operands.cu_seqlens_q)
-        return (cu_q, 0, *pages, self._address(operands.key_lengths))
+
+def _in_pages(
+    table: Tensor, lengths: Tensor, cu_q: Tensor | None, page_size: int
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return tensors that must live as long as the call, and what tells the core of them."""
+    held = [_aligned(table), _aligned(lengths)]
+    starts = 0
+    if cu_q is not None:
+        held.append(_aligned(cu_q))
+        starts = held[2].data_ptr()
+    addresses = held[0].data_ptr(), table.shape[1], page_size, held[1].data_ptr()
+    return held, (starts, 0, *addresses)
 
 
 _EMPTY = torch.empty(0)
 _NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
+
+
+def _seed_of(operands: Operands) -> object:
+    """Return the seed; with it what dropout counts from, where that is not the start."""
+    return operands.seed if operands.origin is START else (operands.seed, *operands.origin)
 
 
 def _wants_key_delta(operands: Operands, needs: Needs) -> bool:
@@ -326,12 +345,13 @@ class _Kernel:
         self._step = self._count * pattern.itemsize
         # Nothing but q, k, v and out has an address to hand over.
         slots = any(instr.slots for instr in (*problem.mask, *problem.score))
-        alone = problem.layout == "dense" and not problem.page_size
+        bare = not (slots or problem.sinks)
         # As csrc/passes/close_rows.h has it: without a score chain the core does not scale scores.
         plain = not problem.score and problem.scale > _LEAST_SCALE
         self.row_max_unit = problem.scale if plain else 1.0
         self._square = problem.head_dim == problem.value_dim
-        self.plain = alone and not (slots or problem.sinks)
+        self.plain = bare and problem.layout == "dense" and not problem.page_size
+        self.plain_pages = bare and problem.page_size > 0 and problem.stored is None
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
@@ -354,7 +374,7 @@ class _Kernel:
         self._forward(
             self._kernel,
             threads(),
-            operands.seed,
+            _seed_of(operands),
             q,
             k,
             v,
@@ -376,6 +396,22 @@ class _Kernel:
         """Return the output of a plain call: ``forward`` without the other results."""
         out = self._room_for(q)
         self._output(self._kernel, threads(), q, k, v, out)
+        return out
+
+    def output_of_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_table: Tensor,
+        key_lengths: Tensor,
+        cu_seqlens_q: Tensor | None,
+    ) -> Tensor:
+        """Return the output of a call that has no other tensors: ``forward`` without the rest."""
+        out = self._room_for(q)
+        found = _in_pages(block_table, key_lengths, cu_seqlens_q, k.shape[2])
+        call = (q, k, v, out, 0, 0, 0, 0, (), (), found[1], (), False, ())
+        self._forward(self._kernel, threads(), 0, *call)
         return out
 
     def _room_for(self, q: Tensor) -> Tensor:
@@ -425,7 +461,7 @@ class _Kernel:
         arguments = (
             self._kernel,
             threads(),
-            operands.seed,
+            _seed_of(operands),
             tensors,
             arrays,
             call.sinks,

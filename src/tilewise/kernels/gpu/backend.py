@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Loops, Needs, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Loops, Needs, Places, Prepared, Tiles, output_like
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     LARGEST_WIDTH,
     PASSES,
+    WIDEST_KEYS,
     Config,
     Pass,
     config_for,
     decodes,
     family_of,
     holds,
+    listed_blocks,
+    tail_of,
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
+from tilewise.kernels.gpu.replay import Replays
+from tilewise.plan.tuned import NOTHING
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
-from tilewise.reference.covers import Grid
+from tilewise.reference.programs import Grid
 from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.expressions.variant import Variant
+    from tilewise.kernels.gpu.launch import Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 # What the emitter takes for granted where it computes in 32 bits.
@@ -79,9 +86,12 @@ class GpuBackend(Backend):
             reasons.append(
                 f"a block table for {problem.keys} keys is over its limit of {_MOST_KEYS}"
             )
-        for what, size in (("D", problem.head_dim), ("Dv", problem.value_dim)):
-            if size > LARGEST_WIDTH:
-                reasons.append(f"{what} = {size} is over its limit of {LARGEST_WIDTH}")
+        for what, size, limit in (
+            ("D", problem.head_dim, LARGEST_WIDTH if problem.dtype is FLOAT8 else WIDEST_KEYS),
+            ("Dv", problem.value_dim, LARGEST_WIDTH),
+        ):
+            if size > limit:
+                reasons.append(f"{what} = {size} is over its limit of {limit}")
         if not _holds(problem):
             reasons.append(
                 f"the shared memory of this chip is too small for D = {problem.head_dim} and Dv = "
@@ -101,13 +111,16 @@ class GpuBackend(Backend):
         """Return each pass of the call with its blocks, and where they come from."""
         config = _config(problem)
         left_out = {"forward" if decodes(problem) else "decode"}
-        if problem.page_size:
+        if problem.page_size or tail_of(problem.head_dim):
             left_out |= {"dkdv", "dq"}
-        return tuple(
+        found: list[tuple[str, str]] = [
             (name, f"{config.blocks(name, problem)}: {origin(config, name, problem)}")
             for name in PASSES
             if name not in left_out
-        )
+        ]
+        if tail_of(problem.head_dim):
+            found.append(("backward", f"none: gradients end at D = {LARGEST_WIDTH}"))
+        return tuple(found)
 
     def tiles(self, problem: Problem) -> Tiles:
         """Return the blocks of the forward pass."""
@@ -122,10 +135,15 @@ class GpuBackend(Backend):
     def loops(self, problem: Problem, family: str = "") -> Loops:
         """Return a walk over the keys for dQ, and one over the queries for dK and dV."""
         config = config_for(family) if family else _config(problem)
-        names: tuple[Pass, ...] = ("decode" if decodes(problem) else "forward", "dq", "dkdv")
+        back = listed_blocks if problem.page_size else Config.blocks  # pages: those of key lists
+        first: Pass = "decode" if decodes(problem) else "forward"
         forward, dq, dkdv = (
             (blocks.queries, blocks.keys)
-            for blocks in (config.blocks(name, problem) for name in names)
+            for blocks in (
+                config.blocks(first, problem),
+                back(config, "dq", problem),
+                back(config, "dkdv", problem),
+            )
         )
         found = Loops(forward, "by_tiles", dq, dkdv, products=_products(problem, config.family))
         if not decodes(problem):
@@ -152,7 +170,8 @@ class GpuBackend(Backend):
     def prepare(self, problem: Problem) -> Prepared:
         """Return both passes, with the functions of mask and score kept from the first call on."""
         passes = _Passes(problem)
-        return Prepared(passes.forward, passes.backward)
+        in_place = passes.in_place if problem.page_size else None
+        return Prepared(passes.forward, passes.backward, in_place=in_place)
 
 
 @cache
@@ -176,7 +195,8 @@ def _chip(device: str) -> str:
 def _holds(problem: Problem) -> bool:
     """Return whether the chip has room for the widths; an unknown chip has its own reason."""
     family = _family(problem.device)
-    if family is None or max(problem.head_dim, problem.value_dim) > LARGEST_WIDTH:
+    wide = problem.head_dim > WIDEST_KEYS or problem.value_dim > LARGEST_WIDTH
+    if family is None or wide:
         return True
     return holds(family, problem.dtype, problem.head_dim, problem.value_dim)
 
@@ -222,17 +242,30 @@ class _Passes:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._variant: Variant | None = None
+        self._replays, self._measured = Replays(), NOTHING
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
         from tilewise.kernels.gpu.forward.attend import forward_launches
         from tilewise.kernels.gpu.forward.decode import decode_launches
 
         problem = self._problem
+        if operands.for_backward and tail_of(problem.head_dim):
+            raise Unsupported(
+                f"the GPU backend has no gradients of D = {problem.head_dim}: they end at "
+                f"{LARGEST_WIDTH}",
+                fix="call it under torch.no_grad(), or train the form with keys and values of heads"
+                " of their own",
+            )
         launches = decode_launches if decodes(problem) else forward_launches
         with device_of(operands.q):
             result = empty_result(problem, operands.q, statistics)
             config = _config(problem)
-            _run(launches(problem, operands, result, config, self._functions(operands)))
+            self._launch(
+                config,
+                statistics,
+                (*operands, *result),
+                lambda: launches(problem, operands, result, config, self._functions(operands)),
+            )
         return result
 
     def backward(
@@ -248,20 +281,66 @@ class _Passes:
 
         with device_of(operands.q):
             grads = _empty_grads(operands, needs)
-            launches = backward_launches(
+            config = _config(self._problem)
+            self._launch(
+                config,
+                needs,
+                (*operands, *result, grad_out, grad_lse, grad_entropy, *grads),
+                lambda: backward_launches(
+                    self._problem,
+                    operands,
+                    result,
+                    grad_out,
+                    grad_lse,
+                    needs,
+                    grad_entropy,
+                    grads,
+                    config,
+                    self._functions(operands),
+                ),
+            )
+        return grads
+
+    def in_place(
+        self,
+        operands: Operands,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        needs: Needs,
+        places: Places,
+        grad_entropy: Tensor | None = None,
+    ) -> Grads:
+        from tilewise.kernels.gpu.backward.listed import listed_launches
+        from tilewise.kernels.gpu.backward.rows import Upstream
+
+        with device_of(operands.q):
+            grads = _empty_grads(operands, needs._replace(k=False, v=False))
+            launches = listed_launches(
                 self._problem,
                 operands,
                 result,
-                grad_out,
-                grad_lse,
+                Upstream(grad_out, grad_lse, grad_entropy),
                 needs,
-                grad_entropy,
+                places,
                 grads,
                 _config(self._problem),
                 self._functions(operands),
             )
             _run(launches)
         return grads
+
+    def _launch(
+        self,
+        config: Config,
+        wanted: Hashable,
+        given: tuple[Any, ...],
+        launches: Callable[[], list[Launch]],
+    ) -> None:
+        """Launch what a pass launches, or replay it: see ``Replays.run``."""
+        if config.measured is not self._measured:  # other blocks than those of earlier calls
+            self._measured, self._replays = config.measured, Replays()
+        self._replays.run((wanted, config.precision, config.descriptors), given, launches)
 
     def _functions(self, operands: Operands) -> Variant:
         """The functions; the ranks of captured tensors are the program's, so any call's will do."""

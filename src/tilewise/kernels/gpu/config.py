@@ -26,6 +26,7 @@ __all__ = [
     "KINDS",
     "LARGEST_WIDTH",
     "PASSES",
+    "WIDEST_KEYS",
     "WIDTHS",
     "Blocks",
     "Config",
@@ -39,9 +40,11 @@ __all__ = [
     "decodes",
     "family_of",
     "holds",
+    "listed_blocks",
     "padded",
     "place_of",
     "shared_need",
+    "tail_of",
     "tiles_for",
 ]
 
@@ -49,9 +52,14 @@ Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 LARGEST_WIDTH = 512
+# Of queries and keys in the forward pass: latent vectors of 512 and what is rotated. The columns
+# beyond LARGEST_WIDTH are a tile of their own, the tail, so that a tile need not have 1024.
+WIDEST_KEYS = 576
 _FEW = 16  # queries of a head, up to which its keys are split among programs
 _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
+# Of the tiles for dK and dV of key lists: their rows, and what four warps have registers for.
+_LISTED_ROWS, _LISTED_PAIRS, _LISTED_WIDTH = 64, 1024, 128
 _DESCRIBED = ContextVar("tilewise_described", default=True)
 
 
@@ -79,6 +87,7 @@ class Parts(NamedTuple):
             bits.
         forward_single, single: of the forward pass and of the others, with float32.
         columns: of a part.
+        listed: as ``dkdv`` for the kernel of key lists, which has more rows to hold; not more.
     """
 
     forward: int
@@ -87,17 +96,19 @@ class Parts(NamedTuple):
     forward_single: int
     single: int
     columns: int = 16
+    listed: int = LARGEST_WIDTH
 
-    def of(self, pass_name: Pass, dtype: torch.dtype, head_dim: int, value_dim: int) -> int:
+    def of(self, kernel: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> int:
         """Return the columns of a part; 0 where products are not summed in parts."""
         wide = dtype.itemsize > 2
         whole = {
             "forward": self.forward_single if wide else self.forward,
             "dkdv": self.single if wide else self.dkdv,
             "dq": self.single if wide else self.dq,
+            "listed": self.single if wide else min(self.dkdv, self.listed),
         }
-        widest = max(padded(head_dim), padded(value_dim))
-        return self.columns if widest > whole.get(pass_name, LARGEST_WIDTH) else 0
+        widest = max(padded(min(head_dim, LARGEST_WIDTH)), padded(value_dim))
+        return self.columns if widest > whole.get(kernel, LARGEST_WIDTH) else 0
 
 
 class Family(NamedTuple):
@@ -163,8 +174,8 @@ _SPLITTING_INTERPRETED = Splitting(64, 4)
 
 _KB = 1024
 _CDNA4_PARTS = Parts(LARGEST_WIDTH, 256, LARGEST_WIDTH, LARGEST_WIDTH, 256, 32)
-_RDNA3_PARTS = Parts(128, 64, 64, 32, 32)
-_RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 128, 32, 32)
+_RDNA3_PARTS = Parts(128, 64, 64, 32, 32, listed=32)
+_RDNA4_PARTS = Parts(LARGEST_WIDTH, 128, 128, 32, 32, listed=64)
 FAMILIES = {
     family.name: family
     for family in (
@@ -204,7 +215,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
 # attends without saying where; a row that is missing is that of the name before it. "pass8" is of
-# float8, whatever the call, on chips whose other rows spill with it, "pass~" of pages in 8 bits.
+# float8, whatever the call, on chips whose other rows spill with it, "pass~" of pages in 8 bits,
+# "pass@" of other pages without a score, with the stages that dense keys would have.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -212,28 +224,28 @@ _TABLE = _rows(
     turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
     ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
     small        forward  128x64/8/3    128x32/8/3    64x32/8/2     32x32/8/1
-    hopper       forward  128x128/8/2   128x128/8/2   128x32/8/2    32x32/8/2
+    hopper       forward  128x64/8/3    128x128/8/2   128x32/8/2    32x32/8/2
     blackwell    forward  128x128/8/2   128x64/8/3    128x32/8/2    32x32/8/2
-    cdna         forward  128x64/4/1    128x64/8/1    64x32/8/1     32x16/8/1
+    cdna         forward  128x64/4/1    128x32/4/1    64x32/8/1     32x16/8/1
     cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
     rdna3        forward  64x32/4/1     64x32/8/1     32x32/8/1     16x16/8/1
     rdna4        forward  128x32/8/1    64x32/8/1     32x32/8/1     16x16/8/1
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
-    ampere       dkdv     32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
+    ampere       dkdv     32x128/8/3    32x128/8/3    32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x64/8/1     32x64/8/1     16x32/8/3     16x16/8/2
-    blackwell    dkdv     64x128/8/1    32x128/8/1    16x32/8/3     32x16/8/1
-    cdna         dkdv     32x64/8/1     16x32/8/1     16x32/8/1     16x16/4/1
+    hopper       dkdv     64x128/8/3    64x128/8/3    16x32/8/3     16x16/8/2
+    blackwell    dkdv     64x128/8/3    32x128/8/3    16x32/8/3     32x16/8/1
+    cdna         dkdv     32x128/4/1    16x64/4/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x32/8/1
     rdna3        dkdv     16x32/4/1     32x32/4/1     32x32/8/1     16x16/8/1
     rdna4        dkdv     32x32/8/1     16x32/8/1     32x32/8/1     16x16/8/1
     turing       dq       32x32/4/1     32x32/8/1     32x16/8/1     16x16/8/1
-    ampere       dq       64x64/8/2     64x32/8/3     32x32/8/1     16x16/8/1
-    ampere       dq+      64x64/8/2     64x32/8/2     32x32/8/1     16x16/8/1
+    ampere       dq       128x64/8/3    128x32/8/3    32x32/8/1     16x16/8/1
+    ampere       dq+      128x32/8/3    128x32/8/3    32x32/8/1     16x16/8/1
     small        dq       64x32/4/2     64x64/8/2     64x16/8/1     16x16/8/1
-    hopper       dq       128x64/8/2    64x64/8/2     128x32/8/2    32x16/8/1
+    hopper       dq       128x64/8/2    128x64/8/2    128x32/8/2    32x16/8/1
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
-    cdna         dq       64x32/8/1     32x32/8/1     32x16/8/1     16x16/4/1
+    cdna         dq       128x32/4/1    64x32/2/1     32x16/8/1     16x16/4/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
     rdna3        dq       32x32/8/1     32x16/8/1     32x32/8/1     16x16/8/1
     rdna4        dq       32x32/8/1     32x16/8/1     32x32/8/1     16x16/8/1
@@ -242,11 +254,11 @@ _TABLE = _rows(
     small        decode+  16x32/4/3     16x32/4/2     16x32/8/2     16x16/4/2
     small        decode*  16x32/4/3     16x32/8/3     16x32/8/2     16x16/4/2
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
-    hopper       forward+ 128x64/8/2    128x64/8/2    128x32/8/2    32x32/8/2
-    hopper       forward* 64x64/8/3     128x32/8/2    64x16/8/3     32x32/8/2
-    hopper       dkdv+    64x64/8/1     16x64/8/2     16x32/8/3     16x16/8/2
-    hopper       dkdv*    32x128/8/2    32x32/8/3     16x32/8/1     16x16/8/2
-    blackwell    dkdv+    32x128/8/1    32x64/8/1     16x32/8/3     32x16/8/1
+    hopper       forward+ 128x64/8/3    128x64/8/2    128x32/8/2    32x32/8/2
+    hopper       forward* 128x64/8/3    128x64/8/3    64x16/8/3     32x32/8/2
+    hopper       dkdv+    64x128/8/3    32x128/8/3    16x32/8/3     16x16/8/2
+    hopper       dkdv*    64x128/8/3    32x128/8/3    16x32/8/1     16x16/8/2
+    blackwell    dkdv+    32x64/8/3     32x64/8/3     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x32/8/1
     rdna3        forward+ 64x32/4/1     64x16/8/1     32x32/8/1     16x16/8/1
@@ -259,11 +271,11 @@ _TABLE = _rows(
     cdna4        forward~ 128x64/8/2    64x32/8/2     64x32/8/2     64x16/8/2
     cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
     rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
-    cdna         dkdv+    32x64/4/1     16x32/8/1     16x32/8/1     16x16/4/1
-    cdna         dq+      64x32/8/1     32x32/4/1     32x16/8/1     16x16/4/1
+    cdna         dkdv+    16x64/4/1     16x64/4/1     16x32/8/1     16x16/4/1
+    cdna         dq+      128x32/4/1    64x32/2/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
     ampere       forward* 128x32/8/3    128x32/8/3    32x16/8/3     32x32/8/2
-    ampere       dkdv+    64x32/8/1     16x64/8/1     32x32/8/1     16x16/8/1
+    ampere       dkdv+    16x128/8/3    16x128/8/3    32x32/8/1     16x16/8/1
     ampere       dkdv*    32x64/8/1     32x64/8/2     32x32/8/1     16x16/8/1
     ampere       dq*      128x32/8/3    64x32/8/2     32x32/8/1     16x16/8/1
     small        forward* 64x64/8/3     128x16/8/3    32x16/8/3     32x32/8/1
@@ -271,8 +283,8 @@ _TABLE = _rows(
     small        dkdv+    16x128/8/1    32x64/8/1     16x32/8/1     16x16/8/1
     small        dkdv*    32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
-    hopper       dq+      128x64/8/2    128x32/8/3    64x16/8/3     32x16/8/1
-    hopper       dq*      128x32/8/3    128x16/8/3    32x16/8/3     32x16/8/1
+    hopper       dq+      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
+    hopper       dq*      128x64/8/3    128x64/8/3    32x16/8/3     32x16/8/1
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
     ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
@@ -305,7 +317,8 @@ _TABLE = _rows(
     turing       decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     ampere       decode   16x64/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
-    hopper       decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
+    hopper       decode   16x128/4/4    16x64/4/4     16x64/8/2     16x16/4/2
+    hopper       decode@  16x128/4/4    16x64/4/4     16x64/8/2     16x16/4/2
     blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
@@ -360,13 +373,20 @@ class Config(NamedTuple):
             _is_heavy(problem),
             _is_scattered(problem),
             problem.stored is not None,
+            problem.page_size > 0 and not _is_heavy(problem._replace(page_size=0)),
         )
 
-    def part(self, pass_name: Pass, problem: Problem) -> int:
-        """Return how many columns of its operands a pass multiplies at a time; 0 for all."""
-        if self.parts is None or problem.dtype is FLOAT8 or problem.page_size:
+    def part(self, kernel: str, problem: Problem) -> int:
+        """Return how many columns of its operands a kernel multiplies at a time; 0 for all.
+
+        Args:
+            kernel: a pass, or "listed" for that of dK and dV of key lists.
+            problem: of the call. Over pages, the forward pass multiplies whole rows.
+        """
+        forward_of_pages = problem.page_size and kernel == "forward"
+        if self.parts is None or problem.dtype is FLOAT8 or forward_of_pages:
             return 0
-        return self.parts.of(pass_name, problem.dtype, problem.head_dim, problem.value_dim)
+        return self.parts.of(kernel, problem.dtype, problem.head_dim, problem.value_dim)
 
     def splitting(self) -> Splitting:
         """Return how the pass "decode" splits keys."""
@@ -384,6 +404,46 @@ def decodes(problem: Problem) -> bool:
     return problem.layout == "dense" and problem.queries <= _FEW and not raw
 
 
+def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:
+    """Return the blocks of a backward pass of key lists (``backward/listed.py``).
+
+    They are those of the pass, with no more rows than share a list, and no more warps than these
+    rows are work for. Loads of what a list names wait for loads of names, which take stages of
+    their own. The tile of keys of dK and dV lies in one page. Where pages are shorter than any tile
+    it is as small as tiles get: a list names few keys that are neighbours.
+
+    Args:
+        config: of the chip.
+        pass_name: "dq" or "dkdv".
+        problem: paged, a batch item for each list.
+    """
+    blocks, rows = config.blocks(pass_name, problem), padded(problem.queries)
+    if pass_name == "dq":
+        queries = min(blocks.queries, rows)
+        least, high = (2, 32) if FAMILIES[config.family].unit == "mfma" else (4, 16)
+        return blocks._replace(
+            queries=queries,
+            warps=min(blocks.warps, max(least, queries // high)),
+            stages=2 * blocks.stages - 1,
+        )
+    in_page = problem.page_size & -problem.page_size  # the largest power of two that divides it
+    keys = min(blocks.keys, max(in_page, _LEAST))
+    queries = blocks.queries * blocks.keys // keys
+    queries = min(rows, max(blocks.queries, min(queries, _LISTED_ROWS)))
+    small = max(padded(problem.head_dim), padded(problem.value_dim)) <= _LISTED_WIDTH
+    small &= problem.dtype.itemsize == 2
+    warps = min(blocks.warps, 4) if small and queries * keys <= _LISTED_PAIRS else blocks.warps
+    fitting = _fitting(
+        Blocks(queries, keys, warps, blocks.stages),
+        pass_name,
+        FAMILIES[config.family],
+        problem.dtype.itemsize,
+        problem.head_dim,
+        problem.value_dim,
+    )
+    return fitting._replace(stages=fitting.stages * min(fitting.stages, 2))
+
+
 def place_of(pass_name: Pass, problem: Problem) -> Place:
     """Return what the blocks of a pass for a problem may depend on."""
     kind = "*" if _is_scattered(problem) else "+" if _is_heavy(problem) else "plain"
@@ -392,8 +452,8 @@ def place_of(pass_name: Pass, problem: Problem) -> Place:
 
 
 def _class_of(head_dim: int, value_dim: int) -> int:
-    """Return the width whose row of the table holds for these; LARGEST_WIDTH is not exceeded."""
-    widest = max(padded(head_dim), padded(value_dim))
+    """Return the width whose row of the table holds for these; a tail counts with the widest."""
+    widest = max(padded(min(head_dim, LARGEST_WIDTH)), padded(value_dim))
     return next(width for width in WIDTHS if widest <= width)
 
 
@@ -415,6 +475,17 @@ def padded(width: int) -> int:
     return max(_LEAST, 1 << (width - 1).bit_length())
 
 
+def tail_of(width: int) -> int:
+    """Return how many columns of queries and keys are a tile of their own."""
+    return max(0, width - LARGEST_WIDTH)
+
+
+def _columns(width: int) -> int:
+    """Return how many columns the tiles of queries or keys have."""
+    tail = tail_of(width)
+    return padded(width - tail) + (padded(tail) if tail else 0)
+
+
 @lru_cache(maxsize=1024)
 def tiles_for(
     family: str,
@@ -425,6 +496,7 @@ def tiles_for(
     has_variant: bool,
     scattered: bool = False,
     stored: bool = False,
+    paged: bool = False,
 ) -> Blocks:
     """Return the blocks of a pass, small enough for the shared memory of the family.
 
@@ -437,19 +509,24 @@ def tiles_for(
         has_variant: whether there is a mask or a score that needs registers.
         scattered: whether blocks in which nothing attends are found out on the way.
         stored: whether keys and values are in 8 bits, and widened on the way.
+        paged: whether a tile of keys waits for an entry of a block table, and for nothing else.
     """
     chip = FAMILIES[family]
     # Columns that are not there are hidden one by one, in registers.
     has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
-    own = ("~",) * stored + ("8",) * (dtype is FLOAT8)
+    own = ("~",) * stored + ("8",) * (dtype is FLOAT8) + ("@",) * (paged and not stored)
     row = _row(chip, pass_name, dtype, (*own, *("*",) * scattered, *("+",) * has_variant, ""))
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:
         blocks = blocks._replace(keys=blocks.keys // 2)
     # What is decoded on the way is held in 16 bits.
     itemsize = 2 if dtype is FLOAT8 and chip.fp8 == "halves" else dtype.itemsize
-    return _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
+    blocks = _fitting(blocks, pass_name, chip, itemsize, head_dim, value_dim)
+    if paged and (chip.table, f"{pass_name}@") in _TABLE and blocks.stages > 2:
+        # Triton spreads two loads in turn over the stages: so many keep as many tiles in flight.
+        blocks = blocks._replace(stages=2 * blocks.stages - 1)
+    return blocks
 
 
 def _row(chip: Family, pass_name: Pass, dtype: torch.dtype, marks: Sequence[str]) -> _Row:
@@ -468,9 +545,9 @@ def shared_need(
     pass_name: Pass, blocks: Blocks, itemsize: int, head_dim: int, value_dim: int
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
-    both = (padded(head_dim) + padded(value_dim)) * itemsize
+    both = (_columns(head_dim) + padded(value_dim)) * itemsize
     if pass_name in ("forward", "decode"):
-        held, moving = blocks.queries * padded(head_dim) * itemsize, blocks.keys * both
+        held, moving = blocks.queries * _columns(head_dim) * itemsize, blocks.keys * both
     elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both
     else:
@@ -479,10 +556,14 @@ def shared_need(
 
 
 def holds(family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Return whether a family has the shared memory for the smallest blocks of both passes."""
+    """Return whether a family has the shared memory for the smallest blocks of both passes.
+
+    With a tail there is no backward pass.
+    """
     chip = FAMILIES[family]
     least = Blocks(_LEAST, _LEAST, 1, 1)
-    needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in PASSES)
+    passes: tuple[Pass, ...] = ("forward", "decode") if tail_of(head_dim) else PASSES
+    needs = (shared_need(name, least, dtype.itemsize, head_dim, value_dim) for name in passes)
     return max(needs) <= chip.shared_bytes
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.cross_entropy import Loss
+from tilewise.kernels.cross_entropy import InPlace, Loss, Rows
 from tilewise.kernels.gpu.backend import device_of
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions.words import tangent
@@ -167,36 +167,11 @@ def cross_entropy_launches(
     return [launch_of(cross_entropy_kernel, (rows,), arguments, constants, blocks)]
 
 
-class InTriton:
+class InTriton(InPlace):
     """The two steps of ``RowKernel`` over tensors of a GPU."""
 
-    in_place = True
-
-    def close(
-        self, logits: Tensor, targets: Tensor, scales: Tensor | None, loss: Loss
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``RowKernel``."""
-        losses = logits.new_empty(len(logits), dtype=torch.float32)
-        lse = torch.empty_like(losses)
+    def run(self, rows: Rows, losses: Tensor | None, lse: Tensor, first: int, words: int) -> None:
+        """See ``InPlace``."""
+        logits, targets, scales, loss = rows
         with device_of(logits):
-            run(
-                cross_entropy_launches(
-                    logits, targets, losses, lse, scales, loss, 0, logits.shape[1]
-                )
-            )
-        return losses, lse, None if scales is None else logits
-
-    def differentiate(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        scales: Tensor,
-        lse: Tensor,
-        loss: Loss,
-        first: int,
-        words: int,
-    ) -> Tensor:
-        """See ``RowKernel``."""
-        with device_of(logits):
-            run(cross_entropy_launches(logits, targets, None, lse, scales, loss, first, words))
-        return logits
+            run(cross_entropy_launches(logits, targets, losses, lse, scales, loss, first, words))

@@ -30,8 +30,15 @@ class Launch(NamedTuple):
     stages: int = 2
 
 
-def run(launches: Iterable[Launch]) -> None:
-    """Run launches in order on the current stream; an empty grid is no launch."""
-    for kernel, grid, arguments, constants, warps, stages in launches:
-        if all(grid):
-            kernel[grid](**arguments, **constants, num_warps=warps, num_stages=stages)
+def run(launches: Iterable[Launch]) -> list[Any]:
+    """Run launches in order on the current stream, and return the compiled kernels.
+
+    An empty grid is no launch. It has None in the place of its kernel, and so has every launch in
+    Triton's interpreter.
+    """
+    return [
+        kernel[grid](**arguments, **constants, num_warps=warps, num_stages=stages)
+        if all(grid)
+        else None
+        for kernel, grid, arguments, constants, warps, stages in launches
+    ]

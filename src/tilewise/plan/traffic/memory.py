@@ -58,12 +58,7 @@ def _operands(problem: Problem, dtype: torch.dtype | None = None) -> tuple[int, 
 
 
 def tiled_held(problem: Problem, training: bool = True) -> Held:
-    """Ours: operands, output and three numbers a row; in the backward two more, and gradients.
-
-    Args:
-        problem: what to compute.
-        training: whether there is a backward.
-    """
+    """Ours: operands, output and three numbers a row; in the backward two more, and gradients."""
     q, kv, out = _operands(problem)
     items = problem.batch if problem.layout == "dense" else 1
     row = items * problem.heads * problem.queries * statistic_bytes(problem.dtype)
@@ -78,10 +73,6 @@ def plain_held(problem: Problem, training: bool = True) -> Held:
     Kept for the backward: operands, the probabilities P and, with dropout, what was dropped and a
     byte a pair. The softmax has its input and its output at once; its backward P, dP and dS.
     Operands of eight bits lie beside their copies in bfloat16, in which all is done (``plain``).
-
-    Args:
-        problem: what to compute, dense.
-        training: whether there is a backward.
     """
     if problem.layout != "dense":
         raise InvalidArgument("problem", "a variable-length one", "a dense one")

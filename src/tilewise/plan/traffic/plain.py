@@ -135,10 +135,8 @@ def backward(
 ) -> Traffic:
     """Algorithm 3: dV, dP, dS, dQ and dK from the P that was kept, in sixteen bits or more.
 
-    Args:
-        problem: what to compute.
-        lengths: queries and keys of each sequence of a variable-length call, done one by one.
-        mask: how the forward applied it.
+    ``lengths`` are the queries and keys of each sequence of a variable-length call, done one by
+    one. ``mask`` says how the forward applied it.
     """
     size = _Sizes(problem, lengths)
     head_dim, value_dim = problem.head_dim, problem.value_dim

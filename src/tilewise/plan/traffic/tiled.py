@@ -104,11 +104,6 @@ def forward(problem: Problem, visits: Visits, statistics: Statistics = "") -> Tr
     """Queries outside, keys inside: FlashAttention-2's algorithm 1, and all our kernels.
 
     Reads R D e + W_k (D + Dv) e, writes R (Dv e + 3 f).
-
-    Args:
-        problem: what to compute.
-        visits: of its tiles.
-        statistics: which of them are asked for.
     """
     size = _Sizes(problem, visits)
     rows, row = visits.rows, visits.rows * size.f
@@ -204,10 +199,8 @@ def forward_keys_outside(
     It reads K (D + Dv) e + W_r D e. Except at the first visit of a row, it also reads the row's Dv
     output numbers and two statistics. It writes these at every visit.
 
-    Args:
-        problem: what to compute, without sinks.
-        visits: of its tiles.
-        partial_bytes: of a number of the unfinished output; None for f.
+    Calls with sinks are not counted. ``partial_bytes`` are those of a number of the unfinished
+    output; None for f.
     """
     size = _Sizes(problem, visits)
     kept = problem.value_dim * (size.f if partial_bytes is None else partial_bytes)
@@ -334,11 +327,6 @@ def backward_rows_outside(problem: Problem, visits: Visits, lse_gradient: bool =
 
     Two walks over the keys for every tile of queries, one of them for delta. The gradients of keys
     are summed in the compute dtype, from zeros, and become the operands' dtype in the end.
-
-    Args:
-        problem: what to compute.
-        visits: of its tiles.
-        lse_gradient: whether there is a gradient of lse.
     """
     size = _Sizes(problem, visits)
     rows, keys = visits.rows, visits.keys

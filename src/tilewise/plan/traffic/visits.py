@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.plan.traffic.runs import is_run, runs_of
+from tilewise.plan.traffic.runs import is_run, spans_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
@@ -248,14 +249,13 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
 
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
     """Return the sums of the runs."""
-    counts = [0, 0, 0, 0, 0, 0]
-    size = problem.page_size
-    for rows, keys in runs_of(problem, tile):
-        height, walked, tiles = len(rows), len(keys), -(-len(keys) // tile[1])
-        pages = sum(_touched(keys, tile[1], size)) if size else 0
-        shares = (tiles, height * walked, height * tiles, walked, height * bool(tiles), pages)
-        counts = [total + share for total, share in zip(counts, shares, strict=True)]
-    return _Counts(*counts)
+    start, stop, low, high = spans_of(problem, tile)
+    height, walked, size = stop - start, np.maximum(high - low, 0), problem.page_size
+    tiles = -(-walked // tile[1])
+    sums = (tiles, height * walked, height * tiles, walked, height * (tiles > 0))
+    runs = zip(low.tolist(), high.tolist(), strict=True) if size else ()
+    pages = sum(sum(_touched(range(*run), tile[1], size)) for run in runs)
+    return _Counts(*(int(each.sum()) for each in sums))._replace(pages=pages)
 
 
 def _looked_up(matrix: _Matrix, tile: tuple[int, int]) -> Tensor | None:

@@ -15,13 +15,12 @@ from rich.console import Console
 from tests.lab.study.conduct.conducting import Conducted, conductor_of
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, known, records_of
 from tests.lab.study.records_of import folder_of as written
-from tests.lab.study.train.toys import bits_of, run_of, text_file
+from tests.lab.study.train.toys import bits_of, run_of, run_of_file, text_file
 from tilelab.study.ask.config import Study
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
-from tilelab.study.conduct import measured
 from tilelab.study.conduct.conductor import GO_ON, report_again
 from tilelab.study.conduct.pool import Pool, RunError
-from tilelab.study.conduct.predict import gpu_named, predict
+from tilelab.study.conduct.predict import PREDICTED, checked, gpu_named, predict
 from tilelab.study.conduct.process import Local, OneProcess
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
@@ -34,7 +33,7 @@ from tilewise.errors import InvalidArgument
 
 
 def _study(place: Path, changes: dict[str, Any] | None = None) -> Study:
-    run = run_of({"data": text_file(place).model_dump(), **(changes or {})})
+    run = run_of_file(place, changes)
     experiment = experiment_of("same", baseline=run.config, seeds=(0,))
     return Study(name="toy", question="?", experiments=(experiment,))
 
@@ -73,7 +72,7 @@ def test_a_run_that_fails_in_one_process_is_said(tmp_path: Path) -> None:
 def test_time_that_is_up_stops_a_run_at_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of({"data": text_file(tmp_path).model_dump(), "model.dropout.residual": 0.1})
+    run = run_of_file(tmp_path, {"model.dropout.residual": 0.1})
     server = Server()
 
     def work(folder: Path, until: float | None = None) -> RunRecord:
@@ -154,7 +153,7 @@ def test_predictions_stand_beside_what_was_measured(
     experiment = experiment_of("lion", baseline=baseline, seeds=(0, 1))
     study = Study(name="x", question="?", experiments=(experiment,), chip="h100")
     records = records_of(study, {"lion": Behaviour(pace=0.5)})
-    rows = {each.arm: each for each in measured.checked(study, records)}
+    rows = {each.arm: each for each in checked(study, records)}
     assert {each.runs for each in rows.values()} == {2}
     expected = predict(baseline, gpu_named("h100")).step_s * 1e3
     assert rows["baseline"].predicted_step_ms == pytest.approx(expected)
@@ -162,11 +161,11 @@ def test_predictions_stand_beside_what_was_measured(
     assert ratio == pytest.approx(2.0, rel=0.2)
     peak = max(known(each.memory).peak_bytes for each in records.values())
     assert max(each.measured_bytes for each in rows.values()) == peak
-    assert measured.checked(study.model_copy(update={"chip": ""}), records) == []
+    assert checked(study.model_copy(update={"chip": ""}), records) == []
     folder = written(tmp_path / "x-1", study, records)
     report_again(folder, Console(width=200))
     assert "Predicted for h100, measured on" in capsys.readouterr().out
-    assert len(json.loads((folder / measured.FILE).read_text())) == 2
+    assert len(json.loads((folder / PREDICTED).read_text())) == 2
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import re
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.pages import Page
 from tests.lab.study.records_of import (
     COMMAND,
     Behaviour,
@@ -34,54 +34,19 @@ from tilewise.errors import InvalidArgument
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
 
-class _Reader(html.parser.HTMLParser):
-    """Collects text, tags and links, and checks that what opens is closed in order."""
-
-    VOID = frozenset({"meta", "link", "br", "wbr"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag in ("td", "th", "p", "dt", "dd", "small", "li"):
-            self.text += " "
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, (tag, self.getpos())
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def _written(folder: Path) -> tuple[_Reader, str, str]:
+def _written(folder: Path) -> tuple[Page, str, str]:
     """The page read, its source, and the Markdown twin."""
     evidence = gather(folder)
     page, twin = write(evidence)
     assert json.loads((folder / "verdict.json").read_text()) == evidence.verdict.as_json()
-    reader = _Reader()
     source = page.read_text("utf-8")
-    reader.feed(source)
-    reader.close()
-    assert reader.open == []
+    reader = Page(source)
     reader.text = re.sub(r"\s+", " ", reader.text)
     return reader, source, twin.read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def rich(tmp_path_factory: pytest.TempPathFactory) -> tuple[_Reader, str, str]:
+def rich(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str, str]:
     study, records = rich_study()
     return _written(folder_of(tmp_path_factory.mktemp("rich"), study, records))
 
@@ -90,7 +55,7 @@ def _study(*arms: str | Arm, **fields: object) -> Study:
     return study_of(experiment_of(*arms, **fields))
 
 
-def test_both_say_what_was_found(rich: tuple[_Reader, str, str]) -> None:
+def test_both_say_what_was_found(rich: tuple[Page, str, str]) -> None:
     reader, _, twin = rich
     twin = twin.replace("\\", "")
     for said in (
@@ -124,7 +89,7 @@ def test_both_say_what_was_found(rich: tuple[_Reader, str, str]) -> None:
         assert said in twin, said
 
 
-def test_the_verdicts_come_first(rich: tuple[_Reader, str, str]) -> None:
+def test_the_verdicts_come_first(rich: tuple[Page, str, str]) -> None:
     reader, source, twin = rich
     assert source.count('class="verdicts"') == 3
     assert source.rindex('class="verdicts"') < source.index("<figure")
@@ -132,7 +97,7 @@ def test_the_verdicts_come_first(rich: tuple[_Reader, str, str]) -> None:
     assert reader.text.index("What does attention") < reader.text.index("Loss by tokens")
 
 
-def test_every_arm_has_its_verdict_and_its_interval(rich: tuple[_Reader, str, str]) -> None:
+def test_every_arm_has_its_verdict_and_its_interval(rich: tuple[Page, str, str]) -> None:
     _, source, _ = rich
     assert source.count('class="arm base"') == 3
     assert source.count('class="arm"') == 10
@@ -144,7 +109,7 @@ def test_every_arm_has_its_verdict_and_its_interval(rich: tuple[_Reader, str, st
     assert source.count('class="flag"') == 2
 
 
-def test_the_page_loads_nothing(rich: tuple[_Reader, str, str]) -> None:
+def test_the_page_loads_nothing(rich: tuple[Page, str, str]) -> None:
     reader, source, _ = rich
     assert not {"script", "img", "iframe", "object"} & set(reader.tags)
     assert all(link.startswith(("#", "data:,")) or link == "" for link in reader.links)
@@ -154,7 +119,7 @@ def test_the_page_loads_nothing(rich: tuple[_Reader, str, str]) -> None:
     assert not re.search(r"https?:|@import|url\((?!#)", without)
 
 
-def test_figures_and_ids(rich: tuple[_Reader, str, str]) -> None:
+def test_figures_and_ids(rich: tuple[Page, str, str]) -> None:
     reader, source, _ = rich
     assert reader.tags.count("figure") == source.count('role="img" aria-label="') - 9 == 21
     ids = re.findall(r' id="([^"]+)"', source)
@@ -163,7 +128,7 @@ def test_figures_and_ids(rich: tuple[_Reader, str, str]) -> None:
     assert set(targets) <= set(ids)
 
 
-def test_the_config_marks_what_an_arm_changes(rich: tuple[_Reader, str, str]) -> None:
+def test_the_config_marks_what_an_arm_changes(rich: tuple[Page, str, str]) -> None:
     reader, _, twin = rich
     assert "optimizer.lr 0.003 lion: 0.0003; hot: 0.1" in reader.text
     assert "| optimizer.lr | 0.003 | lion: 0.0003; hot: 0.1 |" in twin.replace("\\", "")
@@ -174,7 +139,7 @@ def test_the_config_marks_what_an_arm_changes(rich: tuple[_Reader, str, str]) ->
 
 
 def test_it_is_made_from_config_and_records_alone(
-    tmp_path: Path, rich: tuple[_Reader, str, str]
+    tmp_path: Path, rich: tuple[Page, str, str]
 ) -> None:
     study, records = rich_study()
     folder = folder_of(tmp_path / "copy", study, records)

@@ -27,10 +27,11 @@ from tilelab.study.data.order import Windows, evaluation_windows, strided
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.tasks import language as module
 from tilelab.study.tasks import scores
-from tilelab.study.tasks.chunked import Features, chunked_losses
 from tilelab.study.tasks.language import (
+    Features,
     LanguageModelling,
     Score,
+    chunked_losses,
     evaluate,
     printable,
     sample,

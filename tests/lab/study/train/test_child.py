@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.lab.study.records_of import known
-from tests.lab.study.train.toys import CPU, run_of, text_file, tokens_of
+from tests.lab.study.train.toys import CPU, run_of, run_of_file, tokens_of
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train import child
@@ -27,11 +27,6 @@ from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, work
 from tilewise.errors import TilewiseError
 
 _WAIT_S = 120.0
-
-
-def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> RunSpec:
-    """A toy run whose text is a file that another process can read."""
-    return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
 
 
 def _line(run: RunSpec, tmp_path: Path, study: str = "study", **more: Any) -> str:
@@ -79,7 +74,7 @@ def _wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> N
 
 
 def test_a_child_whose_parent_is_gone_ends_at_once(tmp_path: Path) -> None:
-    run = _run(tmp_path, {"budget.steps": 1_000_000})
+    run = run_of_file(tmp_path, {"budget.steps": 1_000_000})
     record = run.folder(tmp_path / "study") / RECORD
     core = min(os.sched_getaffinity(0))
     with _process(_line(run, tmp_path, core=core)) as process:
@@ -94,7 +89,7 @@ def test_a_child_whose_parent_is_gone_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_file_that_may_not_grow_is_said_and_loses_nothing(tmp_path: Path) -> None:
-    run = _run(tmp_path, {"budget.steps": 1_000_000})
+    run = run_of_file(tmp_path, {"budget.steps": 1_000_000})
     record = run.folder(tmp_path / "study") / RECORD
 
     def small_files() -> None:
@@ -109,7 +104,7 @@ def test_a_file_that_may_not_grow_is_said_and_loses_nothing(tmp_path: Path) -> N
 
 @pytest.fixture
 def started(tmp_path: Path) -> RunSpec:
-    return RunSpec.from_json(json.loads(_line(_run(tmp_path), tmp_path)))
+    return RunSpec.from_json(json.loads(_line(run_of_file(tmp_path), tmp_path)))
 
 
 def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
@@ -120,7 +115,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
 
 
 def test_a_whole_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _run(tmp_path)
+    run = run_of_file(tmp_path)
     assert _told(monkeypatch, _line(run, tmp_path)) == 0
     record = RunRecord.read(run.folder(tmp_path / "study") / RECORD)
     assert record.done
@@ -155,7 +150,7 @@ def test_what_the_user_can_put_right_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = _run(tmp_path, changes)
+    run = run_of_file(tmp_path, changes)
     assert _told(monkeypatch, _line(run, tmp_path)) == EXPECTED_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

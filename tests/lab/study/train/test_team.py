@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from tests.lab.study.train.toys import Killed, bits_of, killed_after, run_of, text_file
+from tests.lab.study.train.toys import Killed, bits_of, killed_after, run_of, run_of_file
 from tilelab.study.ask.run import Execution, RunSpec, Strategy
 from tilelab.study.conduct.process import Process
 from tilelab.study.data.order import micro_batch_seed
@@ -27,11 +27,6 @@ from tilelab.study.train.team import ALONE, Team, check, cut_like, local, whole
 from tilewise.errors import InvalidArgument
 
 DROPOUT = {"model.dropout": {"embedding": 0.1, "attention": 0.1, "residual": 0.1}}
-
-
-def _run(tmp_path: Path, changes: dict[str, Any] | None = None) -> RunSpec:
-    """Two micro-batches a step, unless changed, of a text that other processes can read."""
-    return run_of({"data": text_file(tmp_path).model_dump(), **(changes or {})})
 
 
 def _execution(
@@ -96,7 +91,7 @@ def test_two_processes_of_one_micro_batch_each_give_the_bits_of_one_process(
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    run = _run(tmp_path, DROPOUT)
+    run = run_of_file(tmp_path, DROPOUT)
     # In a process of its own too, as the study runs it.
     one = _finished(_execution(tmp_path, "one", 1), run)
     two = _finished(_execution(tmp_path, "two"), run)
@@ -120,7 +115,7 @@ def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
     monkeypatch.setenv("TILEWISE_TEST_FAILS", "teardown")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     failing = "tests.lab.study.train.failing_child"
-    record = _finished(_execution(tmp_path, "two", module=failing), _run(tmp_path))
+    record = _finished(_execution(tmp_path, "two", module=failing), run_of_file(tmp_path))
     assert record.done
 
 
@@ -141,7 +136,7 @@ def test_a_process_that_aborts_after_its_work_does_not_fail_the_run(
 def test_other_sums_differ_by_rounding_alone(
     strategy: Strategy, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = _run(tmp_path, changes)
+    run = run_of_file(tmp_path, changes)
     one = _alone(tmp_path, "one", run)
     two = _finished(_execution(tmp_path, "two", strategy=strategy), run)
     # The first losses are of the same weights, and are added up in the same order.
@@ -159,7 +154,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process, then two (with fsdp each holds half of everything), then one."""
-    run = _run(tmp_path, DROPOUT if strategy == "ddp" else {})
+    run = run_of_file(tmp_path, DROPOUT if strategy == "ddp" else {})
     parts, whole = _in_parts(tmp_path, run, strategy, monkeypatch), _alone(tmp_path, "whole", run)
     assert [start.environment["strategy"] for start in parts.starts] == [None, strategy, None]
     if strategy == "ddp":
@@ -182,7 +177,7 @@ def test_when_one_process_fails_the_run_ends_with_its_reason(
 ) -> None:
     monkeypatch.setenv("TILEWISE_TEST_FAILS", fails)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = _run(tmp_path, {"budget.steps": 1000})
+    run = run_of_file(tmp_path, {"budget.steps": 1000})
     run = run.executed(_execution(tmp_path, "study", module="tests.lab.study.train.failing_child"))
     with _together(run) as process:
         outcome = process.outcome()  # of a lead that waits for ever there would be none
@@ -243,3 +238,48 @@ def test_torchrun_is_told_what_to_do_instead(
     monkeypatch.setitem(os.environ, "TORCHELASTIC_RUN_ID", "x")
     assert command.main([]) == 2
     assert "--processes N" in capsys.readouterr().err
+
+
+SHARED = {"training.accumulation": 1, "model.positions": "rotary"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "strategy", "changes"),
+    [
+        (2, "ddp", SHARED),
+        (2, "fsdp", {"training.accumulation": 1}),
+        (4, "ddp", {"training.loss_tokens": 7}),
+    ],
+    ids=str,
+)
+def test_processes_that_share_sequences_have_the_losses_of_one(
+    processes: int, strategy: Strategy, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = run_of_file(tmp_path, changes)
+    one = _alone(tmp_path, "one", run)
+    execution = _execution(tmp_path, "shared", processes, strategy, context=2)
+    shared = _finished(execution, run)
+    assert shared.start.environment["context"] == 2
+    for mine, theirs in zip(one.steps, shared.steps, strict=True):
+        assert theirs.loss == pytest.approx(mine.loss, rel=1e-5)
+        assert theirs.gradient_norm == pytest.approx(mine.gradient_norm, rel=1e-4)
+    assert shared.evaluations[-1].loss == pytest.approx(one.evaluations[-1].loss, rel=1e-5)
+    assert shared.kernels is not None
+    assert {each.kernel for each in shared.kernels.layers} == {"tilewise cpu"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "context", "changes", "message"),
+    [
+        (3, 2, {}, r"--context-parallel: got 2; required: a divisor of 3"),
+        (4, 2, {"training.accumulation": 3}, r"divisor of training.accumulation=3"),
+        (2, 2, DROPOUT, r"model.dropout.embedding: got 0.1"),
+        (2, 2, {"attention.implementation": "sdpa"}, r"attention.implementation: got 'sdpa'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    processes: int, context: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        check(run_of(changes).config, processes, "ddp", context)

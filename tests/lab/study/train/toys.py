@@ -133,6 +133,11 @@ def text_file(folder: Path) -> Data:
     return Data(source=str(path), held_out=0.1)
 
 
+def run_of_file(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
+    """A toy run whose text is a file that another process can read."""
+    return run_of({"data": text_file(folder).model_dump(), **(changes or {})})
+
+
 class Killed(BaseException):
     """Like SIGKILL: nothing that trains may catch it."""
 

@@ -12,8 +12,7 @@ from tests.lab.study.records_of import Behaviour, experiment_of, known, records_
 from tilelab.stats.paired import critical_t, detectable, holm
 from tilelab.study.ask.config import Combine, Design, Experiment, Sequential, Study, change
 from tilelab.study.recipes.arms import factorial
-from tilelab.study.verdict.detect import check_designs, plan_lines
-from tilelab.study.verdict.family import families_of
+from tilelab.study.verdict.detect import check_designs, families_of, plan_lines
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 

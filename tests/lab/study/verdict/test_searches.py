@@ -21,7 +21,7 @@ from tests.lab.study.records_of import (
 from tilelab.study.ask.config import Arm, Experiment, Ladder, Search, Study, Sweep, parse
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.plan import Agenda
-from tilelab.study.verdict import searches
+from tilelab.study.verdict import sweeps
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.sweeps import sweep_results
 from tilewise.errors import InvalidArgument
@@ -50,8 +50,8 @@ def drawn(ranges: Any, told: Any, seed: int, number: int) -> tuple[float, ...]:
 @pytest.fixture
 def without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
-    monkeypatch.setattr(searches, "_ask", drawn)
-    monkeypatch.setattr(searches, "there", lambda: True)
+    monkeypatch.setattr(sweeps, "_ask", drawn)
+    monkeypatch.setattr(sweeps, "there", lambda: True)
 
 
 def values_of(agenda: Agenda) -> dict[str, tuple[float, float]]:
@@ -104,9 +104,9 @@ def test_it_goes_on_from_its_records_and_asks_for_the_same(monkeypatch: pytest.M
         assert values_of(again) == whole
     # Everything is read without asking; what is missing is not, where nobody can be asked.
     done = work(study).records
-    monkeypatch.setattr(searches, "_ask", lambda *_: pytest.fail("it was asked"))
+    monkeypatch.setattr(sweeps, "_ask", lambda *_: pytest.fail("it was asked"))
     assert values_of(Agenda(study, done)) == whole
-    monkeypatch.setattr(searches, "there", lambda: False)
+    monkeypatch.setattr(sweeps, "there", lambda: False)
     part = work(study, records=part.records, most=0)
     assert part.total == len(whole)
     assert not judge(study, part.records).complete
@@ -120,7 +120,7 @@ def test_a_trial_that_diverged_is_as_bad_as_the_worst(monkeypatch: pytest.Monkey
         told.append(seen)
         return drawn(ranges, seen, seed, number)
 
-    monkeypatch.setattr(searches, "_ask", remember)
+    monkeypatch.setattr(sweeps, "_ask", remember)
     study = searched(trials=4)
     agenda = Agenda(study, {})
     for run in agenda.ready():
@@ -167,7 +167,7 @@ def test_a_study_without_optuna_is_refused_before_its_first_run(
     monkeypatch.setattr(importlib, "import_module", absent)
     ours: Conductor = conductor_of(searched(), tmp_path / "out")
     with pytest.raises(InvalidArgument, match=r"sweep.search.*pip install 'tilewise\[search\]'"):
-        searches.check(ours.study)
+        sweeps.check_search(ours.study)
     with pytest.raises(InvalidArgument, match="optuna"):
         ours.conduct(None)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
@@ -180,14 +180,14 @@ def test_optuna_finds_the_bottom_of_a_bowl() -> None:
     def search(trials: int) -> list[tuple[tuple[float, ...], float]]:
         told: list[tuple[tuple[float, ...], float]] = []
         for number in range(1, trials + 1):
-            x, y = searches._ask(ranges, tuple(told) if number > 5 else (), 0, number)
+            x, y = sweeps._ask(ranges, tuple(told) if number > 5 else (), 0, number)
             assert 1e-4 <= x <= 1.0
             told.append(((x, y), (math.log10(x) + 2) ** 2 + (y - 0.3) ** 2))
         return told
 
     found = search(16)
     assert min(value for _, value in found[5:]) < 0.05 < min(value for _, value in found[:5])
-    searches._ask.cache_clear()
+    sweeps._ask.cache_clear()
     assert search(16) == found
 
 

@@ -13,7 +13,7 @@ from tests.lab.study.records_of import Behaviour, experiment_of, known, study_of
 from tilelab.stats.decide import Comparison, Judged, look_by_look
 from tilelab.study.ask.config import Experiment, Sequential, Study
 from tilelab.study.plan import Agenda
-from tilelab.study.verdict.family import alone
+from tilelab.study.verdict.detect import alone
 from tilelab.study.verdict.judge import judge, rules_of, wanted_seeds
 from tilelab.study.verdict.result import SeedResult
 

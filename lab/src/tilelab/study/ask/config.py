@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tilelab.stats import fractions
+from tilelab.stats import factorial
 from tilelab.study.ask import designs
 from tilelab.study.ask.designs import (
     Combine,
@@ -188,7 +188,7 @@ class Experiment(Frozen):
         if self.sweep is not None:
             _check_sweep(self, self.sweep)
         if self.design is not None:
-            fractions.check(self.design, self.arm_names[1:])
+            factorial.check(self.design, self.arm_names[1:])
         _check_stages(self)
         if self.sequential is not None:
             _check_looks(self, self.sequential)

@@ -1,7 +1,7 @@
 """Rules by which an experiment decides beyond fixed arms and seeds, written before its runs.
 
 Each is a part of ``config.Experiment``, and so of its hash; ``docs/metrics.md`` defines them.
-``tilelab.stats.fractions`` has the algebra of factorial designs; here is the table of fractions
+``tilelab.stats.factorial`` has the algebra of factorial designs; here is the table of fractions
 with the fewest short words.
 
 Source: Box, Hunter and Hunter, "Statistics for experimenters", chapter 6.

@@ -26,6 +26,7 @@ class Execution(Frozen):
     device: Literal["cpu", "cuda"] = "cpu"
     processes: int = 1  # that train each run together, each with a device of its own
     strategy: Strategy = "ddp"  # how they share the model, see ``train/team.py``
+    context: int = 1  # of the processes that share each sequence
     core: int | None = None  # that a run is pinned to; None for no pinning
     checkpoint_every_s: float = 10.0  # seconds between checkpoints of a run
     environment: dict[str, Any] = Field(default_factory=dict)  # where they ran, for the records

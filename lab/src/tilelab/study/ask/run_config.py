@@ -188,7 +188,7 @@ class Training(Frozen):
     """One optimizer step: ``batch * accumulation`` sequences.
 
     With ``loss_tokens`` a language model makes the logits of so many tokens at a time, and takes
-    their loss and gradients before the next ones: ``tasks/chunked.py``. Sums are in another order.
+    their loss and gradients before the next ones: ``tasks/language.py``. Sums are in another order.
     """
 
     batch: int = Field(8, ge=1)

@@ -335,17 +335,15 @@ def _canonical(config: Frozen) -> dict[str, Any]:
     for name, field in fields.items():
         value = getattr(config, name)
         extra = field.json_schema_extra
-        if extra == _UNHASHED or (_is_added(extra) and value == _standard(field)):
+        if extra == _UNHASHED or (
+            isinstance(extra, dict) and "added" in extra and value == _standard(field)
+        ):
             del values[name]
         elif isinstance(value, Frozen):
             values[name] = _canonical(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             values[name] = [_canonical(each) for each in value]
     return values
-
-
-def _is_added(extra: Any) -> bool:
-    return isinstance(extra, dict) and "added" in extra
 
 
 def _standard(field: FieldInfo) -> Any:

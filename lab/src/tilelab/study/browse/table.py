@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -136,22 +137,14 @@ def judge_table(
     found = values_of(where(read(path), conditions), arm=arm, seed=seed, metric=metric)
     base, arms = paired_values(found, baseline, seeds)
     unit = metric.rpartition(".")[2]
-    verdicts = compare_all(
-        base,
-        arms,
-        smallest_effect=smallest_effect,
-        higher_is_better=higher_is_better,
-        unit=unit,
-        confidence=confidence,
-    )
-    together = interactions_of(
-        base,
-        arms,
-        smallest_effect=smallest_effect,
-        higher_is_better=higher_is_better,
-        unit=unit,
-        confidence=confidence,
-    )
+    rules: dict[str, Any] = {
+        "smallest_effect": smallest_effect,
+        "higher_is_better": higher_is_better,
+        "unit": unit,
+        "confidence": confidence,
+    }
+    verdicts = compare_all(base, arms, **rules)
+    together = interactions_of(base, arms, **rules)
     whole = summary([value for value in base.values() if value is not None])
     mean = None if whole is None else whole.mean
     every = tuple(verdicts.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,9 +18,10 @@ from rich.console import Console
 from tilelab.common import environment
 from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
-from tilelab.study.ask.config import Study
+from tilelab.study.ask.config import Experiment, Study
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec
-from tilelab.study.conduct import floors, measured, progress
+from tilelab.study.conduct import progress
 from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
     available_bytes,
@@ -30,6 +32,7 @@ from tilelab.study.conduct.checks import (
 from tilelab.study.conduct.cluster import Cluster, connected
 from tilelab.study.conduct.forecast import forecast_s
 from tilelab.study.conduct.pool import Pool, TimeUp
+from tilelab.study.conduct.predict import checked, checked_table, write_checked
 from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda, Watcher
@@ -39,8 +42,9 @@ from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
-from tilelab.study.verdict import searches
 from tilelab.study.verdict.detect import check_designs, plan_lines
+from tilelab.study.verdict.judge import unfolded
+from tilelab.study.verdict.sweeps import check_search
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, TilewiseError
 from tilewise.folders import cache_folder
@@ -86,7 +90,7 @@ class Conductor:
             _check_device(self.execution)
         if not self.underpowered and not store.begun(folder):
             check_designs(study)
-        searches.check(study)
+        check_search(study)
         with store.locked(folder):
             store.begin(folder, store.StoredStudy(study, self.command, where, began))
             agenda = Agenda(study, store.read_records(folder))
@@ -165,6 +169,8 @@ class Conductor:
             else:
                 for line in plan_lines(study):
                     say(console, line)
+                if self.on == "here" and (line := _other_processors(agenda.records, where)):
+                    say(console, line)
                 filled = {
                     "folder": folder.absolute(),
                     "cache": cache_folder().absolute(),
@@ -179,7 +185,7 @@ class Conductor:
             with interrupts_ignored():
                 tracking.close()
         if code == 0 and until is None:
-            floors.complete(study, folder, partial(say, console))
+            complete_floors(study, folder, partial(say, console))
         elif code == 0:
             say(console, "Floors take minutes: the same command without --minutes computes them.")
         return 1 if tracking.failed else code
@@ -195,7 +201,7 @@ class Conductor:
         for run in todo:
             _say_what_begins_again(run.executed(execution), records.get(run.name), console)
         for run in todo:
-            check(run.config, execution.processes, execution.strategy)
+            check(run.config, execution.processes, execution.strategy, execution.context)
         with self._place(execution, console) as place:
             if isinstance(place, Cluster):
                 jobs = place.jobs(self.jobs, todo)
@@ -264,6 +270,25 @@ def _check_device(execution: Execution) -> None:
         raise InvalidArgument("--device", came, "a device that is there", fix)
 
 
+def _other_processors(records: Mapping[str, RunRecord], where: Mapping[str, Any]) -> str:
+    """Say that runs were made on another processor than this; empty where none was."""
+    here, others = _processor(where), Counter[str]()
+    for record in records.values():
+        others[_processor(record.start.environment)] += int(record.done)
+    del others[here]
+    if not others.total():
+        return ""
+    made = ", ".join(f"{count} on {name}" for name, count in others.items() if count)
+    return (
+        f"Warning: of the runs that are done, {made}; this is {here}. Losses of the same run may "
+        "differ between them, in the last digits at first. Speeds of the two do not compare."
+    )
+
+
+def _processor(where: Mapping[str, Any]) -> str:
+    return f"{where.get('chip')} ({where.get('instruction_set')})"
+
+
 def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Console) -> None:
     """Name a run whose record lost steps; ``Session`` trains it from the first step on."""
     if record is None:
@@ -326,9 +351,9 @@ def _report(folder: Path, console: Console) -> bool:
     installed, say so; the records are all that it needs, on any machine.
     """
     study, records = store.read_study(folder).study, store.readable_records(folder).whole
-    if rows := measured.checked(study, records):
-        measured.write(rows, folder)
-        console.print(measured.table(study, rows))
+    if rows := checked(study, records):
+        write_checked(rows, folder)
+        console.print(checked_table(study, rows))
     try:
         from tilelab.study import report  # slow to import: matplotlib, and much that it needs
     except ModuleNotFoundError as error:
@@ -350,3 +375,38 @@ def _report(folder: Path, console: Console) -> bool:
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)
+
+
+def complete_floors(study: Study, folder: Path, say: Callable[[str], None]) -> None:
+    """Compute and store the floors of each experiment whose baseline has ended with its first seed.
+
+    An experiment that compares kernels alone has none: it asks whether steps are the same, not what
+    is learnt in them. Floors are written one experiment after the other, so a study that is stopped
+    here goes on here. Data that is missing, or that changed since the runs, is said and has none.
+    """
+    records = store.readable_records(folder).whole
+    known = store.read_floors(folder)
+    for planned in unfolded(study, records)[0]:
+        run = RunSpec(planned.name, planned.baseline_name, planned.seeds[0], planned.baseline)
+        record = records.get(run.name)
+        asks = any(arm.kind == "training" for arm in planned.arms)  # what is learnt
+        if not asks or planned.name in known or record is None or not record.done:
+            continue
+        try:
+            known[planned.name] = _floors(planned, record, say)
+            store.write_floors(folder, known)
+        except TilewiseError as error:
+            say(f"{planned.name}: no floors. {error}")
+
+
+def _floors(
+    planned: Experiment, record: RunRecord, say: Callable[[str], None]
+) -> tuple[Floor, ...]:
+    config, cache = planned.baseline, cache_folder()
+    data = config.learning.prepare(config, cache)
+    if data.sha256 != record.start.corpus.get("sha256"):
+        raise TilewiseError(f"The data is not that of {record.start.run} any more.")
+    if config.learning.learns_text:
+        say(f"{planned.name}: scoring tables of counts and compressors on the held-out text.")
+    found: tuple[Floor, ...] = config.learning.floors(config, data, planned.seeds[0], cache)
+    return found

@@ -97,6 +97,7 @@ def _seen_step_s(record: RunRecord, execution: Execution) -> float | None:
     """Return seconds of a step of a run that was executed so on this machine; None for others."""
     own = {
         "chip": execution.environment.get("chip"),
+        "instruction_set": execution.environment.get("instruction_set"),
         "threads": execution.threads,
         "device": "cpu" if execution.device == "cpu" else torch.cuda.get_device_name(),
         "processes": execution.processes,

@@ -69,7 +69,10 @@ def own_study(
     if unknown:
         required = f"choices of the baseline: {', '.join(baseline) or 'it has none'}"
         raise InvalidArgument("arms", repr(unknown[0]), required, "Give it a value there.")
-    paths = {arm: _paths(changes) for arm, changes in arms.items()}
+    paths = {
+        arm: {f"choice.{choice}": value for choice, value in changes.items()}
+        for arm, changes in arms.items()
+    }
     made = factorial(paths) if together else one_at_a_time(paths)
     given = range(seeds) if isinstance(seeds, int) else seeds
     task = _task(train, metric, higher_is_better, lines, files)
@@ -88,14 +91,6 @@ def own_study(
         return Study(name=name, question=experiment.question, experiments=(experiment,))
     except ValidationError as error:
         raise as_invalid_argument(error) from None
-
-
-def _paths(changes: Choices) -> dict[str, Any]:
-    return {f"choice.{choice}": value for choice, value in changes.items()}
-
-
-def _directed(metric: str, higher: bool) -> str:
-    return f"{'higher' if higher else 'lower'}:{metric}"
 
 
 def _sweep(tune: Mapping[str, Sequence[float]] | None) -> Sweep | None:
@@ -139,7 +134,7 @@ def _task(
     return {
         "name": "script",
         **own,
-        "metric": _directed(metric, higher),
+        "metric": f"{'higher' if higher else 'lower'}:{metric}",
         "lines": lines,
         "sha256": sha256,
     }

@@ -3,7 +3,7 @@
     study.json      what was asked: the config, the command, where it ran (written once)
     runs/...        one folder a run, with its record and its checkpoint
     index.sqlite    the records as tables, made anew from them; for questions in SQL, never believed
-    floors.json     what simpler things than a model score on its data: ``floors.py``
+    floors.json     what simpler things than a model score on its data; so a report needs no data
     report.html, report.md, verdict.json
 
 The hash is of the config: the same command finds its folder again and goes on; another config is
@@ -13,6 +13,9 @@ The index is written whole or not at all, and nothing ever reads it back. If you
 it, the next report makes it again.
 
     sqlite3 index.sqlite "select arm, avg(loss) from runs where phase = 'final' group by arm"
+
+``floors.json`` has the floors of each experiment (``ask.metrics.Floor``), by its name. A study that
+is older has no such file, and its report no floors.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any, NamedTuple
 
 from tilelab.common.files import replacing, telling_full_disk, write_atomically
 from tilelab.study.ask.config import Study, config_hash, parse
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.ask.run import RECORD
 from tilelab.study.ask.values import earlier, hash_of
 from tilelab.study.records.events import CorruptRecordError, RunRecord
@@ -302,3 +306,31 @@ def _run(record: RunRecord) -> dict[str, Any]:
         "steps": record.steps[-1].step if record.steps else 0,
         "starts": len(record.starts),
     }
+
+
+FLOORS = "floors.json"
+
+Floors = Mapping[str, tuple[Floor, ...]]  # experiment -> its floors
+
+
+def read_floors(folder: Path) -> dict[str, tuple[Floor, ...]]:
+    """Return the floors in a study's folder, empty where none are stored.
+
+    Raises:
+        CorruptRecordError: the file is damaged.
+    """
+    path = folder / FLOORS
+    if not path.exists():
+        return {}
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return {name: tuple(Floor(**each) for each in found) for name, found in said.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        fix = "Delete it: the command that ran the study makes it anew."
+        raise CorruptRecordError(f"{path}: not the floors of a study ({error}). {fix}") from None
+
+
+def write_floors(folder: Path, floors: Floors) -> None:
+    """Write the floors of a study into its folder."""
+    said = {name: [each._asdict() for each in found] for name, found in floors.items()}
+    write_atomically(folder / FLOORS, json.dumps(said, indent=1) + "\n")

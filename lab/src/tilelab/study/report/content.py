@@ -14,8 +14,7 @@ from tilelab.study.ask import config
 from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
-from tilelab.study.records.floors import read_floors
-from tilelab.study.records.store import StoredStudy, flat, read_study, readable_records
+from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
 from tilelab.study.report.attention import attention_charts, attention_table, layers_of
 from tilelab.study.report.clock import Speeds, moved, speeds_of
 from tilelab.study.report.costs import (
@@ -199,7 +198,8 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
 
 def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     # Steps that runs share were taken once, and runs that are the same were trained once.
-    trained = [each for each in evidence.records.values() if not _taken_over(each, evidence)]
+    known = evidence.records
+    trained = [each for each in known.values() if each.start.same_as not in known]
     own = [
         (each, [step for step in each.steps if step.step > each.start.shared_steps])
         for each in trained
@@ -220,10 +220,6 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     ]
     chip = evidence.stored.environment.get("chip")
     return (*found, ("chip", str(chip))) if chip else tuple(found)
-
-
-def _taken_over(record: RunRecord, evidence: Evidence) -> bool:
-    return record.start.same_as in evidence.records
 
 
 def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:

@@ -182,11 +182,12 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
                 chosen = last and each.value == sweep.chosen
                 metric = "" if each.metric is None else words.plain(each.metric, digits)
                 steps = [] if not halved else [Cell(words.integer(trials.steps or 0))]
+                point = ", ".join(f"{path} {value:g}" for path, value in each.point.items())
                 rows.append(
                     (
                         Cell(sweep.arm),
                         *steps,
-                        Cell(f"{each.value:g}", _point(each), tone="best" if chosen else ""),
+                        Cell(f"{each.value:g}", point, tone="best" if chosen else ""),
                         Cell(metric or each.status, tone="" if metric else "bad"),
                         Cell("chosen" if chosen else "", tone="best"),
                     )
@@ -195,11 +196,6 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
     head = ("arm", *(["steps"] if halved else []), sweeps[0].path, unit, "")
     notes = (*(words.typeset(sweep.words) for sweep in sweeps), *_budgets(experiment))
     return Table("Sweep", head, tuple(rows), notes, "sweep")
-
-
-def _point(candidate: Candidate) -> str:
-    """Return what a trial of a search tried."""
-    return ", ".join(f"{path} {value:g}" for path, value in candidate.point.items())
 
 
 def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:

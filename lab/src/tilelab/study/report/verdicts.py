@@ -328,14 +328,15 @@ def meaning(experiment: ExperimentVerdict, speeds: Speeds) -> str:
         said.append(f"{_arms(unfinished)} {_are(unfinished)} not finished")
     neither = [arm for arm in experiment.arms if arm.neither_learnt]
     if neither:
-        subject = f"{_arms(neither)} {_have(neither)} not learnt"
+        have = "has" if len(neither) == 1 else "have"
+        subject = f"{_arms(neither)} {have} not learnt"
         floor = next(each.name for each in experiment.floors if each.decides)
         said.append(f"{subject} more than the {floor}, nor has {experiment.baseline.name}")
     for flagged, what in ((True, "flagged, as {} should be"), (False, "not seen")):
         found = [arm for arm in controls if arm.flagged is flagged]
-        it = "it" if len(found) == 1 else "they"
+        was, it = ("was", "it") if len(found) == 1 else ("were", "they")
         if found:
-            said.append(f"{_arms(found)} {_was(found)} {what.format(it)}")
+            said.append(f"{_arms(found)} {was} {what.format(it)}")
     return f"{'; '.join(said)}." if said else "There is nothing to compare yet."
 
 
@@ -343,16 +344,8 @@ def _arms(arms: Sequence[ArmVerdict]) -> str:
     return words.listing([arm.arm for arm in arms])
 
 
-def _have(arms: Sequence[ArmVerdict]) -> str:
-    return "has" if len(arms) == 1 else "have"
-
-
 def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
-
-
-def _was(arms: Sequence[ArmVerdict]) -> str:
-    return "was" if len(arms) == 1 else "were"
 
 
 def _gains(arms: Sequence[ArmVerdict], speeds: Speeds, baseline: str) -> list[str]:

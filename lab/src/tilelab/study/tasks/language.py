@@ -1,6 +1,10 @@
 """Language modelling: predict the next token of a text. The first task, and the standard one.
 
 The held-out loss is in nats per token, bits per byte and, of WikiText, per original word.
+
+**In chunks.** Logits of T tokens and a vocabulary of V take 4 T V bytes in float32, and some four
+times that with their gradient: 17 GB for 32,768 tokens of each. ``tilewise.linear_cross_entropy``
+has the logits of a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import tilewise
 from tilelab.models.gpt2 import GPT2
 from tilelab.study.ask.config import RunConfig, Training
 from tilelab.study.ask.metrics import Floor
@@ -23,11 +28,59 @@ from tilelab.study.data import order
 from tilelab.study.data.floors import floors
 from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
-from tilelab.study.tasks.chunked import Features, Headless, chunked_losses
 from tilelab.study.tasks.families import gpt2_of
 from tilelab.study.tasks.scores import evaluating, look
-from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
+from tilelab.study.tasks.task import NO_TARGET, AbstractTask, Batch, Examination, Held, dtype_of
 from tilewise.errors import InvalidArgument
+
+
+class Features(NamedTuple):
+    """What a head multiplies, and the matrix that it multiplies with."""
+
+    hidden: Tensor  # [..., width]
+    weight: Tensor  # [V, width]
+
+
+class Headless(nn.Module):
+    """A GPT-2 up to its head: ``chunked_losses`` does the rest."""
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Features:
+        """Return the features of the inputs of ``GPT2.forward``."""
+        return Features(self.model.features(*inputs), self.model.unembedding)
+
+
+def chunked_losses(
+    features: Features, targets: Tensor, training: Training
+) -> tuple[Tensor, Tensor]:
+    """Return what ``losses`` returns of the head's logits, to rounding.
+
+    Logits are in the run's precision, the loss in float32, and the gradient of the head is added up
+    in its own type.
+
+    Args:
+        features: of a micro-batch.
+        targets: [...] as those of ``losses``; at least one that counts.
+        training: ``loss_tokens`` is the number of tokens of a chunk.
+    """
+    hidden = features.hidden
+    if hidden.dtype != torch.float64:  # as ``losses`` lets it be
+        hidden = hidden.to(dtype_of(training.precision))
+    objective, plain = tilewise.linear_cross_entropy(
+        hidden,
+        features.weight,
+        targets,
+        ignore_index=NO_TARGET,
+        label_smoothing=training.label_smoothing,
+        z_loss=training.z_loss,
+        return_nll=True,
+        block_tokens=training.loss_tokens,
+    )
+    return objective, plain
+
 
 _LOGITS_BYTES = 1 << 28  # the most that the logits of one forward pass may take, in float32
 _MOST_ROWS = 8

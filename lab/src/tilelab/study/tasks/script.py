@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -119,7 +119,8 @@ def arguments(config: RunConfig, command: str, seed: int, folder: Path) -> list[
 def _check_command(command: str, choices: Mapping[str, Any]) -> None:
     try:
         words = shlex.split(command)
-        named = {name for word in words if word != _ALL for name in _names(word)}
+        parts = [part for word in words if word != _ALL for part in Formatter().parse(word)]
+        named = {name for _, name, _, _ in parts if name is not None}
     except ValueError as error:
         raise InvalidArgument("task.command", repr(command), f"a command ({error})") from None
     known = {*choices, *GIVEN}
@@ -133,7 +134,3 @@ def _check_command(command: str, choices: Mapping[str, Any]) -> None:
     if "seed" not in named:
         required = "{seed} in it: seeds that the script does not get pair nothing"
         raise InvalidArgument("task.command", repr(command), required)
-
-
-def _names(word: str) -> Iterator[str]:
-    return (name for _, name, _, _ in Formatter().parse(word) if name is not None)

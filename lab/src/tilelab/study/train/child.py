@@ -28,6 +28,7 @@ from typing import NoReturn
 import torch
 from torch import cuda
 
+from tilelab.common import memory
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
@@ -89,12 +90,12 @@ def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = 
     if execution.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {execution.core})
     torch.set_num_threads(execution.threads)
-    check(config, execution.processes, execution.strategy)
+    check(config, execution.processes, execution.strategy, execution.context)
     device = device_of(execution.device)
     folder = run.folder(execution.folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (
-        joined(execution.processes, execution.strategy, device) as team,
+        joined(execution.processes, execution.strategy, device, execution.context) as team,
         locked(folder) if team.lead else contextlib.nullcontext(),  # the others do not write
     ):
         prepare = config.learning.prepare if prepared is None else prepared
@@ -104,8 +105,11 @@ def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = 
         # Before the meter: it takes memory. The lead measures while the others are idle.
         peak = team.agreed(peak_flops_s(dtype, device) if team.lead else 0.0) * team.size
         meter = PeakMeter(device)
+        trainer = Trainer(run, data, device, team)
+        # A gradient is as large as its weight, and is taken anew in each step.
+        memory.keep(max(each.nbytes for each in trainer.model.parameters()))
         session = Session(
-            Trainer(run, data, device, team),
+            trainer,
             data,
             folder,
             meter,
@@ -116,6 +120,7 @@ def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = 
                 "threads": execution.threads,
                 "processes": team.size,
                 "strategy": team.strategy if team.size > 1 else None,
+                **({"context": team.context} if team.context > 1 else {}),
                 "core": execution.core,
                 "device": device.type if device.type != "cuda" else cuda.get_device_name(device),
             },

@@ -10,6 +10,10 @@ There are two strategies. With ``ddp`` every process holds the whole model
 (``DistributedDataParallel``). With ``fsdp`` weights, gradients and optimizer state are cut into P
 parts (``fully_shard``), put together a layer at a time. The parts of torch that only ``fsdp`` needs
 are imported there.
+
+With a ``context`` of C, neighbouring processes share the sequences of a micro-batch: each has its
+own rows, and attention is shared among them (``tilewise.distributed``). P / C of such groups deal
+out the micro-batches.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilelab.models.gpt2 import Rows
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import Strategy
 from tilelab.study.choices import optimizers
+from tilelab.study.tasks.task import Batch
 from tilewise.errors import InvalidArgument
 
 _T = TypeVar("_T")
@@ -39,6 +45,8 @@ class Team:
     rank: int = 0  # its number; 0 leads
     size: int = 1  # how many there are
     strategy: Strategy = "ddp"
+    context: int = 1  # neighbours that share sequences
+    neighbours: distributed.ProcessGroup | None = None  # those of this process, where there are
 
     @property
     def lead(self) -> bool:
@@ -47,7 +55,24 @@ class Team:
 
     def share(self, items: Sequence[_T]) -> Sequence[_T]:
         """Return this process's share of a step's micro-batches."""
-        return items[self.rank :: self.size]
+        return items[self.rank // self.context :: self.size // self.context]
+
+    @contextmanager
+    def sharing(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
+        """This process's rows of a micro-batch, and which share of its targets they have."""
+        if self.neighbours is None:
+            yield batch, 1.0
+            return
+        from tilewise.distributed import context_parallel, shard
+
+        (tokens,) = batch.inputs
+        length = tokens.shape[1]
+        places = torch.arange(length, device=tokens.device)
+        own = [shard(x, self.neighbours, 1) for x in (tokens, batch.targets, places[None])]
+        rows = Rows(own[2][0], length)
+        with context_parallel(self.neighbours):
+            cut = batch._replace(inputs=(own[0], None, rows), targets=own[1])
+            yield cut, own[1].shape[1] / length
 
     def spread(self, model: nn.Module) -> None:
         """Leave this process its part of the weights, where the strategy cuts them.
@@ -87,7 +112,9 @@ class Team:
         mine = torch.stack(list(own))
         found = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(found, mine)
-        return list(torch.stack(found, dim=1).flatten())
+        # Those who share a micro-batch have parts of its number.
+        groups = torch.stack(found).view(-1, self.context, len(mine)).sum(1)
+        return list(groups.T.flatten())
 
     def total(self, value: float, device: torch.device) -> float:
         """Return the sum of everybody's numbers."""
@@ -125,14 +152,22 @@ ALONE = Team()
 
 
 @contextmanager
-def joined(processes: int, strategy: Strategy, device: torch.device) -> Iterator[Team]:
+def joined(
+    processes: int, strategy: Strategy, device: torch.device, context: int = 1
+) -> Iterator[Team]:
     """The team of this process, as its environment names it (``RANK``, ``WORLD_SIZE``, ...)."""
     if processes == 1:
         yield ALONE
         return
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    team = Team(distributed.get_rank(), distributed.get_world_size(), strategy)
-    assert team.size == processes
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    assert size == processes
+    neighbours = None
+    for first in range(0, size, context) if context > 1 else ():
+        group = distributed.new_group(list(range(first, first + context)))
+        if first <= rank < first + context:
+            neighbours = group
+    team = Team(rank, size, strategy, context, neighbours)
     yield team
     # Not after an error: the others may wait where nobody comes any more; their agent ends them.
     team.wait()
@@ -148,19 +183,25 @@ def device_of(kind: str) -> torch.device:
     return torch.device(kind)
 
 
-def check(config: RunConfig, processes: int, strategy: Strategy) -> None:
+def check(config: RunConfig, processes: int, strategy: Strategy, context: int = 1) -> None:
     """Refuse what several processes cannot do alike.
 
     Raises:
         InvalidArgument: the micro-batches of a step cannot be dealt out evenly, the strategy
             cannot do what the config asks for, or the run is a script.
     """
+    if processes % context:
+        fix = "Processes that share sequences are a part of --processes."
+        raise InvalidArgument("--context-parallel", str(context), f"a divisor of {processes}", fix)
     if processes == 1:
         return
+    if context > 1:
+        _check_shared(config)
     training, came = config.training, f"{processes} processes"
     if config.learning.external:
         fix = "Put torchrun into its command."
         raise InvalidArgument("--processes", came, "1: a script starts its own", fix)
+    processes //= context
     if training.accumulation % processes:
         step = training.batch * training.accumulation
         required = f"a divisor of training.accumulation={training.accumulation}"
@@ -176,6 +217,22 @@ def check(config: RunConfig, processes: int, strategy: Strategy) -> None:
         raise InvalidArgument("--processes", f"{came} and training.compile", "one of the two", fix)
     if strategy == "fsdp":
         _check_sharded(config)
+
+
+def _check_shared(config: RunConfig) -> None:
+    """Refuse what processes that share sequences cannot do as one does."""
+    dropout = config.model.dropout
+    for name, came, allowed, required in (
+        ("task", config.task.name, "language-modelling", "language-modelling"),
+        ("attention.implementation", config.attention.implementation, "tilewise", "tilewise"),
+        ("data.packing", config.data.packing, "stream", "stream: rows that are one text"),
+        ("model.dropout.embedding", dropout.embedding, 0.0, "0: each process would draw its own"),
+        ("model.dropout.residual", dropout.residual, 0.0, "0: each process would draw its own"),
+        ("training.z_loss", config.training.z_loss, 0.0, "0"),
+        ("training.length_warmup.steps", config.training.length_warmup.steps, 0, "0"),
+    ):
+        if came != allowed:
+            raise InvalidArgument(f"--context-parallel with {name}", repr(came), required)
 
 
 def _check_sharded(config: RunConfig) -> None:

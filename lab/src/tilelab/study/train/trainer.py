@@ -152,10 +152,11 @@ class Trainer:
         return total.item()
 
     def _losses(self, forward: nn.Module | Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        there = batch.to(self.device)
-        with self.autocast():
-            output = forward(*there.inputs)
-        return self.task.losses(output, there.targets, self.config.training)
+        with self.team.sharing(batch.to(self.device)) as (own, share):
+            with self.autocast():
+                output = forward(*own.inputs)
+            objective, plain = self.task.losses(output, own.targets, self.config.training)
+        return objective * share, plain * share
 
     def _update(self, loss: float) -> float:
         """Clip the gradient and let the optimizer use it; its norm before that."""

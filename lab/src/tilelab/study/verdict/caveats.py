@@ -26,7 +26,16 @@ _SPACING = 2.0**-23  # of float32 numbers, as a share of their size
 # Weights that are equal give losses that differ by rounding, also of kernels and of bf16.
 SAME_START = 5e-3
 # What the speed of runs depends on, among what records keep of their machine.
-_MACHINE = ("chip", "threads", "processes", "strategy", "instruction_set", "versions", "commit")
+_MACHINE = (
+    "chip",
+    "threads",
+    "processes",
+    "strategy",
+    "context",
+    "instruction_set",
+    "versions",
+    "commit",
+)
 
 Finals = Mapping[str, Mapping[int, RunRecord]]  # arm -> seed -> record
 

@@ -23,7 +23,7 @@ from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import RunRecord
-from tilelab.study.records.floors import Floors
+from tilelab.study.records.store import Floors
 from tilelab.study.verdict.caveats import (
     control_notes,
     experiment_notes,
@@ -33,9 +33,8 @@ from tilelab.study.verdict.caveats import (
     pairing_note,
     rounding,
 )
-from tilelab.study.verdict.detect import sensitivity
+from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
 from tilelab.study.verdict.equal_time import at_first_end
-from tilelab.study.verdict.family import Families, Family, alone, apart, families_of
 from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tilelab.stats.factorial import predicted
-from tilelab.stats.fractions import arm_name, combinations_of
+from tilelab.stats.factorial import arm_name, combinations_of, predicted
 from tilelab.study.ask.config import Arm, Experiment, change
 from tilelab.study.ask.designs import changes_of, fraction
 from tilelab.study.ask.metrics import rank

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from tilelab.stats.words import effect_text as effect_text
-from tilelab.stats.words import interval_text as interval_text
-from tilelab.stats.words import listing as listing
-from tilelab.stats.words import p_text as p_text
-from tilelab.stats.words import seeds_text as seeds_text
+from tilelab.stats.values import effect_text as effect_text
+from tilelab.stats.values import interval_text as interval_text
+from tilelab.stats.values import listing as listing
+from tilelab.stats.values import p_text as p_text
+from tilelab.stats.values import seeds_text as seeds_text
 from tilelab.study.ask.metrics import METRICS
 
 

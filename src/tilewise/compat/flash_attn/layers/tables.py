@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.compat.flash_attn.arguments import check_rank
 from tilewise.errors import InvalidArgument, InvalidType
-from tilewise.nn.head_rows import turned_pairs
+from tilewise.head_rows import turned_pairs
 from tilewise.variants.lower import statistics_dtype
 
 

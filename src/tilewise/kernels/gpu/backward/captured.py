@@ -23,7 +23,8 @@ of ``ds`` is known. It is ``due``: the gradient of the row's lse, less the sink'
 
     sum(ds * factor) - (sum(ds) - due) * sum(p * factor)
 
-gives the sums of rows, as if the shift had been summed from the very p and dP of the walk.
+gives the sums of rows, as if the shift had been summed from the very p and dP of the walk. Of rows
+with keys elsewhere (``Needs.partial``) no sum is known, and they are not corrected.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     programs_of,
     slots_of,
 )
+from tilewise.problem import Needs
 
 _LINE = 128
 _WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
@@ -88,8 +90,9 @@ class _Load(NamedTuple):
 class _Captured:
     """Makes the launches of one backward pass."""
 
-    def __init__(self, call: Backward) -> None:
+    def __init__(self, call: Backward, partial: bool) -> None:
         self.call = call
+        self.due = 0 if partial else due_plane(call.upstream)
         self.problem = call.problem
         self.blocks = _blocks(call)
         self.lists: dict[bool, tuple[Any, ...]] = {}
@@ -163,7 +166,7 @@ class _Captured:
             load, blocks, sums=sums, sum_strides=_line_strides(sums), tiles=tiles
         )
         constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
-        constants |= {"BY_KEYS": by_keys, "DUE": due_plane(self.call.upstream)}
+        constants |= {"BY_KEYS": by_keys, "DUE": self.due}
         arguments["lists"], constants["SKIPS"] = self._met(by_keys)
         grid = (programs_of(problem, problem.heads, tiles),)
         return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
@@ -243,12 +246,11 @@ class _Captured:
             size = origin = count = 0
             length = problem.keys if by_keys else problem.queries
         tiles = slots_of(problem, length, _LINE)
-        operands = self.call.operands
         arguments = {
             "sums": sums,
             "sum_strides": _line_strides(sums),
             "captured": self.call.captured(),
-            "starts": (operands.cu_seqlens_q, operands.cu_seqlens_k),
+            "starts": self.call.starts(),
             "batch": problem.batch,
             "heads": problem.heads,
             "queries": problem.queries,
@@ -310,28 +312,26 @@ def number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool)
 
 
 def captured_launches(
-    call: Backward, wanted: tuple[bool, ...], grads: tuple[Tensor | None, ...]
+    call: Backward, needs: Needs, grads: tuple[Tensor | None, ...]
 ) -> list[Launch]:
     """Return the launches that make the gradients of what the score captured.
 
     Args:
         call: the backward pass; the values of its rows are made by earlier launches.
-        wanted: by slot, which gradients are.
+        needs: which of them are wanted, by slot, and whether the rows have other keys too.
         grads: by slot, contiguous and shaped as the lowered tensor: where they go. Every element
             is written.
     """
     variant, problem = call.variant, call.problem
     biases = {instr.slots[0] for instr in problem.score if instr.op == "bias"}
-    maker = _Captured(call)
+    maker = _Captured(call, needs.partial)
     launches: list[Launch] = []
-    for slot, (need, grad) in enumerate(zip(wanted, grads, strict=True)):
+    for slot, (need, grad) in enumerate(zip(needs.score_tensors, grads, strict=True)):
         if not need or grad is None:
             continue
         places = [place for place, of in enumerate(variant.load_slots) if of == slot]
-        several = len(places) > 1
+        several = len(places) != 1  # or none, whose sum is zero
         out = grad
-        if not places:
-            grad.zero_()
         if several:
             out = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
         for place in places:

@@ -12,8 +12,9 @@ from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, seed_words
+from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing, kept
 from tilewise.kernels.gpu.walk.tiles import (
+    head_of,
     head_strides,
     knows_whole_tiles,
     lists_of,
@@ -27,6 +28,7 @@ from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import threshold as dropout_threshold
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+_ANY_PAGE = 2**31 - 1  # the engine makes these tables itself: no entry is to be clamped
 
 
 COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane", "threshold"]
@@ -36,8 +38,21 @@ COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane", "thres
 def numbers_of(call, threshold):
     """The ``numbers`` of ``pair_gradients`` from those of a launch."""
     scale, inverse_keep, seed = call.numbers
-    seed_low, seed_high = seed_words(seed)
-    return scale, inverse_keep, seed_low, seed_high, threshold
+    return scale, inverse_keep, drawing(seed), threshold
+
+
+@triton.jit
+def keys_of_head(call, which: tl.constexpr, b, h, begin_k, FORM: tl.constexpr):
+    """(head, strides, pages) of the keys (``which`` is 1) or values (2) of key head ``h``.
+
+    As ``side`` of ``walk.tiles.load_keys``.
+    """
+    b_k, pages = b, 0
+    if FORM.PAGE > 0:
+        entries, slots, last = call.pages
+        b_k, pages = b * 0, (entries + tl.cast(slots, tl.int64) * b, last)  # type: ignore
+    strides = call.strides[which]
+    return head_of(call.inputs[which], strides, b_k, h, begin_k), strides, pages
 
 
 @triton.jit
@@ -61,7 +76,7 @@ def _gradients(
     """
     products, dp = products
     base, shift, weight, slope, center = row
-    scale, inverse_keep, seed_low, seed_high, threshold = numbers
+    scale, inverse_keep, drawn, threshold = numbers
     b, h, m, n, M, N = pairs
     _, _, tensors, shapes = call.captured
     if SCORE is None:
@@ -79,7 +94,7 @@ def _gradients(
         p = p * weight
     keep = p
     if FORM.DROPOUT:
-        keep = kept(seed_low, seed_high, threshold, b, h, m, n)
+        keep = kept(drawn, threshold, b, h, m, n)
         dp = tl.where(keep, dp * inverse_keep, 0.0)
     moved = dp - shift
     if FORM.ENTROPY:
@@ -158,16 +173,19 @@ class Call(NamedTuple):
     Args:
         inputs: q, k, v, grad_out, and the values of rows (``row_values``).
         strides: of each.
-        starts: the cu_seqlens of queries and keys, or None twice.
+        starts: the cu_seqlens of queries and keys, and the lengths of keys in pages; each may be
+            None.
         captured: tensors and shape numbers of the mask, and of the score.
         numbers: (scale, 1 / (1 - dropout_p), the seed's memory).
+        pages: (block table, its entries for an item, the last page), or None.
     """
 
     inputs: tuple[Tensor, ...]
     strides: tuple[tuple[int, ...], ...]
-    starts: tuple[Tensor | None, Tensor | None]
+    starts: tuple[Tensor | None, ...]
     captured: tuple[Any, ...]
     numbers: tuple[Any, ...]
+    pages: tuple[Any, ...] | None
 
 
 class Form(NamedTuple):
@@ -184,6 +202,7 @@ class Form(NamedTuple):
         PRECISION: of products of float32.
         WIDE: offsets within a tile take 64 bits.
         PART: columns that products are summed over at a time, or 0 for all of them.
+        PAGE: keys of a page, or 0.
     """
 
     BLOCK_M: int
@@ -198,6 +217,7 @@ class Form(NamedTuple):
     PRECISION: str
     WIDE: bool
     PART: int
+    PAGE: int = 0
 
 
 class Backward(NamedTuple):
@@ -221,18 +241,25 @@ class Backward(NamedTuple):
         operands = self.operands
         return (*captures(operands.mask_tensors), *captures(operands.score_tensors))
 
+    def starts(self) -> tuple[Tensor | None, ...]:
+        """Return where sequences lie, as ``Call`` has it."""
+        operands = self.operands
+        return operands.cu_seqlens_q, operands.cu_seqlens_k, operands.key_lengths
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of all walks."""
         problem, operands = self.problem, self.operands
+        table = operands.block_table
         tensors = (*operands[:3], self.upstream.out)
         strides = [head_strides(tensor, problem) for tensor in tensors]
         return {
             "call": Call(
                 (*tensors, self.rows),
                 (*strides, number_strides(self.rows[0], problem)),
-                (operands.cu_seqlens_q, operands.cu_seqlens_k),
+                self.starts(),
                 self.captured(),
                 (problem.scale, 1 / (1 - problem.dropout_p), seed_memory(problem, operands)),
+                None if table is None else (table, table.shape[1], _ANY_PAGE),
             ),
             "batch": problem.batch,
             "heads": problem.heads,
@@ -259,6 +286,7 @@ class Backward(NamedTuple):
             PRECISION=self.config.precision,
             WIDE=wide((*self.operands[:3], self.upstream.out), problem, blocks),
             PART=self.config.part(name, problem),
+            PAGE=problem.page_size,
         )
 
     def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:

@@ -29,26 +29,34 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import COUNTS, Backward, numbers_of, pair_gradients
+from tilewise.kernels.gpu.backward.gradients import (
+    COUNTS,
+    Backward,
+    keys_of_head,
+    numbers_of,
+)
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
+from tilewise.kernels.gpu.backward.steps import key_step, query_step
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.pairs import shown
-from tilewise.kernels.gpu.walk.parts import held, product_of, rows_of
+from tilewise.kernels.gpu.replay import scratch
+from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (
-    counts_in,
+    MET,
+    block_start,
     head_of,
     head_strides,
     launch_of,
     line_place,
-    list_of,
+    met_at,
+    met_from,
     programs_of,
     range_of,
     slots_of,
     split_range,
     store_tile,
-    tile_in,
+    walks_of,
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 
@@ -82,8 +90,8 @@ def query_kernel(
     HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
     VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
     VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
-    q, k, v, grad_out, rows = call.inputs
-    q_strides, k_strides, v_strides, grad_out_strides, row_strides = call.strides
+    q, grad_out, rows = call.inputs[0], call.inputs[3], call.inputs[4]
+    q_strides, grad_out_strides, row_strides = call.strides[0], call.strides[3], call.strides[4]
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
     b, h, begin, begin_k, M, N, m0 = line_place(
@@ -95,58 +103,36 @@ def query_kernel(
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
-    if lists[0] is None:
-        whole_tiles, partial = counts_in(spans, BLOCK_N)
-    else:
-        tile = m0 // BLOCK_M
-        listed, whole_tiles, partial = list_of(lists, b, h, tile)
-
+    whole, partial = walks_of(spans, lists, b, h, m0 // BLOCK_M, BLOCK_N)
     q_rows = (head_of(q, q_strides, b, h, begin), q_strides, m0, 0, M)
     grad_rows = (head_of(grad_out, grad_out_strides, b, h, begin), grad_out_strides, m0, 0, M)
     q_tile = held(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, FORM)
     grad_tile = held(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, FORM)
-    k_head = head_of(k, k_strides, b, h // group, begin_k)
-    v_head = head_of(v, v_strides, b, h // group, begin_k)
+    k_head, k_strides, pages = keys_of_head(call, 1, b, h // group, begin_k, FORM)
+    v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
     row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FORM.FOLD, FORM.ENTROPY)
     numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    fixed = (q_tile, grad_tile), (k_side, v_side, low, high), (b, h, m, M, N), row, numbers
     # The tiles that need no mask first; there are none where nothing is known of a mask.
-    for MASKED in tl.static_range(BLIND, 2):
-        for i in range(partial if MASKED else whole_tiles):
-            if lists[0] is None:
-                n0 = tile_in(i, spans, BLOCK_N, MASKED)
-            else:
-                n0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_N
-            n = n0 + tl.arange(0, BLOCK_N)[None, :]
-            visible = None
-            wanted = True
-            if MASKED:
-                visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
-                if SKIPS:
-                    wanted = tl.max(visible.to(tl.int32)) > 0
-            if wanted:
-                k_rows = (k_head, k_strides, n0, low, high)
-                v_rows = (v_head, v_strides, n0, low, high)
-                k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
-                v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
-                products = product_of(q_tile, k_tile, BLOCK_M, BLOCK_N, HEAD_DIM, FORM)
-                by_value = product_of(grad_tile, v_tile, BLOCK_M, BLOCK_N, VALUE_DIM, FORM)
-                _, ds = pair_gradients(
-                    call,
-                    (products, by_value),
-                    row,
-                    numbers,
-                    (b, h, m, n, M, N),
-                    visible,
-                    SCORE,
-                    GAIN,
-                    MASKED,
-                    FORM,
-                )
-                if FORM.PART > 0:
-                    k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM.WIDE)
-                total = tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=FORM.PRECISION)
+    if not BLIND:
+        for i in range(whole[1]):
+            n0 = block_start(i, whole, False, BLOCK_N)
+            total = query_step(call, total, fixed, n0, SCORE, GAIN, None, False, FORM)
+    if SKIPS:
+        for base in range(0, partial[1], MET):
+            met, count = met_from(
+                base, partial, m, (b, h, M, N), call.captured, SEEN, BLOCK_N, BY_KEYS=False
+            )
+            for j in range(count):
+                n0 = block_start(met_at(met, j), partial, True, BLOCK_N)
+                total = query_step(call, total, fixed, n0, SCORE, GAIN, SEEN, True, FORM)
+    else:
+        for i in range(partial[1]):
+            n0 = block_start(i, partial, True, BLOCK_N)
+            total = query_step(call, total, fixed, n0, SCORE, GAIN, SEEN, True, FORM)
     head = head_of(grad_q, grad_q_strides, b, h, begin)
     store_tile(head, m0, grad_q_strides, M, total * numbers[0], BLOCK_M, HEAD_DIM, HEAD_PADDED)
 
@@ -199,8 +185,6 @@ def key_kernel(
     if BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
-    if lists[0] is None:
-        whole_tiles, partial = counts_in(spans, BLOCK_M)
 
     k_rows = (head_of(k, k_strides, b, key_head, begin_k), k_strides, n0, 0, N)
     v_rows = (head_of(v, v_strides, b, key_head, begin_k), v_strides, n0, 0, N)
@@ -215,56 +199,31 @@ def key_kernel(
         q_head = head_of(q, q_strides, b, h, begin)
         grad_head = head_of(grad_out, grad_out_strides, b, h, begin)
         row_head = head_of(rows, row_strides, b, h, begin)
-        if lists[0] is not None:
-            tile = n0 // BLOCK_N
-            listed, whole_tiles, partial = list_of(lists, b, h, tile)
-        for MASKED in tl.static_range(BLIND, 2):
-            for i in range(partial if MASKED else whole_tiles):
-                if lists[0] is None:
-                    m0 = tile_in(i, spans, BLOCK_M, MASKED)
-                else:
-                    m0 = tl.load(listed + i + (whole_tiles if MASKED else 0)) * BLOCK_M
-                m = m0 + tl.arange(0, BLOCK_M)[None, :]
-                visible = None
-                wanted = True
-                if MASKED:
-                    visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
-                    if SKIPS:
-                        wanted = tl.max(visible.to(tl.int32)) > 0
-                if wanted:
-                    q_rows = (q_head, q_strides, m0, low, high)
-                    grad_rows = (grad_head, grad_out_strides, m0, low, high)
-                    q_tile = held(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
-                    grad_tile = held(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
-                    row = row_values(row_head, plane, m, M, FORM.FOLD, FORM.ENTROPY)
-                    products = product_of(k_tile, q_tile, BLOCK_N, BLOCK_M, HEAD_DIM, FORM)
-                    by_value = product_of(v_tile, grad_tile, BLOCK_N, BLOCK_M, VALUE_DIM, FORM)
-                    p, ds = pair_gradients(
-                        call,
-                        (products, by_value),
-                        row,
-                        numbers,
-                        (b, h, m, n, M, N),
-                        visible,
-                        SCORE,
-                        GAIN,
-                        MASKED,
-                        FORM,
+        whole, partial = walks_of(spans, lists, b, h, n0 // BLOCK_N, BLOCK_M)
+        heads_of = (q_head, grad_head, row_head)
+        fixed = grads, (k_tile, v_tile), heads_of, (b, h, n, M, N), (low, high), numbers, plane
+        if not BLIND:
+            for i in range(whole[1]):
+                m0 = block_start(i, whole, False, BLOCK_M)
+                total_k, total_v = key_step(
+                    call, (total_k, total_v), fixed, m0, SCORE, GAIN, None, False, FORM
+                )
+        if SKIPS:
+            for base in range(0, partial[1], MET):
+                met, count = met_from(
+                    base, partial, n, (b, h, M, N), call.captured, SEEN, BLOCK_M, BY_KEYS=True
+                )
+                for j in range(count):
+                    m0 = block_start(met_at(met, j), partial, True, BLOCK_M)
+                    total_k, total_v = key_step(
+                        call, (total_k, total_v), fixed, m0, SCORE, GAIN, SEEN, True, FORM
                     )
-                    if grad_v is not None:
-                        if FORM.PART > 0:
-                            grad_tile = rows_of(
-                                grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, MASKED, FORM.WIDE
-                            )
-                        p = p.to(grad_tile.dtype)
-                        total_v = tl.dot(p, grad_tile, total_v, input_precision=FORM.PRECISION)
-                    if grad_k is not None:
-                        if FORM.PART > 0:
-                            q_tile = rows_of(
-                                q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, MASKED, FORM.WIDE
-                            )
-                        ds = ds.to(q_tile.dtype)
-                        total_k = tl.dot(ds, q_tile, total_k, input_precision=FORM.PRECISION)
+        else:
+            for i in range(partial[1]):
+                m0 = block_start(i, partial, True, BLOCK_M)
+                total_k, total_v = key_step(
+                    call, (total_k, total_v), fixed, m0, SCORE, GAIN, SEEN, True, FORM
+                )
     if grad_k is not None:
         head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
         store_tile(
@@ -305,7 +264,7 @@ def backward_launches(
     """
     upstream = Upstream(grad_out, grad_lse, grad_entropy)
     planes = planes_of(upstream, any(needs.score_tensors))
-    rows = result.lse.new_empty((planes, *result.lse.shape))
+    rows = scratch(result.lse, (planes, *result.lse.shape))
     grad_sinks = grads.sinks if needs.sinks else None
     launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config)
     call = Backward(problem, operands, upstream, config, variant, rows)
@@ -313,9 +272,9 @@ def backward_launches(
         wanted = (grads.k if needs.k else None, grads.v if needs.v else None)
         launches.append(_key_launch(call, wanted))
     if needs.q and grads.q is not None:
-        launches.append(_query_launch(call, grads.q))
+        launches.append(query_launch(call, grads.q))
     if any(needs.score_tensors):
-        launches += captured_launches(call, needs.score_tensors, grads.score_tensors)
+        launches += captured_launches(call, needs, grads.score_tensors)
     return launches
 
 
@@ -334,7 +293,8 @@ def _key_launch(call: Backward, grads: tuple[Tensor | None, Tensor | None]) -> L
     return launch_of(key_kernel, grid, arguments | {"tiles": slots}, constants, blocks)
 
 
-def _query_launch(call: Backward, grad_q: Tensor) -> Launch:
+def query_launch(call: Backward, grad_q: Tensor) -> Launch:
+    """Return the launch that makes the gradient of q; the values of rows are made before."""
     problem = call.problem
     strides = head_strides(grad_q, problem)
     arguments, constants, blocks = call.walk("dq", grad_q=grad_q, grad_q_strides=strides)

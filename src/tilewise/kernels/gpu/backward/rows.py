@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded
 from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
@@ -102,7 +103,7 @@ def row_kernel(
     program = tl.program_id(0)
     tile, line = program % tiles, program // tiles
     b, h, begin, _, M, _, first = line_place(
-        tile, line, (cu_q, None), batch, heads, queries, queries, BLOCK, False
+        tile, line, (cu_q, None, None), batch, heads, queries, queries, BLOCK, False
     )
     m = first + tl.arange(0, BLOCK)
     inside = m < M
@@ -244,7 +245,7 @@ def row_launches(
     block = _BLOCK if folds(problem) and width <= _WIDEST else _SMALL_BLOCK
     slots = slots_of(problem, problem.queries, block)
     count = slots * (problem.batch if problem.layout == "dense" else 1)
-    shares = None if grad_sinks is None else rows.new_empty((problem.heads, count))
+    shares = None if grad_sinks is None else scratch(rows, (problem.heads, count))
     arguments = {
         "out": result.out,
         "grad_out": upstream.out,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import (
     COUNTS,
+    keys_of_head,
     numbers_of,
     pair_gradients,
     row_gradients,
@@ -38,9 +39,10 @@ def query_side(call, plane, place, m0, FORM: tl.constexpr):
 def key_side(call, group, place, n0, FORM: tl.constexpr):
     """(k, v) of a tile of keys, as those of ``query_side``; arguments as for ``terms_of``."""
     b, h, _, begin_k, _, N = place
-    inputs, strides = call.inputs, call.strides
-    k = (head_of(inputs[1], strides[1], b, h // group, begin_k), strides[1], n0, 0, N)
-    v = (head_of(inputs[2], strides[2], b, h // group, begin_k), strides[2], n0, 0, N)
+    k_head, k_strides, pages = keys_of_head(call, 1, b, h // group, begin_k, FORM)
+    v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
+    k = (k_head, k_strides, n0, 0, N, pages)
+    v = (v_head, v_strides, n0, 0, N, pages)
     k = held(k, FORM.BLOCK_N, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
     v = held(v, FORM.BLOCK_N, FORM.VALUE_DIM, FORM.VALUE_PADDED, True, FORM)
     return k, v
@@ -165,7 +167,7 @@ def line_kernel(
     """Sum the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
 
     Row sums are corrected for the rounding of the row's shift. DUE is the plane of ``rows`` with
-    the sum of the gradients of its scores.
+    the sum of the gradients of its scores; 0 where it is not known, and nothing is corrected.
     """
     program = tl.program_id(0)
     BLOCK: tl.constexpr = FORM.BLOCK_N if BY_KEYS else FORM.BLOCK_M
@@ -206,10 +208,11 @@ def line_kernel(
                 total += shares.to(tl.float64)
                 gathered += plain.to(tl.float64)
                 weight += weights.to(tl.float64)
-        values = head_of(call.inputs[4], call.strides[4], b, h, begin) + DUE * plane
-        over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
-        # What is infinite or NaN in a row stays what it is.
-        total = total - tl.where(tl.abs(over) < float("inf"), over, 0.0)
+        if DUE > 0:
+            values = head_of(call.inputs[4], call.strides[4], b, h, begin) + DUE * plane
+            over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
+            # What is infinite or NaN in a row stays what it is.
+            total = total - tl.where(tl.abs(over) < float("inf"), over, 0.0)
     at = head_of(sums, sum_strides, b, h, begin_k if BY_KEYS else begin)
     tl.store(at + i, total, mask=i < length)
 

@@ -28,8 +28,8 @@ from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor
 from tilewise.problem import Problem
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import Expr, Graph
+from tilewise.variants.graphs import exactly_sized, mask_expression
 from tilewise.variants.intervals import Interval
-from tilewise.variants.mask_expression import exactly_sized, mask_expression
 from tilewise.variants.program import MASK_OPS, RAW, Program, fitted
 from tilewise.variants.raw import registered
 from tilewise.variants.recognise import as_expression

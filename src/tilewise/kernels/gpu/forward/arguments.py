@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.config import Blocks, Config, padded, tail_of
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.walk.float8 import stored_form
 from tilewise.kernels.gpu.walk.tiles import (
@@ -31,6 +31,8 @@ class Form(NamedTuple):
 
     Args:
         D, DV: the widths of keys and values; D_PADDED and DV_PADDED are the blocks that hold them.
+        TAIL: columns of keys beyond D_PADDED, which TAIL_PADDED holds; 0 for none.
+        SHARED: values are the keys' columns before the tail, in place.
         BM, BN: queries and keys of a block.
         WIDE: offsets within a block take 64 bits.
         PRECISION: of products of float32.
@@ -68,6 +70,9 @@ class Form(NamedTuple):
     TRANSPOSED: bool = False
     EDGE_STAGES: int | None = None
     NAMED: bool = False
+    TAIL: int = 0
+    TAIL_PADDED: int = 0
+    SHARED: bool = False
 
 
 def functions_of(variant: Variant) -> dict[str, Any]:
@@ -84,9 +89,10 @@ def form_of(
     fp8: str,
 ) -> Form:
     """Return the form of a walk that needs no values; arguments as for ``forward_launches``."""
+    tail = tail_of(problem.head_dim)
     return Form(
         D=problem.head_dim,
-        D_PADDED=padded(problem.head_dim),
+        D_PADDED=padded(problem.head_dim - tail),
         BM=blocks.queries,
         BN=blocks.keys,
         WIDE=wide(operands[:3], problem, blocks),
@@ -97,7 +103,18 @@ def form_of(
         SKIPS=meets_empty_tiles(problem, variant),
         FP8=fp8,
         STORED=stored_form(problem, config.family),
+        TAIL=tail,
+        TAIL_PADDED=padded(tail) if tail else 0,
+        SHARED=_shares(problem, operands),
     )
+
+
+def _shares(problem: Problem, operands: Operands) -> bool:
+    """Return whether values are all columns of the keys but for the tail, as in a latent cache."""
+    k, v, tail = operands.k, operands.v, tail_of(problem.head_dim)
+    if not tail or problem.value_dim != problem.head_dim - tail or problem.stored is not None:
+        return False
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
 def finishing_of(problem: Problem, operands: Operands, variant: Variant) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from tilewise.kernels.gpu.forward.online import (
     settled,
     store_numbers,
     walk_keys,
-    walks_of,
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
@@ -45,7 +44,7 @@ from tilewise.kernels.gpu.walk.float8 import (
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.pairs import seed_words
+from tilewise.kernels.gpu.walk.pairs import drawing
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     keys_at,
@@ -58,6 +57,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     slots_of,
     split_range,
     store_tile,
+    walks_of,
 )
 from tilewise.kernels.gpu.walk.transpose import begin_transposed, transpose_values, wants_transposed
 from tilewise.problem import Operands, Problem, Result
@@ -144,7 +144,7 @@ def attend(
     lines = heads if cu_q is not None else batch * heads
     tile, line = slot_of(tiles, section, lines, FORM.REVERSED)
     b, h, begin_q, begin_k, M, N, m0 = line_place(
-        tile, line, (cu_q, cu_k), batch, heads, queries, keys, BM, False
+        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
     )
     if m0 >= M:
         return
@@ -160,8 +160,8 @@ def attend(
     if FORM.FOLDED and (q_scale is not None or k_scale is not None):
         q_tile, scale = folded(q_tile, scale)
 
-    seed_low, seed_high = seed_words(seed)
-    row = ((b, h, m[:, None], M, N), (scale, seed_low, seed_high, drop_below))
+    drawn = drawing(seed)
+    row = ((b, h, m[:, None], M, N), (scale, drawn, drop_below))
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
     start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
     if FORM.STORED == "":

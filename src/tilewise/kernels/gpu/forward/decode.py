@@ -32,12 +32,11 @@ from tilewise.kernels.gpu.forward.online import (
     settled,
     store_numbers,
     walk_keys,
-    walks_of,
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes
-from tilewise.kernels.gpu.walk.pairs import seed_words
+from tilewise.kernels.gpu.walk.pairs import drawing
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     keys_at,
@@ -45,6 +44,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     lists_of,
     scaled_side,
     split_range,
+    walks_of,
 )
 from tilewise.problem import Operands, Problem, Result
 
@@ -125,17 +125,22 @@ def attend_split(
     of_group = tl.minimum(row // M, group - 1)
     h, m = kv_head * group + of_group, row - of_group * M  # what is beyond the last row has m >= M
     columns = tl.arange(0, D_PADDED)
-    places = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
-    places = places + columns[None, :].to(tl.int64) * q_strides[3]
+    rows = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
+    places = rows + columns[None, :].to(tl.int64) * q_strides[3]
     q_tile = tl.load(places, mask=(m < M)[:, None] & (columns < FORM.D)[None, :], other=0.0)
     q_tile = decoded(q_tile, FORM)
+    if FORM.TAIL > 0:
+        columns = tl.arange(0, FORM.TAIL_PADDED)
+        places = rows + (D_PADDED + columns)[None, :].to(tl.int64) * q_strides[3]
+        inside = (m < M)[:, None] & (columns < FORM.TAIL)[None, :]
+        q_tile = (q_tile, tl.load(places, mask=inside, other=0.0))
     if q_scale is not None:  # rows of a block may be of several heads
         scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
-    seed_low, seed_high = seed_words(seed)
-    numbers = (scale, seed_low, seed_high, drop_below)
+    drawn = drawing(seed)
+    numbers = (scale, drawn, drop_below)
     place = ((b, h[:, None], m[:, None], M, N), numbers)
     begin = split * size
     end = tl.minimum(begin + size, N)

@@ -24,6 +24,7 @@ from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.forward.arguments import dropout_of, finishing_of, head_scales, paging_of
 from tilewise.kernels.gpu.forward.online import settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.pairs import LOG2E
 from tilewise.kernels.gpu.walk.tiles import head_of, head_strides, keys_in, launch_of
 from tilewise.problem import Operands, Problem, Result
@@ -46,8 +47,8 @@ class Partials(NamedTuple):
 def empty_partials(problem: Problem, result: Result, splits: int) -> Partials:
     """Memory for the partial results of so many splits; a call of one split needs none."""
     rows = result.lse.numel() if splits > 1 else 0
-    out = result.lse.new_empty((rows, splits, problem.value_dim))
-    return Partials(out, out.new_empty((2, rows, splits)))
+    out = scratch(result.lse, (rows, splits, problem.value_dim))
+    return Partials(out, scratch(out, (2, rows, splits)))
 
 
 @triton.jit

@@ -15,12 +15,13 @@ from tilewise.kernels.gpu.walk.float8 import decoded, widened
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
-    counts_in,
-    list_of,
+    MET,
+    block_start,
     load_keys,
     load_tile,
+    met_at,
+    met_from,
     row_scales,
-    tile_in,
 )
 
 RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
@@ -29,11 +30,35 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def queries_at(head, strides, m0, M, FORM: tl.constexpr):
-    """The tile of queries from row ``m0`` on; if the form has a PART the side of ``rows_of``."""
+    """The tile of queries from row ``m0`` on; if the form has a PART the side of ``rows_of``.
+
+    If it has a TAIL, two tiles: the columns before it, and those of it.
+    """
     tile = (head, strides, m0, 0, M)
     if FORM.PART == 0:
-        tile = rows_of(tile, FORM.BM, FORM.D, FORM.D_PADDED, True, FORM.WIDE)
-        tile = decoded(tile, FORM)
+        whole = rows_of(tile, FORM.BM, FORM.D - FORM.TAIL, FORM.D_PADDED, True, FORM)
+        whole = decoded(whole, FORM)
+        if FORM.TAIL > 0:
+            after = (tail_from(head, strides, FORM), strides, m0, 0, M)
+            tail = rows_of(after, FORM.BM, FORM.TAIL, FORM.TAIL_PADDED, True, FORM)
+            tile = (whole, tail)  # type: ignore[assignment]
+        else:
+            tile = whole
+    return tile
+
+
+@triton.jit
+def tail_from(head, strides, FORM: tl.constexpr):
+    """Where the tail of a head's first row begins."""
+    return head + tl.cast(strides[3], tl.int64) * FORM.D_PADDED
+
+
+@triton.jit
+def before_tail(q, FORM: tl.constexpr):
+    """The tile of the columns before the tail, of what ``queries_at`` gives."""
+    tile = q
+    if FORM.TAIL > 0 and FORM.PART == 0:
+        tile = q[0]
     return tile
 
 
@@ -64,18 +89,39 @@ def scores_of_block(
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Scores of the block of keys from ``n0`` on, in the units of the walk.
+    """(scores, k) of the block of keys from ``n0`` on: in the units of the walk, and its tile.
 
-    If MASKED, pairs that are not ``visible`` have -inf. ``side``, ``low`` and ``high`` are those of
-    ``load_keys``. If the form has a PART, the product is summed over so many columns at a time, and
-    q is not a tile but a ``side`` of ``rows_of``.
+    The tile is that of the columns before the tail; without a tail it is nothing. If MASKED, pairs
+    that are not ``visible`` have -inf. ``side``, ``low`` and ``high`` are those of ``load_keys``.
+    If the form has a PART, the product is summed over so many columns at a time, and q is not a
+    tile but a ``side`` of ``rows_of``.
     """
+    tile = n0
     if FORM.PART == 0:
+        left = before_tail(q, FORM)
+        width: tl.constexpr = FORM.D - FORM.TAIL
         k = load_keys(
-            side, n0, low, high, FORM.BN, FORM.D, q.shape[1], MASKED, FORM.WIDE, FORM.PAGE
+            side, n0, low, high, FORM.BN, width, left.shape[1], MASKED, FORM.WIDE, FORM.PAGE
         )
-        k = widened(k, q.dtype, FORM)
-        products = tl.dot(q, tl.trans(k), input_precision=FORM.PRECISION)
+        k = widened(k, left.dtype, FORM)
+        products = tl.dot(left, tl.trans(k), input_precision=FORM.PRECISION)
+        if FORM.TAIL > 0:
+            tile = k
+            after = (tail_from(side[0], side[1], FORM), side[1], side[2])
+            k = load_keys(
+                after,
+                n0,
+                low,
+                high,
+                FORM.BN,
+                FORM.TAIL,
+                FORM.TAIL_PADDED,
+                MASKED,
+                FORM.WIDE,
+                FORM.PAGE,
+            )
+            k = widened(k, left.dtype, FORM)
+            products = tl.dot(q[1], tl.trans(k), products, input_precision=FORM.PRECISION)
         if FORM.STORED != "":
             scales = row_scales(side, n0, low, high, FORM.BN, MASKED, FORM.PAGE)
             products = products * scales[None, :]
@@ -86,7 +132,7 @@ def scores_of_block(
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FORM.FOLDED)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    return scores
+    return scores, tile
 
 
 @triton.jit
@@ -123,9 +169,9 @@ def absorb(
     k_side, v_side, low, high = sides
     place, numbers = row
     b, h, m, _, _ = place
-    scale, seed_low, seed_high, drop_below = numbers
+    scale, drawn, drop_below = numbers
     FP8_WALK: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
-    scores = scores_of_block(
+    scores, k = scores_of_block(
         q, k_side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -149,9 +195,11 @@ def absorb(
     total = total * fade + tl.sum(p, 1)
     if FORM.DROPOUT:
         n = (n0 + tl.arange(0, FORM.BN))[None, :]
-        p = tl.where(kept(seed_low, seed_high, drop_below, b, h, m, n), p, 0.0)
+        p = tl.where(kept(drawn, drop_below, b, h, m, n), p, 0.0)
     acc = acc * fade[:, None]
-    if (
+    if FORM.SHARED and FORM.PART == 0:
+        v = k
+    elif (
         FORM.TRANSPOSED
     ):  # blocks are there whole: loads that ask for every key would go byte by byte
         v = load_tile(
@@ -164,10 +212,11 @@ def absorb(
         v = load_keys(
             v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM.WIDE, FORM.PAGE
         )
-        v = widened(v, q.dtype if FORM.STORED != "" else v.dtype, FORM)
+        kind = before_tail(q, FORM).dtype if FORM.STORED != "" else v.dtype
+        v = widened(v, kind, FORM)
         if FORM.STORED != "":
             scales = row_scales(v_side, n0, low, high, FORM.BN, MASKED, FORM.PAGE)
-            if q.dtype == tl.float16:  # a small scale would make subnormal numbers of p
+            if kind == tl.float16:  # a small scale would make subnormal numbers of p
                 v = (v.to(tl.float32) * scales[:, None]).to(tl.float16)
             else:
                 p = p * scales[None, :]
@@ -177,45 +226,6 @@ def absorb(
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=FORM.PRECISION)
     return acc, new_top, total
-
-
-@triton.jit
-def walks_of(spans, lists, b, h, tile, BN: tl.constexpr):
-    """(whole, partial): the walks over blocks that need no mask, and over those that need one.
-
-    A walk is (spans, count), with a list of tiles (spans, count, listed): see ``walk_keys``. There
-    is no None for a list, because Triton 3.6 returns none. ``lists`` are those of ``list_of``.
-    """
-    if lists[0] is None:
-        whole, partial = counts_in(spans, BN)
-        walks = (spans, whole), (spans, partial)
-    else:
-        listed, whole, partial = list_of(lists, b, h, tile)
-        walks = (spans, whole, listed), (spans, partial, listed + whole)  # type: ignore[assignment]
-    return walks
-
-
-@triton.jit
-def block_start(i, walk, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """Return where block ``i`` of a walk begins: see ``walk_keys``."""
-    BN: tl.constexpr = FORM.BN
-    n0 = tl.load(walk[2] + i) * BN if len(walk) > 2 else tile_in(i, walk[0], BN, MASKED)
-    return tl.multiple_of(n0, BN)
-
-
-@triton.jit
-def next_met(i, walk, place, captured, SEEN: tl.constexpr, FORM: tl.constexpr):
-    """The first block from ``i`` on of which a pair attends; the walk's count where none does."""
-    b, h, m, M, N = place
-    count = walk[1]
-    found = i >= count
-    while not found:
-        n = (block_start(i, walk, True, FORM) + tl.arange(0, FORM.BN))[None, :]
-        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-        met = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
-        i = tl.where(met, i, i + 1)
-        found = met | (i >= count)
-    return i
 
 
 @triton.jit
@@ -235,7 +245,7 @@ def _take(
 ):
     """The state after block ``i`` of a walk."""
     b, h, m, M, N = row[0]
-    n0 = block_start(i, walk, MASKED, FORM)
+    n0 = block_start(i, walk, MASKED, FORM.BN)
     visible = None
     if MASKED:
         n = (n0 + tl.arange(0, FORM.BN))[None, :]
@@ -258,12 +268,9 @@ def walk_keys(
 ):
     """The state of rows after the blocks of keys of both walks of ``walks_of``, one STEP for each.
 
-    A walk is the first ``count`` blocks that are listed, or without a list those of ``spans``. Only
-    in the second may some pairs be hidden.
-
-    If the form has SKIPS, blocks of which no pair attends may be among these. Neither their keys
-    nor their values are touched then. They are passed over in a loop of their own: a state that
-    went through a branch would take its registers twice.
+    Only in the second may some pairs be hidden. If the form has SKIPS, blocks of which no pair
+    attends may be among these. Neither their keys nor their values are touched then: see
+    ``met_from``.
     """
     whole, partial = walks
     if not FORM.BLIND:
@@ -271,10 +278,16 @@ def walk_keys(
             state = _take(i, state, q, sides, whole, row, captured, STEP, None, SCORE, False, FORM)
     count = partial[1]
     if FORM.SKIPS:
-        i = next_met(count * 0, partial, row[0], captured, SEEN, FORM)
-        while i < count:
-            state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)
-            i = next_met(i + 1, partial, row[0], captured, SEEN, FORM)
+        b, h, m, M, N = row[0]
+        for base in range(0, count, MET):
+            tiles, met = met_from(
+                base, partial, m, (b, h, M, N), captured, SEEN, FORM.BN, BY_KEYS=False
+            )
+            for j in tl.range(0, met, num_stages=FORM.EDGE_STAGES):
+                i = met_at(tiles, j)
+                state = _take(
+                    i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM
+                )
     else:
         for i in tl.range(0, count, num_stages=FORM.EDGE_STAGES):
             state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)

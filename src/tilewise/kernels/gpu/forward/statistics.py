@@ -34,7 +34,6 @@ from tilewise.kernels.gpu.forward.online import (
     scores_of_block,
     tops,
     walk_keys,
-    walks_of,
 )
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.float8 import scaled_for, stored_form, with_codes
@@ -50,6 +49,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     scaled_side,
     slots_of,
     split_range,
+    walks_of,
 )
 from tilewise.problem import Operands, Problem, Result
 
@@ -76,7 +76,7 @@ def describe_block(
     top, total, moment, top_key = state
     place, scale = row
     n = (n0 + tl.arange(0, FORM.BN))[None, :]
-    scores = scores_of_block(
+    scores, _ = scores_of_block(
         q, side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
     )
     best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
@@ -154,7 +154,7 @@ def describe(
     q_strides, k_strides = strides
     tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h, begin_q, begin_k, M, N, m0 = line_place(
-        tile, line, (cu_q, cu_k), batch, heads, queries, keys, BM, False
+        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
     )
     if m0 >= M:
         return

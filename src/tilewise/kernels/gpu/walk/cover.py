@@ -14,7 +14,7 @@ from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.tiles import launch_of
 from tilewise.problem import Operands, Problem
-from tilewise.reference.covers import Grid
+from tilewise.reference.programs import Grid
 
 _PIECE = 64
 

@@ -12,9 +12,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.kernels.gpu.expressions.variant import Table
 from tilewise.problem import Operands, Problem
+
+# By a mask's table: lists by what they depend on, and the other tables of the mask, whose ids are
+# part of that. A pass has one; a few sizes of calls may share a table.
+_KEPT = WeakTensorKeyDictionary()
+_MOST = 16
 
 
 class TileLists(NamedTuple):
@@ -46,7 +52,10 @@ def tile_lists(
 ) -> TileLists | None:
     """Return the lists for tiles of ``queries`` x ``keys``, or None where the mask has no table.
 
-    A tile that reaches past the last query or key is never full: kernels bound it as they mask it.
+    They are made once for a table of a dense call, and again when it is changed in place. Where
+    lengths are on the device, and in a CUDA graph, which may be replayed with other values, every
+    call makes its own. A tile that reaches past the last query or key is never full: kernels
+    bound it as they mask it.
 
     Args:
         problem: with the mask.
@@ -58,6 +67,34 @@ def tile_lists(
     """
     if not tables:
         return None
+    covers = [operands.mask_tensors[table.slot] for table in tables]
+    sizes = queries, keys, by_keys
+    lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.key_lengths
+    device = covers[0].device
+    on_gpu = device.type == "cuda"
+    changing = any(each is not None for each in lengths) or any(x.is_inference() for x in covers)
+    if changing or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        return _made(problem, operands, tables, *sizes)
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    known = tuple((id(each), each._version) for each in covers)
+    key = (*sizes, problem.queries, problem.keys, problem.page_size, tuple(tables), known, stream)
+    found = _KEPT.setdefault(covers[0], {})
+    if key not in found:
+        while len(found) >= _MOST:
+            del found[next(iter(found))]
+        found[key] = _made(problem, operands, tables, *sizes), covers[1:]
+    return found[key][0]
+
+
+def _made(
+    problem: Problem,
+    operands: Operands,
+    tables: Sequence[Table],
+    queries: int,
+    keys: int,
+    by_keys: bool,
+) -> TileLists:
+    """Return the lists of ``tile_lists``."""
     full = some = None
     for table in tables:
         least, most = _coarse(problem, operands.mask_tensors[table.slot], table, queries, keys)

@@ -34,26 +34,36 @@ def _philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def seed_words(seed):
-    """Load the halves of the seed, 32 bits each; without dropout there is no seed (None).
+def drawing(seed):
+    """Return what ``kept`` draws with: the halves of the seed, and from where pairs are counted.
+
+    Args:
+        seed: None without dropout; else pointers to the seed (int64) and, where these are not 0,
+            to the first batch item, head, query and key (int64, four of them).
 
     The kernel reads the seed, not the host: a CUDA graph that is replayed then sees the value that
     stands there at that time.
     """
-    if seed is None:
-        low, high = 0, 0
-    else:
-        bits = tl.load(seed)
+    low, high = 0, 0
+    b0, h0, m0, n0 = 0, 0, 0, 0
+    if seed is not None:
+        bits = tl.load(seed[0])
         low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
-    return low, high
+        if len(seed) > 1:
+            b0, h0 = tl.load(seed[1]).to(tl.int32), tl.load(seed[1] + 1).to(tl.int32)
+            m0, n0 = tl.load(seed[1] + 2).to(tl.int32), tl.load(seed[1] + 3).to(tl.int32)
+    return low, high, b0, h0, m0, n0
 
 
 @triton.jit
-def kept(seed_low, seed_high, threshold, b, h, m, n):
+def kept(drawn, threshold, b, h, m, n):
     """Return whether dropout keeps each pair: ``reference/philox.py``, bit for bit.
 
-    The halves of the seed and the threshold, below which a word means "dropped", are 32 bits each.
+    ``drawn`` is what ``drawing`` returns. The threshold, below which a word means "dropped", has 32
+    bits, as the halves of the seed have.
     """
+    seed_low, seed_high, b0, h0, m0, n0 = drawn
+    b, h, m, n = b + b0, h + h0, m + m0, n + n0
     zero = (m + n).to(tl.uint32) * 0
     # Philox gives four words at once: those of four keys side by side.
     c0 = (n // 4).to(tl.uint32) + zero

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.walk.tiles import load_tile
+from tilewise.kernels.gpu.walk.tiles import load_keys, load_tile, page_of
 
 
 @triton.jit
@@ -15,11 +15,19 @@ def rows_of(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Return what ``load_tile`` gives; ``side`` is (head, strides, first row, low, high)."""
-    head, strides, first, low, high = side
-    return load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+    """Return what ``load_tile`` gives; ``side`` is (head, strides, first row, low, high).
+
+    Of keys it may have the ``pages`` of ``load_keys`` too. They count if the form has a PAGE.
+    """
+    head, strides, first, low, high = side[0], side[1], side[2], side[3], side[4]
+    if len(side) > 5 and FORM.PAGE > 0:
+        keys = (head, strides, side[5])
+        tile = load_keys(keys, first, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE, FORM.PAGE)
+    else:
+        tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE)
+    return tile
 
 
 @triton.jit
@@ -28,22 +36,26 @@ def _part_of(
     column,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Columns ``column`` and on of what ``rows_of`` gives where MASKED, ``[BLOCK, PART]``."""
-    head, strides, first, low, high = side
+    head, strides, first, low, high = side[0], side[1], side[2], side[3], side[4]
     rows = tl.arange(0, BLOCK)[:, None]
-    columns = column + tl.arange(0, PART)[None, :]
+    columns = column + tl.arange(0, FORM.PART)[None, :]
     inside = (first + rows >= low) & (first + rows < high)
-    if WIDTH % PART != 0:
+    if len(side) > 5 and FORM.PAGE > 0:
+        row = first + rows
+        page = page_of(side[5], row // FORM.PAGE, inside, True)
+        places = head + page * strides[0] + (row % FORM.PAGE).to(tl.int64) * strides[2]
+    elif FORM.WIDE:
+        places = head + tl.cast(strides[2], tl.int64) * first + rows.to(tl.int64) * strides[2]
+    else:
+        places = head + tl.cast(strides[2], tl.int64) * first + rows * strides[2]
+    if WIDTH % FORM.PART != 0:
         inside = inside & (columns < WIDTH)
-    if WIDE:
-        rows = rows.to(tl.int64)
+    if FORM.WIDE:
         columns = columns.to(tl.int64)
-    places = head + tl.cast(strides[2], tl.int64) * first
-    places = places + rows * strides[2] + columns * strides[3]
-    return tl.load(places, mask=inside, other=0.0)
+    return tl.load(places + columns * strides[3], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -65,8 +77,8 @@ def product_in_parts(
     # does not know that the walk has rows to visit.
     stop = WIDTH * tl.minimum(other[4] - other[3], 1)
     for column in tl.range(0, stop, FORM.PART, num_stages=1, disable_licm=True):
-        left = _part_of(own, column, OWN_BLOCK, WIDTH, FORM.PART, FORM.WIDE)
-        right = _part_of(other, column, OTHER_BLOCK, WIDTH, FORM.PART, FORM.WIDE)
+        left = _part_of(own, column, OWN_BLOCK, WIDTH, FORM)
+        right = _part_of(other, column, OTHER_BLOCK, WIDTH, FORM)
         total = tl.dot(left, tl.trans(right), total, input_precision=FORM.PRECISION)
     return total
 
@@ -83,7 +95,7 @@ def held(
     """The tile of ``rows_of``; if the form has a PART the side as it is, and nothing is loaded."""
     tile = side
     if FORM.PART == 0:
-        tile = rows_of(side, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE)
+        tile = rows_of(side, BLOCK, WIDTH, PADDED, MASKED, FORM)
     return tile
 
 

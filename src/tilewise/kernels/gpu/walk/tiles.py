@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +18,12 @@ from tilewise.kernels.gpu.config import Blocks, padded
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import TileLists
-from tilewise.problem import Operands, Problem
+from tilewise.kernels.gpu.walk.pairs import shown
+from tilewise.problem import START, Operands, Problem
 from tilewise.reference.philox import seed_tensor
 from tilewise.variants.program import Program
+
+MET: tl.constexpr = tl.constexpr(32)  # tiles looked at together: one for each lane of a warp
 
 
 @triton.jit
@@ -46,9 +50,10 @@ def place_of(tile, cu, batch, BLOCK: tl.constexpr):
 def lengths_of(b, starts, queries, keys):
     """(begin, begin_k, M, N) of a batch item, or of a sequence: offsets in memory and lengths.
 
-    ``starts`` are the cu_seqlens of queries and keys: None if dense, for keys also with pages.
+    ``starts`` are the cu_seqlens of queries and keys, None if dense, for keys also with pages, and
+    the lengths of keys in pages, or None.
     """
-    cu_q, cu_k = starts
+    cu_q, cu_k = starts[0], starts[1]
     begin = b * 0
     begin_k = b * 0
     M = queries
@@ -59,6 +64,8 @@ def lengths_of(b, starts, queries, keys):
     if cu_k is not None:
         begin_k = tl.load(cu_k + b)
         N = (tl.load(cu_k + b + 1) - begin_k).to(tl.int32)
+    if starts[2] is not None:
+        N = keys_in(starts[2], b, keys)
     return begin, begin_k, M, N
 
 
@@ -349,6 +356,70 @@ def list_of(lists, b, h, tile):
     return listed, tl.load(place), tl.load(place + 1)
 
 
+@triton.jit
+def walks_of(spans, lists, b, h, tile, BLOCK: tl.constexpr):
+    """(whole, partial): the walks over tiles that need no mask, and over those that need one.
+
+    A walk is (spans, count), with a list of tiles (spans, count, listed): the first ``count`` tiles
+    that are listed, or without a list those of ``spans``. There is no None for a list, because
+    Triton 3.6 returns none. ``lists`` are those of ``list_of``.
+    """
+    if lists[0] is None:
+        whole, partial = counts_in(spans, BLOCK)
+        walks = (spans, whole), (spans, partial)
+    else:
+        listed, whole, partial = list_of(lists, b, h, tile)
+        walks = (spans, whole, listed), (spans, partial, listed + whole)  # type: ignore[assignment]
+    return walks
+
+
+@triton.jit
+def block_start(i, walk, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where tile ``i`` of a walk begins."""
+    first = tl.load(walk[2] + i) * BLOCK if len(walk) > 2 else tile_in(i, walk[0], BLOCK, MASKED)
+    return tl.multiple_of(first, BLOCK)
+
+
+@triton.jit
+def met_from(
+    base,
+    walk,
+    own,
+    place,
+    captured,
+    SEEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """(tiles, count): of MET tiles of a walk from ``base`` on those in which some pair attends.
+
+    Empty tiles are sorted out before a walk, whose loop then has no branch: only such loops does
+    Triton pipeline. ``own`` are the queries of the program as a column, or (BY_KEYS) its keys;
+    ``place`` is (b, h, M, N).
+    """
+    b, h, M, N = place
+    lanes = tl.arange(0, MET)
+    tiles = lanes * 0
+    count = base * 0
+    end = tl.minimum(base + MET, walk[1])
+    for i in tl.range(base, end, num_stages=1, disable_licm=True):
+        other = (block_start(i, walk, True, BLOCK) + tl.arange(0, BLOCK))[None, :]
+        if BY_KEYS:
+            visible = shown(b, h, other, own, M, N, captured[0], captured[1], SEEN)
+        else:
+            visible = shown(b, h, own, other, M, N, captured[0], captured[1], SEEN)
+        met = tl.max(tl.max(visible.to(tl.int32), 1), 0)
+        tiles = tl.where((lanes == count) & (met > 0), i, tiles)
+        count += met
+    return tiles, count
+
+
+@triton.jit
+def met_at(tiles, j):
+    """Return number ``j`` of the tiles that ``met_from`` gives."""
+    return tl.sum(tl.where(tl.arange(0, MET) == j, tiles, 0), 0)
+
+
 def launch_of(
     kernel: Any,
     grid: tuple[int, ...],
@@ -369,11 +440,18 @@ def word(bits: int) -> int:
     return bits - 2**32 if bits >= 2**31 else bits
 
 
-def seed_memory(problem: Problem, operands: Operands) -> Tensor | None:
-    """Return the seed for the kernels: an int64 tensor on their device; None without dropout."""
+def seed_memory(problem: Problem, operands: Operands) -> tuple[Tensor, ...] | None:
+    """Return what dropout draws with, as ``pairs.drawing`` takes it; None without dropout.
+
+    No None is in the tuple: Triton 3.6 cannot compare a tuple that has one with None.
+    """
     if problem.dropout_p == 0:
         return None
-    return seed_tensor(operands.seed, operands.q.device)
+    device = operands.q.device
+    seed = seed_tensor(operands.seed, device)
+    if operands.origin == START:
+        return (seed,)
+    return seed, torch.tensor(operands.origin, dtype=torch.int64, device=device)
 
 
 def head_strides(tensor: Tensor, problem: Problem) -> tuple[int, int, int, int]:

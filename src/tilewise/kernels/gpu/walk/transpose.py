@@ -64,7 +64,7 @@ def transpose_kernel(
     program = tl.program_id(0)
     slot, line = program % slots, program // slots
     b, h, begin, _, _, N, n0 = line_place(
-        slot, line, (cu_k, cu_k), batch, heads, keys, keys, BLOCK, True
+        slot, line, (cu_k, cu_k, None), batch, heads, keys, keys, BLOCK, True
     )
     begin_there = begin
     if cu_k is not None:

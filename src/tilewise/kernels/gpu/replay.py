@@ -1,0 +1,196 @@
+"""Launches of a call that came before in the same form, made again without their host code.
+
+What the host works out for a pass (blocks, constants, grids, strides, and in Triton the choice of
+the compiled kernel) depends on dtypes, sizes, strides and alignment of tensors, and never on their
+values. So ``Replays`` works it out once for each form of a call. Later calls of this form hand new
+addresses to the compiled kernels. Host code must therefore do nothing but make launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.gpu import launch
+from tilewise.kernels.gpu.launch import Launch
+
+_MOST = 32  # forms of calls that one plan remembers
+_ALIGNED = 16  # bytes: Triton compiles for addresses that are multiples of it, and for others
+
+
+class _Slot(NamedTuple):
+    """An address in the place of a tensor: bytes after the beginning of a tensor by number."""
+
+    tensor: int
+    offset: int
+
+
+class _Step(NamedTuple):
+    """A launch of a compiled kernel.
+
+    Args:
+        start: launches the kernel on its grid.
+        arguments: all of them in order, constexprs too.
+        moving: numbers of those in which there are slots.
+    """
+
+    start: Callable[..., None]
+    arguments: list[Any]
+    moving: list[int]
+
+
+class _Replay(NamedTuple):
+    """The steps of a call, and the bytes of each tensor that its host code makes for itself."""
+
+    steps: list[_Step]
+    scratch: list[int]
+
+
+_NOTED: ContextVar[list[Tensor] | None] = ContextVar("tilewise_scratch", default=None)
+
+
+def scratch(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return memory for what one launch of a call leaves to the next: of any values, like a tensor.
+
+    Tensors that host code makes in any other way keep a call from being replayed.
+    """
+    made = like.new_empty(shape)
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append(made)
+    return made
+
+
+class Replays:
+    """The forms of calls of one plan that came before."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Replay] = {}
+
+    def run(
+        self,
+        place: Hashable,
+        given: Iterable[Any],
+        launches: Callable[[], list[Launch]],
+    ) -> None:
+        """Run the launches of a call.
+
+        Args:
+            place: what they depend on besides what is given.
+            given: tensors, tuples of tensors, and values that the launches depend on. Every tensor
+                that the launches read or write is among them, or comes from ``scratch``.
+            launches: makes them, with the host code of the pass.
+        """
+        tensors: list[Tensor] = []
+        form: list[Hashable] = [place]
+        _take(given, tensors, form)
+        form.append(tensors[0].device)  # a compiled kernel is loaded on one device
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        # Some host code asks whether two tensors begin at one place, as in a latent cache.
+        form += [(address % _ALIGNED, addresses.index(address)) for address in addresses]
+        key = tuple(form)
+        replay = self._known.get(key)
+        if replay is not None:
+            _replay(replay, addresses, tensors)
+            return
+        noted: list[Tensor] = []
+        before = _NOTED.set(noted)
+        try:
+            made = launches()
+        finally:
+            _NOTED.reset(before)
+        replay = _recorded(made, launch.run(made), tensors, noted)
+        if replay is not None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = replay
+
+
+def _take(given: Iterable[Any], tensors: list[Tensor], form: list[Hashable]) -> None:
+    """Sort what is given into tensors and what the form of a call says of them."""
+    for each in given:
+        if isinstance(each, Tensor):
+            form.append((each.dtype, each.shape, each.stride()))
+            tensors.append(each)
+        elif type(each) is tuple:
+            form.append(len(each))
+            _take(each, tensors, form)
+        else:
+            form.append(each)
+
+
+def _replay(replay: _Replay, addresses: list[int], tensors: Sequence[Tensor]) -> None:
+    """Launch the steps with these addresses; the scratch memory lives until all are launched."""
+    rooms = [
+        torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in replay.scratch
+    ]
+    addresses += [room.data_ptr() for room in rooms]
+    for start, arguments, moving in replay.steps:
+        filled = arguments.copy()
+        for at in moving:
+            filled[at] = _filled(arguments[at], addresses)
+        start(*filled)
+
+
+def _filled(argument: Any, addresses: Sequence[int]) -> Any:
+    """Put addresses in the place of slots."""
+    kind = type(argument)
+    if kind is _Slot:
+        return addresses[argument[0]] + argument[1]
+    if kind is list:
+        return tuple([_filled(each, addresses) for each in argument])
+    return argument
+
+
+def _recorded(
+    launches: Sequence[Launch],
+    kernels: Sequence[Any],
+    tensors: Sequence[Tensor],
+    noted: Sequence[Tensor],
+) -> _Replay | None:
+    """Return how to make these launches again; None if they have an argument of unknown origin.
+
+    None as well in the interpreter, which compiles nothing, and where a tensor was given twice:
+    it would be open which of both an argument is.
+    """
+    every = [*tensors, *noted]
+    places = {id(tensor): number for number, tensor in enumerate(every)}
+    if len(places) < len(every):
+        return None
+    owners: dict[int, list[int]] = {}
+    for number, tensor in enumerate(every):
+        owners.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+
+    def slotted(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            number = places.get(id(argument))
+            if number is None:  # a view
+                (number,) = owners[argument.untyped_storage()._cdata]
+            return _Slot(number, argument.data_ptr() - every[number].data_ptr())
+        if isinstance(argument, tuple):
+            parts = [slotted(each) for each in argument]
+            return parts if any(type(each) in (_Slot, list) for each in parts) else argument
+        if argument is None or isinstance(argument, int | float | str):
+            return argument
+        raise LookupError
+
+    steps = []
+    for one, kernel in zip(launches, kernels, strict=True):
+        if not all(one.grid):
+            continue
+        if kernel is None:
+            return None
+        try:
+            moved = {name: slotted(each) for name, each in one.arguments.items()}
+        except (LookupError, ValueError):
+            return None
+        named = one.constants | moved
+        arguments = [named[name] for name in one.kernel.arg_names]
+        grid = (*one.grid, 1, 1)[:3]
+        moving = [i for i, each in enumerate(arguments) if type(each) in (_Slot, list)]
+        steps.append(_Step(kernel[grid], arguments, moving))
+    return _Replay(steps, [room.nbytes for room in noted])

@@ -25,7 +25,7 @@ RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"
 _MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
 _SELF_TEST_PATIENCE = 100  # the interpreter is slow, and no GPU waits
 _LEAST_S = 2.0  # with less than that left, no job begins
-_MOST_PROCESSES, _SPARE_CORES = 12, 3
+_MOST_PROCESSES, _SPARE_CORES = 14, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,7 +59,7 @@ def _models(setting: Setting) -> list[str]:
 STEPS = (
     Step("smoke", 60, 60, _always("machine", "first call"), smoke.run),
     Step("ceilings", 25, 20, _always("matrix", "copy"), smoke.run_ceilings),
-    Step("accuracy", 130, 60, accuracy.jobs, accuracy.run, parallel=True),
+    Step("accuracy", 180, 60, accuracy.jobs, accuracy.run, parallel=True),
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
     Step("speed", 150, 30, timed.names(timed.with_goals), partial(speed.measure, "speed")),
     Step("training", 60, 40, _models, training.run),

@@ -219,7 +219,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _truth(mask: Any) -> Array:
-    return np.asarray(mask.data)  # of a handle, or of an array: descriptors give one
+    return np.asarray(mask.data)
 
 
 def _memory_hooks(watch: Watch) -> dict[str, Any]:
@@ -270,18 +270,6 @@ def _deriving(name: str) -> Any:
         return made
 
     return derive
-
-
-def _materializing() -> Any:
-    """A descriptor's pointers point where its base does."""
-    before = upstream.TensorDescHandle.materialize_pointers
-
-    def materialize(self: Any, offsets: Any) -> Any:
-        pointers, mask = before(self, offsets)
-        pointers.attr["region"] = self.base.attr["region"]
-        return pointers, mask
-
-    return materialize
 
 
 def _launch_hooks(watch: Watch) -> dict[Any, dict[str, Any]]:
@@ -342,7 +330,6 @@ def guarded(seed: int | None = 0) -> Iterator[Watch]:
         *_launch_hooks(watch).items(),
         (Builder, _memory_hooks(watch)),
         (Builder, {name: _deriving(name) for name in _DERIVING}),
-        (upstream.TensorDescHandle, {"materialize_pointers": _materializing()}),
         (
             TritonSemantic,
             {"binary_op_sanitize_overflow_impl": lambda _, *each: _overflow(watch, *each)},

@@ -84,12 +84,10 @@ def regions_of(named: dict[str, Any]) -> dict[int, Region]:
 
 
 def tensors_in(argument: Any, name: str) -> dict[str, Any]:
-    """The tensors in an argument by name: itself, a descriptor's, or those of a tuple."""
+    """The tensors in an argument by name: itself, or those of a tuple."""
     if isinstance(argument, tuple):
         found: dict[str, Any] = {}
         for index, each in enumerate(argument):
             found |= tensors_in(each, f"{name}[{index}]")
         return found
-    if hasattr(argument, "block_shape"):
-        argument = argument.base
     return {name: argument} if hasattr(argument, "data_ptr") else {}

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.gpu.guard import GuardError, Watch, guarded
 
@@ -310,21 +309,6 @@ def beyond(x, WIDTH: tl.constexpr):
 def test_an_error_comes_through_functions_as_it_is() -> None:
     with pytest.raises(GuardError, match=r"^in_a_function, program \(0, 0, 0\) \(order by seed"):
         in_a_function[(1,)](numbers(WIDTH), torch.empty(WIDTH), WIDTH=WIDTH)
-
-
-@triton.jit
-def copy_block(source, target):
-    target.store([0, 0], source.load([0, 0]))
-
-
-def test_tensor_descriptors_are_watched() -> None:
-    x, out = numbers(ROWS, WIDTH), torch.empty(ROWS, WIDTH)
-    target = TensorDescriptor.from_tensor(out, [8, WIDTH])
-    copy_block[(1,)](TensorDescriptor.from_tensor(x, [8, WIDTH]), target)
-    assert torch.equal(out, x)
-    too_long = TensorDescriptor(x, [ROWS + 1, WIDTH], [WIDTH, 1], [8, WIDTH])
-    with pytest.raises(GuardError, match=r"load out of bounds of source \(5, 8\): 8 of 48"):
-        copy_block[(1,)](too_long, target)
 
 
 def test_one_guard_at_a_time() -> None:

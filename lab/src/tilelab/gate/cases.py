@@ -162,11 +162,11 @@ def cases() -> list[Case]:
         else:
             bare = _TRANSPOSING if each.dtype is FLOAT8 else frozenset[str]()
             name = f"forward {each.name}"
-            found.append(Case(name, launches, sixteen, bare, quick, where, quick, columns))
+            found.append(Case(name, launches, sixteen, bare, quick, where, columns))
         if each.passes == "both" and each.kind == "full":
             launches = partial(backward, each)
             name = f"backward {each.name}"
-            found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns=columns))
+            found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns))
     return found + vocabulary_cases()
 
 

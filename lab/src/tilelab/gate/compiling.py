@@ -91,7 +91,6 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
         shared_bytes=compiled.metadata.shared,
         issued=round(issued * warps / needed, 3) if issued and needed else 0.0,
         buffers=buffers(own),
-        edges=int(getattr(launch.constants.get("FORM"), "EDGE_STAGES", None) == 1),
         **found,
     )
 

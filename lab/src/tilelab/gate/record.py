@@ -26,7 +26,6 @@ class Case(NamedTuple):
         without_products: kernels by name that multiply no matrices.
         key: part of the quick run.
         families: only for these families; empty for all.
-        described: whole blocks come by tensor descriptors, on families that have them.
         columns: of the narrowest wgmma that is not at fault in a loop of a key case.
     """
 
@@ -36,7 +35,6 @@ class Case(NamedTuple):
     without_products: frozenset[str] = frozenset()
     key: bool = False
     families: tuple[str, ...] = ()
-    described: bool = False
     columns: int = 64
 
 
@@ -60,7 +58,6 @@ class Record(NamedTuple):
             instructions do not say how many they do: one thread issues those of tcgen05 for all.
         loop_spills, narrowest, waiting, hidden, exponentials: see ``machine.Machine``.
         buffers: of the tiles that are copied in a loop, the fewest; 0 for none.
-        edges: how many loops the host wants without asynchronous copies (``Form.EDGE_STAGES``).
         seconds: that Triton took, the disassembly not counted.
         error: why there is nothing of this; empty where it compiled.
     """
@@ -85,7 +82,6 @@ class Record(NamedTuple):
     narrowest: int = 0
     waiting: int = 0
     buffers: int = 0
-    edges: int = 0
     hidden: int = 0
     exponentials: int = 0
 
@@ -275,8 +271,6 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
         found += _matrix_faults(record, target)
         if case.key and target.name in HELD:
             found += _loop_faults(record, case, target)
-    if case.described and target.family.descriptors is not None and "tma" not in record.copies:
-        found.append("no copy by a tensor descriptor")
     if before is not None:
         found += _growth("registers", before.registers, record.registers, before, record)
         found += _growth("instructions", before.instructions, record.instructions, before, record)
@@ -296,7 +290,7 @@ def _loop_faults(record: Record, case: Case, target: Target) -> list[str]:
     if 0 < record.narrowest < case.columns:
         found.append(f"a wgmma of {record.narrowest} columns, {case.columns} are due")
     if target.family.maker == "cuda":
-        if record.waiting > record.edges:
+        if record.waiting:
             found.append(f"{record.waiting} loops without an asynchronous copy")
         if record.buffers < 2:
             found.append(f"{record.buffers} buffers for a tile that a loop copies, 2 are due")

@@ -21,7 +21,7 @@ from tilelab.gpu_check.watched import CannotWatch, last_words, watch
 
 STEP = "sanitize"
 TOOLS = ("memcheck", "racecheck")
-# One of each kind of kernel: by descriptors, grouped, packed, random, a walk over tiles, decoding.
+# One of each kind of kernel: causal, grouped, packed, random, a walk over tiles, decoding.
 _CASES = ("causal D64", "grouped 8:2", "varlen", "dropout", "table of tiles", "one row")
 _LIMIT_S = 70.0
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")

@@ -133,7 +133,6 @@ def measure(
         for direction in timed.directions(case):
             work = setting.work(case, passes=direction, dtype=dtype or setting.dtype)
             yield Row(step, f"{direction} {job}", *_pass(setting, work, own, others, absent))
-            own.pop(timed.POINTERS, None)  # of the forward pass alone
 
 
 def _marker(setting: Setting, case: Case) -> Path:

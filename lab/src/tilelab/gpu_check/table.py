@@ -9,7 +9,7 @@ from tilelab.common.record import COMPLETE
 from tilelab.common.tables import aligned
 from tilelab.gpu_check.record import Record, Row, best, ceiling, fraction, goal, met, rate
 
-_PEERS = ("pointers", "cudnn", "flash", "efficient", "flex", "plain")
+_PEERS = ("cudnn", "flash", "efficient", "flex", "plain")
 _MOST_FAILURES, _MOST_DECLINED, _NOTE = 12, 8, 110
 
 

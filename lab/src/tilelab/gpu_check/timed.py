@@ -20,9 +20,7 @@ from tilelab.peers import methods
 from tilelab.peers.methods import Method
 from tilelab.peers.work import Attend, Given, Work, flops
 from tilewise import BlockMask, masks
-from tilewise.inspect.gpu import by_pointers
 
-POINTERS = "pointers"
 _CAUSAL = ("causal",)
 _PACKED, _DECODED, _EIGHT_BITS = "varlen", "decode", "fp8"
 
@@ -97,17 +95,12 @@ def amount(work: Work) -> float:
 
 
 def ours(case: Case) -> dict[str, Method]:
-    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better.
-
-    ``pointers`` is the forward pass without tensor descriptors, for what these gain.
-    """
+    """Our ways of doing a case: ``ours``, and ``table`` where a BlockMask may serve better."""
     if case.kind == _PACKED:
         return {"ours": Method("ours", _packed)}
     if case.kind == _EIGHT_BITS:
         return {"ours": Method("ours", _in_float8)}
     found = {"ours": methods.ours()}
-    if case.mask in ((), _CAUSAL) and case.kind != _DECODED:
-        found[POINTERS] = Method(POINTERS, _by_pointers)
     if case.kind == "document":
         found["table"] = Method("table", _by_table)
     return found
@@ -139,16 +132,6 @@ def _in_float8(work: Work, given: Given) -> Attend:
     names = ("q_scale", "k_scale", "v_scale")
     keywords: dict[str, Any] = dict(zip(names, scales, strict=True))
     return lambda *_: tilewise.attention(q, k, v, **keywords, backend=work.backend)
-
-
-def _by_pointers(work: Work, given: Given) -> Attend:
-    attend = methods.ours().make(work, given)
-
-    def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with by_pointers():
-            return attend(q, k, v)
-
-    return without
 
 
 def _by_table(work: Work, given: Given) -> Attend:

@@ -340,7 +340,7 @@ class _Passes:
         """Launch what a pass launches, or replay it: see ``Replays.run``."""
         if config.measured is not self._measured:  # other blocks than those of earlier calls
             self._measured, self._replays = config.measured, Replays()
-        self._replays.run((wanted, config.precision, config.descriptors), given, launches)
+        self._replays.run((wanted, config.precision), given, launches)
 
     def _functions(self, operands: Operands) -> Variant:
         """The functions; the ranks of captured tensors are the program's, so any call's will do."""

@@ -8,9 +8,7 @@ chip come before the table (``plan/tuned.py``), and depend on the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -30,12 +28,10 @@ __all__ = [
     "WIDTHS",
     "Blocks",
     "Config",
-    "Descriptors",
     "Family",
     "Parts",
     "Pass",
     "Splitting",
-    "by_pointers",
     "config_for",
     "decodes",
     "family_of",
@@ -60,20 +56,6 @@ _LEAST = 16  # of a block's sides: what matrix instructions take
 _INTERPRETER = "interpreter"
 # Of the tiles for dK and dV of key lists: their rows, and what four warps have registers for.
 _LISTED_ROWS, _LISTED_PAIRS, _LISTED_WIDTH = 64, 1024, 128
-_DESCRIBED = ContextVar("tilewise_described", default=True)
-
-
-class Descriptors(NamedTuple):
-    """Conditions for loading whole blocks of keys and values by tensor descriptors in the forward.
-
-    Args:
-        keys: the fewest of a call for which they pay: making one costs the host microseconds.
-        edge_stages: of the walk over the few blocks at the edges of bands, where blocks are large;
-            None for those of the kernel.
-    """
-
-    keys: int
-    edge_stages: int | None = None
 
 
 class Parts(NamedTuple):
@@ -124,7 +106,6 @@ class Family(NamedTuple):
         fp8: how it multiplies float8 e4m3: "halves", as float16, for want of instructions or of
             a compiler that makes them; "short", by units that add with few bits; "whole", by
             units that add in float32.
-        descriptors: None where it has none, or does not gain by them.
         parts: None where registers hold whole rows of operands of every width.
     """
 
@@ -135,7 +116,6 @@ class Family(NamedTuple):
     warp: int
     table: str
     fp8: str
-    descriptors: Descriptors | None = None
     parts: Parts | None = None
 
 
@@ -183,14 +163,14 @@ FAMILIES = {
         Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
         Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
         Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", Descriptors(2048, 1)),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", Descriptors(2048)),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short"),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole"),
         Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
         Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
         Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
-        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole", None, _CDNA4_PARTS),
-        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves", None, _RDNA3_PARTS),
-        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole", None, _RDNA4_PARTS),
+        Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole", _CDNA4_PARTS),
+        Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves", _RDNA3_PARTS),
+        Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole", _RDNA4_PARTS),
         Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
     )
 }
@@ -344,7 +324,6 @@ class Config(NamedTuple):
         overrides: (pass, blocks) pairs that stand before everything, for whatever is asked: of the
             tests, the gate and the tuner.
         measured: blocks by place that stand before the table.
-        descriptors: as in FAMILIES. They change no bit of any result.
         parts: as in FAMILIES.
     """
 
@@ -352,7 +331,6 @@ class Config(NamedTuple):
     precision: str = "ieee"
     overrides: tuple[tuple[str, Blocks], ...] = ()
     measured: Found = NOTHING
-    descriptors: Descriptors | None = None
     parts: Parts | None = None
 
     def blocks(self, pass_name: Pass, problem: Problem) -> Blocks:
@@ -620,16 +598,4 @@ def config_for(family: str, measured: Found = NOTHING) -> Config:
     # as soon as a new one was set.
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     tf32 = allowed and chip.maker == "cuda" and family != "sm_75"
-    descriptors = chip.descriptors if _DESCRIBED.get() else None
-    precision = "tf32" if tf32 else "ieee"
-    return Config(family, precision, (), measured, descriptors, chip.parts)
-
-
-@contextmanager
-def by_pointers() -> Iterator[None]:
-    """Meanwhile nothing is loaded by descriptors: for measuring what they gain."""
-    before = _DESCRIBED.set(False)
-    try:
-        yield
-    finally:
-        _DESCRIBED.reset(before)
+    return Config(family, "tf32" if tf32 else "ieee", (), measured, chip.parts)

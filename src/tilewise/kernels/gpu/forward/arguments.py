@@ -46,7 +46,6 @@ class Form(NamedTuple):
         DROPOUT: some pairs are dropped.
         REVERSED: the last tiles come first.
         TRANSPOSED: values are transposed, see ``walk.transpose``.
-        EDGE_STAGES: of the walk over partial blocks, where it has not the kernel's.
         NAMED: of statistics, whether the first of the largest scores is named.
     """
 
@@ -68,7 +67,6 @@ class Form(NamedTuple):
     DV_PADDED: int = 0
     REVERSED: bool = False
     TRANSPOSED: bool = False
-    EDGE_STAGES: int | None = None
     NAMED: bool = False
     TAIL: int = 0
     TAIL_PADDED: int = 0

@@ -34,7 +34,6 @@ from tilewise.kernels.gpu.forward.online import (
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
-from tilewise.kernels.gpu.walk.descriptors import key_rows
 from tilewise.kernels.gpu.walk.float8 import (
     folded,
     fp8_products,
@@ -53,7 +52,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     lists_of,
     range_of,
     scaled_side,
-    side_of,
     slots_of,
     split_range,
     store_tile,
@@ -103,8 +101,6 @@ def attend(
     per_row,
     sequences,
     lists,
-    k_rows,
-    v_rows,
     strides,
     captured,
     batch,
@@ -163,13 +159,8 @@ def attend(
     drawn = drawing(seed)
     row = ((b, h, m[:, None], M, N), (scale, drawn, drop_below))
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
-    start = (b_k if cu_q is None else b_k * 0, h // group, begin_k)  # packed rows have no batch
-    if FORM.STORED == "":
-        k_side = side_of(k_head, k_strides, pages, k_rows, start)
-        v_side = side_of(v_head, v_strides, pages, v_rows, start)
-    else:
-        k_side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
-        v_side = scaled_side(v_head, v_strides, pages, per_row[1], h // group)
+    k_side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
+    v_side = scaled_side(v_head, v_strides, pages, per_row[1], h // group)
     spans = split_range(low, full_low, full_high, high, N, BN)
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
     sides = (k_side, v_side, low, high)
@@ -220,7 +211,6 @@ def forward_launches(
         operands, before = transpose_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
     lists = lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys))
-    rows = key_rows(problem, operands, config, variant, blocks)
     arguments = {
         **tensors_of(problem, operands, result),
         "sequences": sequences_of(operands),
@@ -231,7 +221,6 @@ def forward_launches(
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
         **paging_of(problem, operands),
-        **rows.arguments(),
         "tiles": grid.tiles,
         "section": grid.section,
         "scale": problem.scale,
@@ -241,7 +230,6 @@ def forward_launches(
         **finishing_of(problem, operands, variant),
         REVERSED=_grows(problem),
         TRANSPOSED=transposed,
-        EDGE_STAGES=rows.edge_stages,
         PART=config.part("forward", problem),
     )
     if any(scale is not None for scale in head_scales(problem, operands)[:2]):

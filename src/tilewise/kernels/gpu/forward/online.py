@@ -283,13 +283,13 @@ def walk_keys(
             tiles, met = met_from(
                 base, partial, m, (b, h, M, N), captured, SEEN, FORM.BN, BY_KEYS=False
             )
-            for j in tl.range(0, met, num_stages=FORM.EDGE_STAGES):
+            for j in range(met):
                 i = met_at(tiles, j)
                 state = _take(
                     i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM
                 )
     else:
-        for i in tl.range(0, count, num_stages=FORM.EDGE_STAGES):
+        for i in range(count):
             state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)
     return state
 

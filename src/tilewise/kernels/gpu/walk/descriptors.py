@@ -1,56 +1,42 @@
-"""Tensor descriptors: whole blocks of rows copied by the chip's own engine, from one instruction.
+"""What a tensor descriptor (TMA) says of a tensor: blocks of rows copied by one instruction.
 
-Only blocks that no mask and no length touches are loaded this way. In all others some rows count as
-zero, which a descriptor cannot express. They keep their pointers, and rows beyond a length stay
-unread.
-
-A descriptor is made on the host from strides and the address alone, and is an argument of the
-launch. It takes no memory on the device, and a CUDA graph keeps it like any other argument.
+Rows that a mask or a length hides count as zero, whatever they hold. A descriptor cannot express
+that. It takes no memory on the device, and a CUDA graph keeps it like any other argument.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.gpu.config import Blocks, Config, padded
-from tilewise.kernels.gpu.expressions.variant import Variant
-from tilewise.kernels.gpu.walk.tiles import head_strides, knows_whole_tiles
-from tilewise.problem import Operands, Problem
+from tilewise.kernels.gpu.config import padded
+from tilewise.kernels.gpu.walk.tiles import head_strides
+from tilewise.problem import Problem
 
 _STEP_BYTES = 16  # of the engine: addresses and steps are multiples of it, a row has no less
 _MOST_BYTES = 2**40  # of a step
 _MOST_ROWS = 256  # of a block
 _LONELY = 2**20  # the step along a dimension of size 1, which nobody takes
-# Wider heads, dropout and biases take more registers or longer loops by descriptors than by
-# pointers, and float32 multiplies without them: see notes/performance-log.md.
-_WIDEST, _ITEM_BYTES = 128, 2
-_LARGE_BLOCK = 128 * 64
 
 
-class KeyRows(NamedTuple):
-    """Descriptors of keys and values, or None, and the stages of the walk over partial blocks."""
+class Described(NamedTuple):
+    """Sizes, steps in elements and the block of a descriptor, along (b, h, row, column)."""
 
-    k: TensorDescriptor | None = None
-    v: TensorDescriptor | None = None
-    edge_stages: int | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """As a kernel takes them."""
-        return {"k_rows": self.k, "v_rows": self.v}
+    sizes: list[int]
+    steps: list[int]
+    block: list[int]
 
 
-def described(tensor: Tensor, problem: Problem, rows: int) -> TensorDescriptor | None:
-    """A descriptor of blocks [1, 1, rows, padded width] of a tensor; None where there can be none.
+def described(tensor: Tensor, problem: Problem, rows: int) -> Described | None:
+    """Describe blocks [1, 1, rows, padded width] of a tensor; None where no descriptor can.
 
     The engine wants columns side by side, a start and steps that are multiples of 16 bytes, no step
     of zero, and rows of at least 16 bytes.
 
     Args:
-        tensor: keys or values in any layout: dimensions (b, h, row, column); of packed rows, b is
-            one; of pages, b counts pages.
+        tensor: with a row per query or per key, in any layout. Of packed rows, b is one; of pages,
+            b counts pages.
         problem: whose.
         rows: of a block.
     """
@@ -67,30 +53,4 @@ def described(tensor: Tensor, problem: Problem, rows: int) -> TensorDescriptor |
             steps[axis] = _LONELY
         elif step * item % _STEP_BYTES or not 0 < step * item < _MOST_BYTES:
             return None
-    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, padded(sizes[3])])
-
-
-def key_rows(
-    problem: Problem, operands: Operands, config: Config, variant: Variant, blocks: Blocks
-) -> KeyRows:
-    """Return what the forward pass loads whole blocks of keys and values by; arguments as there."""
-    wanted = config.descriptors
-    widest = max(padded(problem.head_dim), padded(problem.value_dim))
-    if (
-        wanted is None
-        or problem.keys < wanted.keys
-        or problem.page_size % blocks.keys
-        or problem.dtype.itemsize != _ITEM_BYTES
-        or problem.stored is not None
-        or widest > _WIDEST
-        or problem.dropout_p
-        or any(instr.op == "bias" for instr in problem.score)
-        or not knows_whole_tiles(problem, variant)
-    ):
-        return KeyRows()
-    k, v = (described(tensor, problem, blocks.keys) for tensor in (operands.k, operands.v))
-    if k is None or v is None:
-        return KeyRows()
-    large = widest > 64 and blocks.queries * blocks.keys > _LARGE_BLOCK
-    few_edges = all(instr.op in ("band", "below", "and") for instr in problem.mask)
-    return KeyRows(k, v, wanted.edge_stages if large and few_edges else None)
+    return Described(sizes, [*steps, 1], [1, 1, rows, padded(sizes[3])])

@@ -150,21 +150,10 @@ def load_keys(
     ``pages`` is unused. Otherwise ``pages`` (made by ``keys_at``) gives the page of PAGE rows that
     holds a row. Pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. If
     MASKED, entries for rows outside of [low, high) are not read. ``first`` is a multiple of BLOCK.
-
-    ``side`` may have two more parts: a descriptor of blocks of BLOCK rows (``descriptors.py``), and
-    where in it the head's rows begin, (b, h, row). The descriptor then copies the blocks whose rows
-    are all there, which are those that are not MASKED. Or it has one: scales, see ``row_scales``.
+    ``side`` may have one more part: scales, see ``row_scales``.
     """
     head, strides = side[0], side[1]
-    if len(side) > 4 and not MASKED:
-        b, h, begin = side[4]
-        row = begin + first
-        if PAGE > 0:
-            b = page_of(side[2], first // PAGE, True, MASKED)
-            row = first % PAGE
-        at = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(row, tl.int32), 0]
-        tile = tl.reshape(side[3].load(at), [BLOCK, PADDED])
-    elif PAGE == 0:
+    if PAGE == 0:
         tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
     elif PAGE % BLOCK == 0:  # one page has all of the tile
         within = first % PAGE
@@ -195,17 +184,10 @@ def load_keys(
 
 
 @triton.jit
-def side_of(head, strides, pages, rows, start):
-    """The ``side`` of ``load_keys``; ``rows`` is a descriptor or None, ``start`` (b, h, row)."""
-    # One return: Triton 3.6 compiles those behind it, too.
-    return (head, strides, pages) if rows is None else (head, strides, pages, rows, start)
-
-
-@triton.jit
 def scaled_side(head, strides, pages, scales, h):
-    """The ``side`` of keys or values in pages of 8 bits; ``scales`` is (pointer, strides) or None.
+    """The ``side`` of ``load_keys``; ``scales`` is (pointer, strides) for pages of 8 bits, or None.
 
-    Its last part is where the scales of the head's rows begin, and their strides (page, h, row).
+    A fourth part is where the scales of the head's rows begin, and their strides (page, h, row).
     """
     if scales is None:
         side = head, strides, pages

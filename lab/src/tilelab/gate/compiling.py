@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from tilelab.gate.machine import Machine, buffers, needed_products, of_amdgcn, of_cubin
@@ -58,7 +59,8 @@ def signature(launch: Launch, target: Target) -> tuple[ASTSource, dict[str, Any]
     parsed, types, constants, attributes = kernel._pack_args(
         backend, given, bound, special, options
     )
-    return ASTSource(kernel, types, constants, attributes), parsed.__dict__
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, types, constants, attributes), parsed.__dict__
 
 
 def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Record:

@@ -30,7 +30,7 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.kernels.gpu.replay import Replays
-from tilewise.plan.tuned import NOTHING
+from tilewise.plan.tuned import NOTHING, Blocks
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.programs import Grid
 from tilewise.variants.float8 import FLOAT8
@@ -114,9 +114,7 @@ class GpuBackend(Backend):
         if problem.page_size or tail_of(problem.head_dim):
             left_out |= {"dkdv", "dq"}
         found: list[tuple[str, str]] = [
-            (name, f"{config.blocks(name, problem)}: {origin(config, name, problem)}")
-            for name in PASSES
-            if name not in left_out
+            (name, _way(config, name, problem)) for name in PASSES if name not in left_out
         ]
         if tail_of(problem.head_dim):
             found.append(("backward", f"none: gradients end at D = {LARGEST_WIDTH}"))
@@ -129,18 +127,18 @@ class GpuBackend(Backend):
             blocks, splitting = config.blocks("decode", problem), config.splitting()
             count = splitting.splits_within if problem.page_size else splitting.splits
             return Tiles(blocks.queries, blocks.keys, count(problem.keys))
-        blocks = config.blocks("forward", problem)
+        blocks = _blocks(config, "forward", problem)
         return Tiles(blocks.queries, blocks.keys)
 
     def loops(self, problem: Problem, family: str = "") -> Loops:
         """Return a walk over the keys for dQ, and one over the queries for dK and dV."""
         config = config_for(family) if family else _config(problem)
-        back = listed_blocks if problem.page_size else Config.blocks  # pages: those of key lists
+        back = listed_blocks if problem.page_size else _blocks  # pages: those of key lists
         first: Pass = "decode" if decodes(problem) else "forward"
         forward, dq, dkdv = (
             (blocks.queries, blocks.keys)
             for blocks in (
-                config.blocks(first, problem),
+                _blocks(config, first, problem),
                 back(config, "dq", problem),
                 back(config, "dkdv", problem),
             )
@@ -199,6 +197,19 @@ def _holds(problem: Problem) -> bool:
     if family is None or wide:
         return True
     return holds(family, problem.dtype, problem.head_dim, problem.value_dim)
+
+
+def _blocks(config: Config, name: Pass, problem: Problem) -> Blocks:
+    """Return the blocks of whichever kernel does a pass."""
+    return config.in_groups(name, problem) or config.blocks(name, problem)
+
+
+def _way(config: Config, name: Pass, problem: Problem) -> str:
+    """Say which blocks a pass has, and where they come from."""
+    grouped = config.in_groups(name, problem)
+    if grouped is not None:
+        return f"{grouped}: two groups of warps and a loading warp (Gluon), measured on an H200"
+    return f"{config.blocks(name, problem)}: {origin(config, name, problem)}"
 
 
 def _products(problem: Problem, family: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
-from tilewise.variants.program import RAW
+from tilewise.variants.program import RAW, Instr
 
 __all__ = [
     "FAMILIES",
@@ -175,6 +175,14 @@ FAMILIES = {
     )
 }
 
+# Tiles of the Gluon kernels (``hopper/``) by family, pass and width; stages are those of a ring.
+_GROUPED = {
+    ("sm_90", "forward", 128): Blocks(128, 128, 8, 2),
+    ("sm_90", "dkdv", 64): Blocks(64, 128, 8, 2),
+    ("sm_90", "dkdv", 128): Blocks(64, 128, 8, 3),
+}
+_EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide
+
 # The widest of D and Dv, padded, up to which a row of the table holds.
 WIDTHS = (64, 128, 256, LARGEST_WIDTH)
 KINDS = ("plain", "+", "*")  # of mask and score: see the table
@@ -204,7 +212,7 @@ _TABLE = _rows(
     turing       forward  64x32/4/1     64x32/4/1     32x32/4/1     16x16/4/1
     ampere       forward  128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
     small        forward  128x64/8/3    128x32/8/3    64x32/8/2     32x32/8/1
-    hopper       forward  128x64/8/3    128x128/8/2   128x32/8/2    32x32/8/2
+    hopper       forward  128x64/4/3    64x64/4/3     128x64/8/2    32x32/8/2
     blackwell    forward  128x128/8/2   128x64/8/3    128x32/8/2    32x32/8/2
     cdna         forward  128x64/4/1    128x32/4/1    64x32/8/1     32x16/8/1
     cdna4        forward  128x64/4/2    128x64/8/2    64x32/8/2     32x32/8/1
@@ -213,7 +221,7 @@ _TABLE = _rows(
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x128/8/3    32x128/8/3    32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     64x128/8/3    64x128/8/3    16x32/8/3     16x16/8/2
+    hopper       dkdv     32x128/4/3    32x128/8/3    32x32/4/2     16x16/8/2
     blackwell    dkdv     64x128/8/3    32x128/8/3    16x32/8/3     32x16/8/1
     cdna         dkdv     32x128/4/1    16x64/4/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x32/8/1
@@ -223,7 +231,7 @@ _TABLE = _rows(
     ampere       dq       128x64/8/3    128x32/8/3    32x32/8/1     16x16/8/1
     ampere       dq+      128x32/8/3    128x32/8/3    32x32/8/1     16x16/8/1
     small        dq       64x32/4/2     64x64/8/2     64x16/8/1     16x16/8/1
-    hopper       dq       128x64/8/2    128x64/8/2    128x32/8/2    32x16/8/1
+    hopper       dq       64x64/4/3     128x64/8/3    128x32/8/2    32x16/8/1
     blackwell    dq       128x64/8/2    64x64/8/2     64x32/8/1     32x16/8/1
     cdna         dq       128x32/4/1    64x32/2/1     32x16/8/1     16x16/4/1
     cdna4        dq       64x64/8/1     64x32/8/1     32x16/8/1     16x16/4/1
@@ -234,10 +242,10 @@ _TABLE = _rows(
     small        decode+  16x32/4/3     16x32/4/2     16x32/8/2     16x16/4/2
     small        decode*  16x32/4/3     16x32/8/3     16x32/8/2     16x16/4/2
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
-    hopper       forward+ 128x64/8/3    128x64/8/2    128x32/8/2    32x32/8/2
-    hopper       forward* 128x64/8/3    128x64/8/3    64x16/8/3     32x32/8/2
-    hopper       dkdv+    64x128/8/3    32x128/8/3    16x32/8/3     16x16/8/2
-    hopper       dkdv*    64x128/8/3    32x128/8/3    16x32/8/1     16x16/8/2
+    hopper       forward+ 64x64/4/3     128x64/8/3    128x32/8/3    32x32/8/2
+    hopper       forward* 128x64/4/2    128x64/8/3    64x16/8/3     32x32/8/2
+    hopper       dkdv+    64x64/4/2     32x128/8/3    32x32/4/2     16x16/8/2
+    hopper       dkdv*    64x64/4/2     32x128/8/3    16x32/8/1     16x16/8/2
     blackwell    dkdv+    32x64/8/3     32x64/8/3     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x32/8/1
@@ -263,8 +271,8 @@ _TABLE = _rows(
     small        dkdv+    16x128/8/1    32x64/8/1     16x32/8/1     16x16/8/1
     small        dkdv*    32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
-    hopper       dq+      128x64/8/2    128x64/8/3    64x16/8/3     32x16/8/1
-    hopper       dq*      128x64/8/3    128x64/8/3    32x16/8/3     32x16/8/1
+    hopper       dq+      64x64/4/3     128x64/8/3    128x32/8/2    32x16/8/1
+    hopper       dq*      64x64/4/3     128x32/8/3    32x16/8/3     32x16/8/1
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
     ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1
     ampere:single dq+      32x32/8/1     32x16/8/1     16x16/8/1     16x16/8/1
@@ -354,6 +362,24 @@ class Config(NamedTuple):
             problem.page_size > 0 and not _is_heavy(problem._replace(page_size=0)),
         )
 
+    def in_groups(self, pass_name: Pass, problem: Problem) -> Blocks | None:
+        """Return the tiles of a pass in groups of warps; None where the Triton kernel does it.
+
+        The kernels in groups load whole tiles by the chip's copy engine. So rows that the mask
+        hides from all of a tile must not be in it: what they hold would count.
+        """
+        if any(name == pass_name for name, _ in self.overrides):
+            return None
+        blocks = _GROUPED.get((self.family, pass_name, problem.head_dim))
+        plain = (
+            problem.layout == "dense"
+            and problem.value_dim == problem.head_dim
+            and problem.dtype in (torch.bfloat16, torch.float16)
+            and not (problem.score or problem.dropout_p or problem.page_size)
+            and all(_has_even_edges(instr, problem) for instr in problem.mask)
+        )
+        return blocks if plain else None
+
     def part(self, kernel: str, problem: Problem) -> int:
         """Return how many columns of its operands a kernel multiplies at a time; 0 for all.
 
@@ -369,6 +395,26 @@ class Config(NamedTuple):
     def splitting(self) -> Splitting:
         """Return how the pass "decode" splits keys."""
         return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
+
+
+def _has_even_edges(instr: Instr, problem: Problem) -> bool:
+    """Return whether an operation of a mask is a band whose edges are those of whole tiles.
+
+    Keys n of query m are m + more - left <= n <= m + more + right. The last tile of rows may be
+    short: then what it sees must end where the keys end, and likewise for keys and their queries.
+    """
+    if instr.op != "band":
+        return instr.op == "and"
+    left, right, anchor = (int(number) for number in instr.params)
+    rows, keys = problem.queries, problem.keys
+    more = keys - rows if anchor else 0
+    return (
+        left == -1
+        or ((left - more) % _EDGE == 0 and (keys % _EDGE == 0 or keys - more + left >= rows))
+    ) and (
+        right == -1
+        or ((right + more) % _EDGE == 0 and (rows % _EDGE == 0 or rows + more + right >= keys))
+    )
 
 
 def decodes(problem: Problem) -> bool:

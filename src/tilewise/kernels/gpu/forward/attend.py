@@ -203,6 +203,9 @@ def forward_launches(
         variant: the functions of the problem's mask and score.
     """
     blocks = config.blocks("forward", problem)
+    alone = _in_groups(problem, operands, result, config, variant)
+    if alone is not None and result.entropy is None:
+        return [alone]
     fp8 = fp8_products(problem, config.family)
     operands = with_codes(operands, fp8, stored_form(problem, config.family))
     before: list[Launch] = []
@@ -235,11 +238,25 @@ def forward_launches(
     if any(scale is not None for scale in head_scales(problem, operands)[:2]):
         form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
     constants = {**functions_of(variant), "FORM": form}
-    launches = [*before, launch_of(attend, (grid.programs,), arguments, constants, blocks)]
+    launch = alone or launch_of(attend, (grid.programs,), arguments, constants, blocks)
+    launches = [*before, launch]
     if result.entropy is not None:
         walk = Walk(config, variant, blocks, lists, fp8)
         launches.append(statistics_launch(problem, operands, result, walk))
     return launches
+
+
+def _in_groups(
+    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
+) -> Launch | None:
+    """Return the launch of the Gluon kernel of the pass, where there is one for the call."""
+    blocks = config.in_groups("forward", problem)
+    if blocks is None:
+        return None
+    from tilewise.kernels.gpu.hopper.launches import attend_launch
+
+    section, grows = _grid(problem, blocks).section, _grows(problem)
+    return attend_launch(problem, operands, result, variant, blocks, section, grows)
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:

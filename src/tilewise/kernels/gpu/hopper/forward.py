@@ -1,0 +1,348 @@
+"""The forward pass on Hopper: one warp loads tiles, two groups of four warps share the queries.
+
+A program owns 128 queries of one head, 64 for each group. A ring of tiles of keys and values lies
+in shared memory. The loading warp fills a place of the ring as soon as both groups have released
+it. A group multiplies queries with tile j while its product of probabilities and values of tile
+j - 1 still runs, and the exponentials of tile j hide under that product. While one group computes
+exponentials the other multiplies.
+
+The numbers are those of ``forward/online.py``: the same online softmax, in the same units.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
+from tilewise.kernels.gpu.hopper.tiles import GROUPS, partial_first
+from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
+from tilewise.kernels.gpu.walk.tiles import range_of, split_range
+
+
+@gluon.jit
+def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, counts, FORM: gl.constexpr):
+    """Fill the rings; the tiles come in the order in which ``_attend_rows`` takes them."""
+    q_s, k_s, v_s = memory
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    b, h, key_head, m0 = place
+    HALF: gl.constexpr = FORM.BM // GROUPS
+    for c in gl.static_range(GROUPS):
+        mbarrier.expect(q_full.index(c), q_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            q_rows, [b, h, m0 + c * HALF, 0], q_full.index(c), q_s.index(c)
+        )
+    for j in range(counts[0] + counts[1]):
+        n0 = partial_first(j, spans, counts[0], FORM.BN)
+        place_of = j % FORM.STAGES
+        free = ((j // FORM.STAGES) & 1) ^ 1
+        mbarrier.wait(k_empty.index(place_of), free)
+        mbarrier.expect(k_full.index(place_of), k_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_rows, [b, key_head, n0, 0], k_full.index(place_of), k_s.index(place_of)
+        )
+        mbarrier.wait(v_empty.index(place_of), free)
+        mbarrier.expect(v_full.index(place_of), v_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            v_rows, [b, key_head, n0, 0], v_full.index(place_of), v_s.index(place_of)
+        )
+
+
+@gluon.jit
+def _softmax(
+    products,
+    n0,
+    top,
+    total,
+    place,
+    scale,
+    captured,
+    SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    MASKED: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """(p, fade, top, total) after a tile of products, see ``online.absorb``."""
+    b, h, m, M, N = place
+    n = (n0 + gl.arange(0, FORM.BN, gl.SliceLayout(0, products.type.layout)))[None, :]
+    scores = scaled_scores(products, scale, n, place, captured, SCORE, FORM.FOLDED)
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+        scores = gl.where(visible, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    base = new_top
+    if MASKED or SCORE is not None:  # a row may have seen nothing yet
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    if FORM.FOLDED:
+        unit = scale * LOG2E
+        p = gl.exp2(scores * unit - (base * unit)[:, None])
+        fade = gl.exp2((top - base) * unit)
+    else:
+        p = gl.exp2((scores - base[:, None]) * LOG2E)
+        fade = gl.exp2((top - base) * LOG2E)
+    total = total * fade + gl.sum(p, 1)
+    return p, fade, new_top, total
+
+
+@gluon.jit
+def _step(
+    j,
+    n0,
+    state,
+    q,
+    memory,
+    bars,
+    place,
+    scale,
+    captured,
+    SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    MASKED: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """(out, top, total, p) after the scores of tile ``j`` and the values of the tile before it."""
+    out, top, total, p = state
+    _, k_s, v_s = memory
+    _, k_full, k_empty, v_full, v_empty = bars
+    S_LAYOUT: gl.constexpr = top.type.layout.parent
+    here = j % FORM.STAGES
+    before = (j - 1) % FORM.STAGES
+    mbarrier.wait(k_full.index(here), (j // FORM.STAGES) & 1)
+    k = k_s.index(here).reshape([FORM.BN, FORM.D])
+    zeros = gl.full([FORM.BM // GROUPS, FORM.BN], 0.0, gl.float32, S_LAYOUT)
+    products = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((j - 1) // FORM.STAGES) & 1)
+    v = v_s.index(before).reshape([FORM.BN, FORM.D])
+    sums = warpgroup_mma(p, v, out, is_async=True)
+    products = warpgroup_mma_wait(1, deps=[products])
+    mbarrier.arrive(k_empty.index(here), count=1)
+    weights, fade, top, total = _softmax(
+        products, n0, top, total, place, scale, captured, SEEN, SCORE, MASKED, FORM
+    )
+    total = _after_exponentials(total)
+    out = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    out = out * gl.convert_layout(fade, gl.SliceLayout(1, out.type.layout))[:, None]
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return out, top, total, p
+
+
+@gluon.jit
+def _after_exponentials(total):
+    """The same numbers, behind a branch that depends on every exponential.
+
+    ptxas moves the wait for the running product before the exponentials, and none of them is
+    hidden. It moves nothing across a branch of single threads. A trap, a vote or a fence would make
+    it run all products of the matrix units one after the other.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .pred q; setp.ge.f32 q, $1, 0f00000000; @q bra SKIP_${:uid}; nanosleep.u32 1; "
+        "SKIP_${:uid}: mov.b32 $0, $1;}",
+        "=f,f",
+        [total],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _attend_rows(
+    c,
+    out_rows,
+    outputs,
+    memory,
+    bars,
+    place,
+    spans,
+    counts,
+    scale,
+    sinks,
+    captured,
+    SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Attention of the queries of group ``c``."""
+    q_s, k_s, v_s = memory
+    q_full, k_full, k_empty, v_full, _ = bars
+    b, h, line, m0, M, N = place
+    lse, row_max, row_sum = outputs
+    HALF: gl.constexpr = FORM.BM // GROUPS
+    KIND: gl.constexpr = k_s.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    m = m0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT))
+    where = (b, h, m[:, None], M, N)
+    partial, whole = counts
+
+    mbarrier.wait(q_full.index(c), 0)
+    q = q_s.index(c).reshape([HALF, FORM.D])
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_s.index(0).reshape([FORM.BN, FORM.D])
+    zeros = gl.full([HALF, FORM.BN], 0.0, gl.float32, S_LAYOUT)
+    products = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    total = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    first = partial_first(0, spans, partial, FORM.BN)
+    p, _, top, total = _softmax(
+        products, first, top, total, where, scale, captured, SEEN, SCORE, True, FORM
+    )
+    out = gl.full([HALF, FORM.D], 0.0, gl.float32, O_LAYOUT)
+    p = gl.convert_layout(p.to(KIND), P_LAYOUT)
+    for j in range(1, partial):
+        n0 = partial_first(j, spans, partial, FORM.BN)
+        out, top, total, p = _step(
+            j,
+            n0,
+            (out, top, total, p),
+            q,
+            memory,
+            bars,
+            where,
+            scale,
+            captured,
+            SEEN,
+            SCORE,
+            True,
+            FORM,
+        )
+    for j in range(gl.maximum(partial, 1), partial + whole):
+        n0 = partial_first(j, spans, partial, FORM.BN)
+        out, top, total, p = _step(
+            j,
+            n0,
+            (out, top, total, p),
+            q,
+            memory,
+            bars,
+            where,
+            scale,
+            captured,
+            None,
+            SCORE,
+            False,
+            FORM,
+        )
+    last = partial + whole - 1
+    place_of = last % FORM.STAGES
+    mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)
+    v = v_s.index(place_of).reshape([FORM.BN, FORM.D])
+    sums = warpgroup_mma(p, v, out, is_async=True)
+    out = warpgroup_mma_wait(0, deps=[sums])
+
+    sink = None if sinks is None else gl.load(sinks + h)
+    weight, found = settled(top, total, sink, scale, 1.0, FORM.FOLDED, False)
+    out = out * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    at = line.to(gl.int64) * M + m
+    store_numbers((lse, row_max, row_sum), at, m < M, found, total)
+    # The queries were multiplied for the last time: their memory takes the output.
+    q.store(out.to(KIND))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_rows, [b, h, m0 + c * HALF, 0], q_s.index(c))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "queries", "keys", "tiles", "section", "lines"])
+def attend_in_groups(
+    q_rows,
+    k_rows,
+    v_rows,
+    out_rows,
+    outputs,
+    sinks,
+    captured,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    section,
+    lines,
+    scale,
+    SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    KEYS_OF: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Attention of 128 queries of one head; arguments as ``attend.attend`` takes them.
+
+    ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D]; ``outputs`` are lse, row_max and
+    row_sum.
+    """
+    ST: gl.constexpr = FORM.STAGES
+    KIND: gl.constexpr = q_rows.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    program = gl.program_id(0)
+    first = program // (section * tiles) * section
+    within = program % (section * tiles)
+    here = gl.minimum(section, lines - first)
+    tile = within // here
+    line = first + within % here
+    if FORM.REVERSED:
+        tile = tiles - 1 - tile
+    b = line // heads
+    h = line % heads
+    m0 = tile * FORM.BM
+    low, full_low, full_high, high = range_of(
+        b, m0, queries, keys, captured, KEYS_OF, FORM.BM, False
+    )
+    spans = split_range(low, full_low, full_high, high, keys, FORM.BN)
+    left, full, beyond, right = spans
+    whole = (beyond - full) // FORM.BN
+    partial = (full - left) // FORM.BN
+    partial += (gl.maximum(right - beyond, 0) + FORM.BN - 1) // FORM.BN
+    # A tile without keys takes one in which all pairs are hidden: no branch ends a group early.
+    partial = gl.where(partial + whole == 0, 1, partial)
+    counts = (partial, whole)
+
+    q_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, FORM.BM // GROUPS, FORM.D], q_rows.layout)
+    k_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], k_rows.layout)
+    v_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], v_rows.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    for i in gl.static_range(ST):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(i), count=1)
+    fence_async_shared()
+    memory = (q_s, k_s, v_s)
+    bars = (q_full, k_full, k_empty, v_full, v_empty)
+    place = (b, h, line, m0, queries, keys)
+    gl.warp_specialize(
+        [
+            (
+                _attend_rows,
+                (0, out_rows, outputs, memory, bars, place, spans, counts, scale, sinks, captured,
+                 SEEN, SCORE, FORM),
+            ),
+            (
+                _attend_rows,
+                (1, out_rows, outputs, memory, bars, place, spans, counts, scale, sinks, captured,
+                 SEEN, SCORE, FORM),
+            ),
+            (
+                _load,
+                (q_rows, k_rows, v_rows, memory, bars, (b, h, h // group, m0), spans, counts,
+                 FORM),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Gradients of keys and values on Hopper: one warp loads tiles, two groups of warps share the keys.
+
+A program owns 128 keys of one key head, 64 for each group, and walks the queries of its group of
+heads. Keys and values stay in shared memory, and queries and incoming gradients come through a
+ring. Products are computed transposed, ``[keys, queries]``: so P and dS are operands as they lie in
+the registers, and nothing of a pair goes through shared memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gpu.hopper.tiles import GROUPS, partial_first
+from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
+from tilewise.kernels.gpu.walk.tiles import head_of, range_of, split_range
+
+
+@gluon.jit
+def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, counts, group,
+          FORM: gl.constexpr):  # fmt: skip
+    """Load keys and values of both groups, then fill the ring with queries and gradients."""
+    k_s, v_s, q_s, g_s = memory
+    held, q_full, g_full, empty = bars
+    b, key_head, n0 = place
+    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    for c in gl.static_range(GROUPS):
+        mbarrier.expect(held.index(c), k_rows.block_type.nbytes + v_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_rows, [b, key_head, n0 + c * HALF, 0], held.index(c), k_s.index(c)
+        )
+        tma.async_copy_global_to_shared(
+            v_rows, [b, key_head, n0 + c * HALF, 0], held.index(c), v_s.index(c)
+        )
+    count = counts[0] + counts[1]
+    for t in range(count * group):
+        h = key_head * group + t // count
+        m0 = partial_first(t % count, spans, counts[0], FORM.BLOCK_M)
+        here = t % FORM.STAGES
+        mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(here), q_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_rows, [b, h, m0, 0], q_full.index(here), q_s.index(here))
+        mbarrier.expect(g_full.index(here), grad_rows.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            grad_rows, [b, h, m0, 0], g_full.index(here), g_s.index(here)
+        )
+
+
+@gluon.jit
+def _of_rows(numbers, m, M, other: gl.constexpr, MASKED: gl.constexpr):
+    """One of the numbers of ``rows.row_values``; ``other`` of rows beyond M, if MASKED."""
+    if MASKED:
+        return gl.load(numbers + m, mask=m < M, other=other)
+    return gl.load(numbers + m)
+
+
+@gluon.jit
+def _step(
+    t,
+    m0,
+    totals,
+    operands,
+    memory,
+    bars,
+    place,
+    rows,
+    plane,
+    scale,
+    captured,
+    SEEN: gl.constexpr,
+    MASKED: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """(dK, dV) after a tile of queries, dK not yet scaled."""
+    total_k, total_v = totals
+    k, v = operands
+    b, h, n, M, N = place
+    _, _, q_s, g_s = memory
+    _, q_full, g_full, empty = bars
+    S_LAYOUT: gl.constexpr = n.type.layout
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    here = t % FORM.STAGES
+    turn = (t // FORM.STAGES) & 1
+    zeros = gl.full([HALF, FORM.BLOCK_M], 0.0, gl.float32, S_LAYOUT)
+    mbarrier.wait(q_full.index(here), turn)
+    q = q_s.index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
+    products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(g_full.index(here), turn)
+    grad = g_s.index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
+    by_value = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    m = m0 + gl.arange(0, FORM.BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]
+    base = _of_rows(rows, m, M, float("inf"), MASKED)  # while the products run
+    products, by_value = warpgroup_mma_wait(0, deps=[products, by_value])
+    scores = products * (scale * LOG2E)
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
+        scores = gl.where(visible, scores, float("-inf"))
+    p = gl.exp2(scores - base)
+    weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+    total_v = warpgroup_mma(weights, grad, total_v, is_async=True)
+    # Not before: beside both products the registers have no room for two numbers of each query.
+    shift = _of_rows(rows + plane, m, M, 0.0, MASKED)
+    ds = p * (by_value - shift)
+    if MASKED:
+        ds = gl.where(p == 0, 0.0, ds)
+    ds = gl.convert_layout(ds.to(q.dtype), P_LAYOUT)
+    total_k = warpgroup_mma(ds, q, total_k, is_async=True)
+    # Left running into the next tile they gained nothing: 501 TFLOP/s, where it is 636 so.
+    total_k, total_v = warpgroup_mma_wait(0, deps=[total_k, total_v])
+    mbarrier.arrive(empty.index(here), count=1)
+    return total_k, total_v
+
+
+@gluon.jit
+def _sum(
+    c,
+    grad_k_rows,
+    grad_v_rows,
+    rows,
+    row_strides,
+    plane,
+    memory,
+    bars,
+    place,
+    spans,
+    counts,
+    group,
+    scale,
+    captured,
+    SEEN: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Gradients of the keys and values of group ``c``."""
+    k_s, v_s, _, _ = memory
+    held = bars[0]
+    b, key_head, n0, M, N = place
+    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.BLOCK_M, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.HEAD_DIM, 16])
+    n = (n0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT)))[:, None]
+    total_k = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+    total_v = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+    partial, whole = counts
+    count = partial + whole
+    mbarrier.wait(held.index(c), 0)
+    k = k_s.index(c).reshape([HALF, FORM.HEAD_DIM])
+    v = v_s.index(c).reshape([HALF, FORM.HEAD_DIM])
+    for member in range(group):
+        h = key_head * group + member
+        row_head = head_of(rows, row_strides, b, h, 0)
+        where = (b, h, n, M, N)
+        for j in range(partial):
+            m0 = partial_first(j, spans, partial, FORM.BLOCK_M)
+            total_k, total_v = _step(
+                member * count + j,
+                m0,
+                (total_k, total_v),
+                (k, v),
+                memory,
+                bars,
+                where,
+                row_head,
+                plane,
+                scale,
+                captured,
+                SEEN,
+                True,
+                FORM,
+            )
+        for j in range(partial, count):
+            m0 = partial_first(j, spans, partial, FORM.BLOCK_M)
+            total_k, total_v = _step(
+                member * count + j,
+                m0,
+                (total_k, total_v),
+                (k, v),
+                memory,
+                bars,
+                where,
+                row_head,
+                plane,
+                scale,
+                captured,
+                None,
+                False,
+                FORM,
+            )
+    # Keys and values were multiplied for the last time: their memory takes their gradients.
+    k.store((total_k * scale).to(k.dtype))
+    v.store(total_v.to(v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(grad_k_rows, [b, key_head, n0 + c * HALF, 0], k_s.index(c))
+    tma.async_copy_shared_to_global(grad_v_rows, [b, key_head, n0 + c * HALF, 0], v_s.index(c))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "queries", "keys", "tiles", "plane"])
+def keys_in_groups(
+    q_rows,
+    k_rows,
+    v_rows,
+    grad_rows,
+    grad_k_rows,
+    grad_v_rows,
+    rows,
+    row_strides,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    plane,
+    scale,
+    captured,
+    SEEN: gl.constexpr,
+    QUERIES_OF: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Gradients of 128 keys and values of one key head; arguments as ``passes.key_kernel`` has.
+
+    ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D].
+    """
+    ST: gl.constexpr = FORM.STAGES
+    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    KIND: gl.constexpr = q_rows.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    program = gl.program_id(0)
+    tile = program % tiles
+    line = program // tiles
+    key_heads = heads // group
+    b = line // key_heads
+    key_head = line % key_heads
+    n0 = tile * FORM.BLOCK_N
+    low, full_low, full_high, high = range_of(
+        b, n0, queries, keys, captured, QUERIES_OF, FORM.BLOCK_N, True
+    )
+    spans = split_range(low, full_low, full_high, high, queries, FORM.BLOCK_M)
+    left, full, beyond, right = spans
+    whole = (beyond - full) // FORM.BLOCK_M
+    partial = (full - left) // FORM.BLOCK_M
+    partial += (gl.maximum(right - beyond, 0) + FORM.BLOCK_M - 1) // FORM.BLOCK_M
+    counts = (partial, whole)
+
+    k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], k_rows.layout)
+    v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], v_rows.layout)
+    q_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], q_rows.layout)
+    g_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], grad_rows.layout)
+    held = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    g_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    for i in gl.static_range(ST):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(held.index(i), count=1)
+    fence_async_shared()
+    memory = (k_s, v_s, q_s, g_s)
+    bars = (held, q_full, g_full, empty)
+    place = (b, key_head, n0, queries, keys)
+    gl.warp_specialize(
+        [
+            (
+                _sum,
+                (0, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
+                 spans, counts, group, scale, captured, SEEN, FORM),
+            ),
+            (
+                _sum,
+                (1, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
+                 spans, counts, group, scale, captured, SEEN, FORM),
+            ),
+            (
+                _load,
+                (q_rows, k_rows, v_rows, grad_rows, memory, bars, (b, key_head, n0), spans, counts,
+                 group, FORM),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -91,7 +91,8 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
     return record._replace(
         warps=warps,
         shared_bytes=compiled.metadata.shared,
-        issued=round(issued * warps / needed, 3) if issued and needed else 0.0,
+        # Of a kernel in groups of warps, each group has its own instructions.
+        issued=round(issued * launch.warps / needed, 3) if issued and needed else 0.0,
         buffers=buffers(own),
         **found,
     )

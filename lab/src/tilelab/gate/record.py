@@ -253,6 +253,9 @@ def _text(baseline: Baseline) -> str:
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
+# Spills in loops that cost less than what avoids them, as measured on the chip: at most so many of
+# a kernel. ``keys_in_groups`` reached 636 TFLOP/s where blocks without spills reached 407.
+MEASURED_SPILLS = {("sm_90a", "keys_in_groups"): 64}
 ISSUED = 1.05  # of multiply-adds that are done over those that are needed; more is a fault
 GROWTH = 1.05  # of registers or instructions over the baseline; more is a fault
 
@@ -262,7 +265,8 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
     if record.error:
         return [record.error]
     found = []
-    if record.loop_spills:
+    allowed = MEASURED_SPILLS.get((target.name, record.kernel.partition(" ")[0]), 0)
+    if record.loop_spills > allowed:
         found.append(f"{record.loop_spills} of {record.spills} spills are in loops")
     shared_bytes, most = record.shared_bytes, target.family.shared_bytes
     if shared_bytes > most:
@@ -290,7 +294,7 @@ def _loop_faults(record: Record, case: Case, target: Target) -> list[str]:
     if 0 < record.narrowest < case.columns:
         found.append(f"a wgmma of {record.narrowest} columns, {case.columns} are due")
     if target.family.maker == "cuda":
-        if record.waiting:
+        if record.waiting and "tma" not in record.copies:  # else a warp of its own copies
             found.append(f"{record.waiting} loops without an asynchronous copy")
         if record.buffers < 2:
             found.append(f"{record.buffers} buffers for a tile that a loop copies, 2 are due")

@@ -221,7 +221,7 @@ _TABLE = _rows(
     turing       dkdv     32x32/4/1     32x32/8/1     16x32/8/1     16x16/8/1
     ampere       dkdv     32x128/8/3    32x128/8/3    32x32/8/1     16x16/8/1
     small        dkdv     32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
-    hopper       dkdv     32x128/4/3    32x128/8/3    32x32/4/2     16x16/8/2
+    hopper       dkdv     64x64/4/2     32x128/8/3    32x32/4/2     16x16/8/2
     blackwell    dkdv     64x128/8/3    32x128/8/3    16x32/8/3     32x16/8/1
     cdna         dkdv     32x128/4/1    16x64/4/1     16x32/8/1     16x16/4/1
     cdna4        dkdv     32x64/8/1     32x32/4/1     16x32/8/1     16x32/8/1
@@ -243,9 +243,9 @@ _TABLE = _rows(
     small        decode*  16x32/4/3     16x32/8/3     16x32/8/2     16x16/4/2
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 64x64/4/3     128x64/8/3    128x32/8/3    32x32/8/2
-    hopper       forward* 128x64/4/2    128x64/8/3    64x16/8/3     32x32/8/2
+    hopper       forward* 128x64/4/2    128x32/8/3    64x16/8/3     32x32/8/2
     hopper       dkdv+    64x64/4/2     32x128/8/3    32x32/4/2     16x16/8/2
-    hopper       dkdv*    64x64/4/2     32x128/8/3    16x32/8/1     16x16/8/2
+    hopper       dkdv*    64x64/4/2     32x128/8/2    16x32/8/1     16x16/8/2
     blackwell    dkdv+    32x64/8/3     32x64/8/3     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
     cdna4        dkdv+    32x32/4/1     32x32/4/1     16x32/8/1     16x32/8/1

@@ -144,39 +144,53 @@ def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The same for other tensors, replayed and by the host code; what the kernels are given."""
+    import torch
     from triton.backends.nvidia.driver import CudaLauncher
 
     from tilewise.kernels.gpu import backend, replay
     from tilewise.kernels.gpu.launch import run
+    from tilewise.kernels.gpu.walk.lists import _KEPT
 
     given: list[Any] = []
     replayed: list[Any] = []
     memory: dict[Any, Any] = {}  # results and gradients, the same for both ways
-    launch, again = CudaLauncher.__call__, replay._replay
+    held: list[Any] = []  # tensors of a call live on, so that no other takes their addresses
+    launch, again, replaying = CudaLauncher.__call__, replay._replay, replay.Replays.run
+    empty = torch.empty
 
     def noting(self: Any, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
         given.append((x, y, z, id(self), rest[4:]))
         launch(self, x, y, z, stream, function, *rest)
 
-    def counting(plan: Any, *rest: Any) -> None:
+    def counting(plan: Any, *rest: Any) -> bool:
         replayed.extend(plan.steps)
-        again(plan, *rest)
+        return again(plan, *rest)
+
+    def holding(*arguments: Any, **named: Any) -> Any:
+        held.append(empty(*arguments, **named))
+        return held[-1]
 
     def kept(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *rest: memory.setdefault((make, rest[-1]), make(x, *rest))
 
+    def quick(self: Any, place: Any, tensors: Any, launches: Callable[[], Any]) -> None:
+        held.append(tensors)
+        replaying(self, place, tensors, launches)
+
     def plain(self: Any, place: Any, tensors: Any, launches: Callable[[], Any]) -> None:
+        held.append(tensors)
         run(launches())
 
     changes: list[tuple[Any, str, Any]] = [
         (CudaLauncher, "__call__", noting),
         (replay, "_replay", counting),
+        (torch, "empty", holding),
         (backend, "empty_result", kept(backend.empty_result)),
         (backend, "_empty_grads", kept(backend._empty_grads)),
     ]
     for owner, name, value in changes:
         setattr(owner, name, value)
-    ways: tuple[Any, ...] = (replay.Replays.run, plain)
+    ways: tuple[Any, ...] = (quick, plain)
     for job, made in _accuracy(names):
         made()()
         before, other = dict(memory), made()  # what came before stays where it is
@@ -186,10 +200,12 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         for way in ways:
             replay.Replays.run = way  # type: ignore[method-assign]
             given.clear()
+            held.clear()
             other()
-            known = [(x.data_ptr(), x.nbytes) for x in _tensors((memory, other.args))]
+            lists = list(_KEPT.values())  # the same for both ways as well
+            known = [(x.data_ptr(), x.nbytes) for x in _tensors((memory, other.args, lists))]
             found.append(_addressed(given, known))
-        replay.Replays.run = ways[0]  # type: ignore[method-assign]
+        replay.Replays.run = replaying  # type: ignore[method-assign]
         same = found[0] == found[1] and bool(before)
         memory.clear()
         yield {"name": job, "launches": len(found[1]), "replayed": len(replayed), "same": same}

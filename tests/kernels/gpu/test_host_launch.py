@@ -115,9 +115,16 @@ def check_replays(said: list[dict[str, Any]]) -> None:
 @pytest.mark.thorough
 def test_a_call_is_replayed(tmp_path: Path) -> None:
     """With other tensors, kernels get the arguments that the host code would give them."""
-    names = ("bfloat16 causal D64", "bfloat16 varlen", "bfloat16 one row, long keys")
+    names = (
+        "bfloat16 causal D64",
+        "bfloat16 varlen",
+        "bfloat16 one row, long keys",
+        "bfloat16 layout of tiles",
+        "bfloat16 table of tiles",
+    )
     said = launched(tmp_path, "replays", *names)
     check_replays(said)
+    assert {each["name"] for each in said} == set(names)
     assert all(each["replayed"] for each in said)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from tilewise.kernels.gpu.launch import Launch
 
 _MOST = 32  # forms of calls that one plan remembers
 _ALIGNED = 16  # bytes: Triton compiles for addresses that are multiples of it, and for others
+_Made = TypeVar("_Made", bound=tuple[Tensor, ...])
 
 
 class _Slot(NamedTuple):
@@ -43,26 +44,75 @@ class _Step(NamedTuple):
     moving: list[int]
 
 
+class _Renewal(NamedTuple):
+    """What ``renewed`` was called with, the sources as numbers of given tensors."""
+
+    make: Callable[..., tuple[Tensor, ...]]
+    sources: list[int | None]
+    how: tuple[Hashable, ...]
+
+
 class _Replay(NamedTuple):
-    """The steps of a call, and the bytes of each tensor that its host code makes for itself."""
+    """The steps of a call, and what they need beyond the given tensors.
+
+    Args:
+        steps: in order.
+        scratch: the bytes of each tensor of ``scratch``.
+        renewals: what makes the tensors of ``renewed``.
+        form: of these tensors. The steps hold for no other.
+    """
 
     steps: list[_Step]
     scratch: list[int]
+    renewals: list[_Renewal]
+    form: list[Hashable]
 
 
-_NOTED: ContextVar[list[Tensor] | None] = ContextVar("tilewise_scratch", default=None)
+class _Notes(NamedTuple):
+    """Tensors that host code makes for itself: scratch memory, and those of ``renewed``.
+
+    The latter by their arguments, which are a part of each value.
+    """
+
+    scratch: list[Tensor]
+    renewed: dict[Hashable, tuple[Any, ...]]
+
+
+_NOTED: ContextVar[_Notes | None] = ContextVar("tilewise_notes", default=None)
 
 
 def scratch(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return memory for what one launch of a call leaves to the next: of any values, like a tensor.
 
-    Tensors that host code makes in any other way keep a call from being replayed.
+    Tensors that host code makes in any way but this and ``renewed`` keep a call from being
+    replayed.
     """
     made = like.new_empty(shape)
     noted = _NOTED.get()
     if noted is not None:
-        noted.append(made)
+        noted.scratch.append(made)
     return made
+
+
+def renewed(
+    make: Callable[..., _Made], sources: tuple[Tensor | None, ...], *how: Hashable
+) -> _Made:
+    """Return ``make(sources, *how)``, which each later call of this form makes again, or finds.
+
+    Args:
+        make: returns a tuple of tensors. What it is depends on nothing but the arguments. Sizes,
+            strides and dtypes of what it returns depend on no values.
+        sources: tensors that the call was given, or None.
+        how: further arguments. A replay keeps them, so no tensors are among them.
+    """
+    noted = _NOTED.get()
+    if noted is None:
+        return make(sources, *how)
+    key = make, tuple([id(each) for each in sources]), how
+    if key not in noted.renewed:
+        noted.renewed[key] = make(sources, *how), make, sources, how
+    found: _Made = noted.renewed[key][0]
+    return found
 
 
 class Replays:
@@ -82,7 +132,8 @@ class Replays:
         Args:
             place: what they depend on besides what is given.
             given: tensors, tuples of tensors, and values that the launches depend on. Every tensor
-                that the launches read or write is among them, or comes from ``scratch``.
+                that the launches read or write is among them, or comes from ``scratch`` or
+                ``renewed``.
             launches: makes them, with the host code of the pass.
         """
         tensors: list[Tensor] = []
@@ -94,10 +145,9 @@ class Replays:
         form += [(address % _ALIGNED, addresses.index(address)) for address in addresses]
         key = tuple(form)
         replay = self._known.get(key)
-        if replay is not None:
-            _replay(replay, addresses, tensors)
+        if replay is not None and _replay(replay, addresses, tensors):
             return
-        noted: list[Tensor] = []
+        noted = _Notes([], {})
         before = _NOTED.set(noted)
         try:
             made = launches()
@@ -123,17 +173,33 @@ def _take(given: Iterable[Any], tensors: list[Tensor], form: list[Hashable]) -> 
             form.append(each)
 
 
-def _replay(replay: _Replay, addresses: list[int], tensors: Sequence[Tensor]) -> None:
-    """Launch the steps with these addresses; the scratch memory lives until all are launched."""
+def _form_of(made: Iterable[Tensor]) -> list[Hashable]:
+    """Return what compiled kernels and their numbers depend on of tensors of ``renewed``."""
+    return [(x.dtype, x.shape, x.stride(), x.data_ptr() % _ALIGNED) for x in made]
+
+
+def _replay(replay: _Replay, addresses: list[int], tensors: Sequence[Tensor]) -> bool:
+    """Launch the steps with these addresses, or return False: what is renewed has another form.
+
+    Scratch memory and renewed tensors live until all steps are launched.
+    """
+    made = [
+        tensor
+        for make, sources, how in replay.renewals
+        for tensor in make(tuple([None if at is None else tensors[at] for at in sources]), *how)
+    ]
+    if made and _form_of(made) != replay.form:
+        return False
     rooms = [
         torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in replay.scratch
     ]
-    addresses += [room.data_ptr() for room in rooms]
+    addresses += [room.data_ptr() for room in (*rooms, *made)]
     for start, arguments, moving in replay.steps:
         filled = arguments.copy()
         for at in moving:
             filled[at] = _filled(arguments[at], addresses)
         start(*filled)
+    return True
 
 
 def _filled(argument: Any, addresses: Sequence[int]) -> Any:
@@ -146,38 +212,59 @@ def _filled(argument: Any, addresses: Sequence[int]) -> Any:
     return argument
 
 
+class _Known:
+    """The tensors of a call, and where its arguments lie in them.
+
+    Args:
+        tensors: as slots number them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.places = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self._owners: dict[int, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            self._owners.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+
+    def slotted(self, argument: Any) -> Any:
+        """Put slots in the place of tensors; LookupError or ValueError if one is unknown."""
+        if isinstance(argument, Tensor):
+            number = self.places.get(id(argument))
+            if number is None:  # a view
+                (number,) = self._owners[argument.untyped_storage()._cdata]
+            return _Slot(number, argument.data_ptr() - self.tensors[number].data_ptr())
+        if isinstance(argument, tuple):
+            parts = [self.slotted(each) for each in argument]
+            return parts if any(type(each) in (_Slot, list) for each in parts) else argument
+        if argument is None or isinstance(argument, int | float | str):
+            return argument
+        raise LookupError
+
+
 def _recorded(
     launches: Sequence[Launch],
     kernels: Sequence[Any],
     tensors: Sequence[Tensor],
-    noted: Sequence[Tensor],
+    noted: _Notes,
 ) -> _Replay | None:
     """Return how to make these launches again; None if they have an argument of unknown origin.
 
     None as well in the interpreter, which compiles nothing, and where a tensor was given twice:
     it would be open which of both an argument is.
     """
-    every = [*tensors, *noted]
-    places = {id(tensor): number for number, tensor in enumerate(every)}
-    if len(places) < len(every):
+    made = [tensor for found, *_ in noted.renewed.values() for tensor in found]
+    known = _Known([*tensors, *noted.scratch, *made])
+    if len(known.places) < len(known.tensors):
         return None
-    owners: dict[int, list[int]] = {}
-    for number, tensor in enumerate(every):
-        owners.setdefault(tensor.untyped_storage()._cdata, []).append(number)
-
-    def slotted(argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            number = places.get(id(argument))
-            if number is None:  # a view
-                (number,) = owners[argument.untyped_storage()._cdata]
-            return _Slot(number, argument.data_ptr() - every[number].data_ptr())
-        if isinstance(argument, tuple):
-            parts = [slotted(each) for each in argument]
-            return parts if any(type(each) in (_Slot, list) for each in parts) else argument
-        if argument is None or isinstance(argument, int | float | str):
-            return argument
-        raise LookupError
-
+    renewals = []
+    for _, make, sources, how in noted.renewed.values():
+        numbers = [None if each is None else known.places.get(id(each)) for each in sources]
+        if any(
+            each is not None and (at is None or at >= len(tensors))
+            for each, at in zip(sources, numbers, strict=True)
+        ):
+            return None  # a source that is not given
+        renewals.append(_Renewal(make, numbers, how))
     steps = []
     for one, kernel in zip(launches, kernels, strict=True):
         if not all(one.grid):
@@ -185,7 +272,7 @@ def _recorded(
         if kernel is None:
             return None
         try:
-            moved = {name: slotted(each) for name, each in one.arguments.items()}
+            moved = {name: known.slotted(each) for name, each in one.arguments.items()}
         except (LookupError, ValueError):
             return None
         named = one.constants | moved
@@ -193,4 +280,4 @@ def _recorded(
         grid = (*one.grid, 1, 1)[:3]
         moving = [i for i, each in enumerate(arguments) if type(each) in (_Slot, list)]
         steps.append(_Step(kernel[grid], arguments, moving))
-    return _Replay(steps, [room.nbytes for room in noted])
+    return _Replay(steps, [room.nbytes for room in noted.scratch], renewals, _form_of(made))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.kernels.gpu.expressions.variant import Table
+from tilewise.kernels.gpu.replay import renewed
 from tilewise.problem import Operands, Problem
 
 # By a mask's table: lists by what they depend on, and the other tables of the mask, whose ids are
@@ -68,46 +69,65 @@ def tile_lists(
     if not tables:
         return None
     covers = [operands.mask_tensors[table.slot] for table in tables]
-    sizes = queries, keys, by_keys
     lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.key_lengths
+    sizes = queries, keys, by_keys
+    return renewed(_kept, (*lengths, *covers), problem, tuple(tables), sizes)
+
+
+def _kept(
+    sources: tuple[Tensor, ...],
+    problem: Problem,
+    tables: tuple[Table, ...],
+    sizes: tuple[int, int, bool],
+) -> TileLists:
+    """Return the lists that are kept, or make them.
+
+    Args:
+        sources: the lengths of the call, each a tensor or None, then a tensor for each table.
+        problem: as ``tile_lists`` takes it.
+        tables: as well.
+        sizes: ``queries``, ``keys`` and ``by_keys`` of ``tile_lists``.
+    """
+    covers = sources[3:]
     device = covers[0].device
     on_gpu = device.type == "cuda"
-    changing = any(each is not None for each in lengths) or any(x.is_inference() for x in covers)
+    changing = any(x is not None for x in sources[:3]) or any(x.is_inference() for x in covers)
     if changing or (on_gpu and torch.cuda.is_current_stream_capturing()):
-        return _made(problem, operands, tables, *sizes)
+        return _made(sources, problem, tables, *sizes)
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    known = tuple((id(each), each._version) for each in covers)
-    key = (*sizes, problem.queries, problem.keys, problem.page_size, tuple(tables), known, stream)
+    known = tuple([(id(each), each._version) for each in covers])
+    key = (*sizes, problem.queries, problem.keys, problem.page_size, tables, known, stream)
     found = _KEPT.setdefault(covers[0], {})
     if key not in found:
         while len(found) >= _MOST:
             del found[next(iter(found))]
-        found[key] = _made(problem, operands, tables, *sizes), covers[1:]
-    return found[key][0]
+        found[key] = _made(sources, problem, tables, *sizes), covers[1:]
+    lists: TileLists = found[key][0]
+    return lists
 
 
 def _made(
+    sources: tuple[Tensor | None, ...],
     problem: Problem,
-    operands: Operands,
     tables: Sequence[Table],
     queries: int,
     keys: int,
     by_keys: bool,
 ) -> TileLists:
-    """Return the lists of ``tile_lists``."""
+    """Make the lists of ``tile_lists``."""
+    cu_seqlens_q, cu_seqlens_k, key_lengths, *covers = sources
     full = some = None
-    for table in tables:
-        least, most = _coarse(problem, operands.mask_tensors[table.slot], table, queries, keys)
+    for table, held in zip(tables, covers, strict=True):
+        assert held is not None
+        least, most = _coarse(problem, held, table, queries, keys)
         one_full = (least == 2) if table.whole else torch.zeros_like(least, dtype=torch.bool)
         full = one_full if full is None else full | one_full
         some = most > 0 if some is None else some & (most > 0)
     assert full is not None
     assert some is not None
-    counts_q, counts_k = (
-        None if cu is None else cu.diff() for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k)
-    )
-    if operands.key_lengths is not None:
-        counts_k = operands.key_lengths.clamp(0, problem.keys)  # as kernels do
+    counts_q, counts_k = (None if cu is None else cu.diff() for cu in (cu_seqlens_q, cu_seqlens_k))
+    if key_lengths is not None:
+        counts_k = key_lengths.clamp(0, problem.keys)  # as kernels do
     past = _past(problem.queries, counts_q, queries, full, 2)
     full = full & some & ~(past | _past(problem.keys, counts_k, keys, full, 3))
     partial = some & ~full

@@ -232,6 +232,9 @@ def _addressed(launches: list[Any], known: Sequence[tuple[int, int]]) -> list[An
     def of(argument: Any) -> Any:
         if isinstance(argument, tuple | list):
             return [of(each) for each in argument]
+        if hasattr(argument, "block_shape"):  # a tensor descriptor
+            rest = argument.shape, argument.strides, argument.block_shape, argument.padding
+            return [of(argument.base), *rest, str(argument.layout)]
         address = argument.data_ptr() if hasattr(argument, "data_ptr") else argument
         if not isinstance(address, int) or address < 2**40:
             return address

@@ -30,6 +30,26 @@ class _Slot(NamedTuple):
     offset: int
 
 
+class _Rows(NamedTuple):
+    """A tensor descriptor in the place of one: where its tensor begins, and the rest of it."""
+
+    slot: _Slot
+    descriptor: Any
+
+
+class _Address:
+    """The tensor of a descriptor, of which the launcher asks the address and nothing else."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+_MOVING = (_Slot, _Rows, list)  # what is filled in each replay
+
+
 class _Step(NamedTuple):
     """A launch of a compiled kernel.
 
@@ -209,7 +229,18 @@ def _filled(argument: Any, addresses: Sequence[int]) -> Any:
         return addresses[argument[0]] + argument[1]
     if kind is list:
         return tuple([_filled(each, addresses) for each in argument])
+    if kind is _Rows:
+        slot, descriptor = argument
+        return _with_base(descriptor, _Address(addresses[slot[0]] + slot[1]))
     return argument
+
+
+def _with_base(descriptor: Any, base: Any) -> Any:
+    """Return a tensor descriptor of other memory; its own checks were made for the first."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__)
+    made.base = base
+    return made
 
 
 class _Known:
@@ -235,7 +266,9 @@ class _Known:
             return _Slot(number, argument.data_ptr() - self.tensors[number].data_ptr())
         if isinstance(argument, tuple):
             parts = [self.slotted(each) for each in argument]
-            return parts if any(type(each) in (_Slot, list) for each in parts) else argument
+            return parts if any(type(each) in _MOVING for each in parts) else argument
+        if hasattr(argument, "block_shape"):  # a tensor descriptor
+            return _Rows(self.slotted(argument.base), _with_base(argument, None))
         if argument is None or isinstance(argument, int | float | str):
             return argument
         raise LookupError
@@ -278,6 +311,6 @@ def _recorded(
         named = one.constants | moved
         arguments = [named[name] for name in one.kernel.arg_names]
         grid = (*one.grid, 1, 1)[:3]
-        moving = [i for i, each in enumerate(arguments) if type(each) in (_Slot, list)]
+        moving = [i for i, each in enumerate(arguments) if type(each) in _MOVING]
         steps.append(_Step(kernel[grid], arguments, moving))
     return _Replay(steps, [room.nbytes for room in noted.scratch], renewals, _form_of(made))

@@ -376,7 +376,7 @@ class Config(NamedTuple):
             and problem.value_dim == problem.head_dim
             and problem.dtype in (torch.bfloat16, torch.float16)
             and not (problem.score or problem.dropout_p or problem.page_size)
-            and all(_has_even_edges(instr, problem) for instr in problem.mask)
+            and _has_even_tiles(problem)
         )
         return blocks if plain else None
 
@@ -397,14 +397,27 @@ class Config(NamedTuple):
         return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
 
 
+def _has_even_tiles(problem: Problem) -> bool:
+    """Return whether what a mask is known to leave a tile of rows is whole tiles, or listed ones.
+
+    A table lists tiles, whatever else the mask does: then only bands and lengths bound the rows.
+    """
+    names = [instr.op for instr in problem.mask]
+    others = set(names) - {"band", "and"}
+    if "tiles" in others:
+        others = others & {"below"}
+    elif names.count("band") > 1:
+        return False  # they may leave nothing of a tile
+    bands = [instr for instr in problem.mask if instr.op == "band"]
+    return not others and all(_has_even_edges(instr, problem) for instr in bands)
+
+
 def _has_even_edges(instr: Instr, problem: Problem) -> bool:
-    """Return whether an operation of a mask is a band whose edges are those of whole tiles.
+    """Return whether the edges of a band are those of whole tiles.
 
     Keys n of query m are m + more - left <= n <= m + more + right. The last tile of rows may be
     short: then what it sees must end where the keys end, and likewise for keys and their queries.
     """
-    if instr.op != "band":
-        return instr.op == "and"
     left, right, anchor = (int(number) for number in instr.params)
     rows, keys = problem.queries, problem.keys
     more = keys - rows if anchor else 0

@@ -22,13 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.hopper.tiles import GROUPS, partial_first
+from tilewise.kernels.gpu.hopper.tiles import GROUPS, counted, tile_at
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 from tilewise.kernels.gpu.walk.tiles import range_of, split_range
 
 
 @gluon.jit
-def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, counts, FORM: gl.constexpr):
+def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, walk, FORM: gl.constexpr):
     """Fill the rings; the tiles come in the order in which ``_attend_rows`` takes them."""
     q_s, k_s, v_s = memory
     q_full, k_full, k_empty, v_full, v_empty = bars
@@ -39,8 +39,8 @@ def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, counts, FORM: gl.c
         tma.async_copy_global_to_shared(
             q_rows, [b, h, m0 + c * HALF, 0], q_full.index(c), q_s.index(c)
         )
-    for j in range(counts[0] + counts[1]):
-        n0 = partial_first(j, spans, counts[0], FORM.BN)
+    for j in range(walk[1] + walk[2]):
+        n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
         place_of = j % FORM.STAGES
         free = ((j // FORM.STAGES) & 1) ^ 1
         mbarrier.wait(k_empty.index(place_of), free)
@@ -162,7 +162,7 @@ def _attend_rows(
     bars,
     place,
     spans,
-    counts,
+    walk,
     scale,
     sinks,
     captured,
@@ -182,7 +182,7 @@ def _attend_rows(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     m = m0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT))
     where = (b, h, m[:, None], M, N)
-    partial, whole = counts
+    _, partial, whole = walk
 
     mbarrier.wait(q_full.index(c), 0)
     q = q_s.index(c).reshape([HALF, FORM.D])
@@ -194,14 +194,14 @@ def _attend_rows(
     mbarrier.arrive(k_empty.index(0), count=1)
     top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     total = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    first = partial_first(0, spans, partial, FORM.BN)
+    first = tile_at(0, spans, walk, FORM.BN, FORM.LISTED)
     p, _, top, total = _softmax(
         products, first, top, total, where, scale, captured, SEEN, SCORE, True, FORM
     )
     out = gl.full([HALF, FORM.D], 0.0, gl.float32, O_LAYOUT)
     p = gl.convert_layout(p.to(KIND), P_LAYOUT)
     for j in range(1, partial):
-        n0 = partial_first(j, spans, partial, FORM.BN)
+        n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
         out, top, total, p = _step(
             j,
             n0,
@@ -218,7 +218,7 @@ def _attend_rows(
             FORM,
         )
     for j in range(gl.maximum(partial, 1), partial + whole):
-        n0 = partial_first(j, spans, partial, FORM.BN)
+        n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
         out, top, total, p = _step(
             j,
             n0,
@@ -261,6 +261,7 @@ def attend_in_groups(
     out_rows,
     outputs,
     sinks,
+    lists,
     captured,
     heads,
     group,
@@ -298,13 +299,9 @@ def attend_in_groups(
         b, m0, queries, keys, captured, KEYS_OF, FORM.BM, False
     )
     spans = split_range(low, full_low, full_high, high, keys, FORM.BN)
-    left, full, beyond, right = spans
-    whole = (beyond - full) // FORM.BN
-    partial = (full - left) // FORM.BN
-    partial += (gl.maximum(right - beyond, 0) + FORM.BN - 1) // FORM.BN
+    listed, partial, whole = counted(spans, lists, b, h, tile, FORM.BN)
     # A tile without keys takes one in which all pairs are hidden: no branch ends a group early.
-    partial = gl.where(partial + whole == 0, 1, partial)
-    counts = (partial, whole)
+    walk = (listed, gl.where(partial + whole == 0, 1, partial), whole)
 
     q_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, FORM.BM // GROUPS, FORM.D], q_rows.layout)
     k_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], k_rows.layout)
@@ -329,17 +326,17 @@ def attend_in_groups(
         [
             (
                 _attend_rows,
-                (0, out_rows, outputs, memory, bars, place, spans, counts, scale, sinks, captured,
+                (0, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
                  SEEN, SCORE, FORM),
             ),
             (
                 _attend_rows,
-                (1, out_rows, outputs, memory, bars, place, spans, counts, scale, sinks, captured,
+                (1, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
                  SEEN, SCORE, FORM),
             ),
             (
                 _load,
-                (q_rows, k_rows, v_rows, memory, bars, (b, h, h // group, m0), spans, counts,
+                (q_rows, k_rows, v_rows, memory, bars, (b, h, h // group, m0), spans, walk,
                  FORM),
             ),
         ],

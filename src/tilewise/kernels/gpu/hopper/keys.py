@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gpu.hopper.tiles import GROUPS, partial_first
+from tilewise.kernels.gpu.hopper.tiles import GROUPS, counted, tile_at
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 from tilewise.kernels.gpu.walk.tiles import head_of, range_of, split_range
 
 
 @gluon.jit
-def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, counts, group,
+def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, lists, group,
           FORM: gl.constexpr):  # fmt: skip
     """Load keys and values of both groups, then fill the ring with queries and gradients."""
     k_s, v_s, q_s, g_s = memory
@@ -39,18 +39,23 @@ def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, counts,
         tma.async_copy_global_to_shared(
             v_rows, [b, key_head, n0 + c * HALF, 0], held.index(c), v_s.index(c)
         )
-    count = counts[0] + counts[1]
-    for t in range(count * group):
-        h = key_head * group + t // count
-        m0 = partial_first(t % count, spans, counts[0], FORM.BLOCK_M)
-        here = t % FORM.STAGES
-        mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(here), q_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rows, [b, h, m0, 0], q_full.index(here), q_s.index(here))
-        mbarrier.expect(g_full.index(here), grad_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            grad_rows, [b, h, m0, 0], g_full.index(here), g_s.index(here)
-        )
+    t = n0 * 0
+    for member in range(group):
+        h = key_head * group + member
+        walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
+        for j in range(walk[1] + walk[2]):
+            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+            here = t % FORM.STAGES
+            mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(here), q_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_rows, [b, h, m0, 0], q_full.index(here), q_s.index(here)
+            )
+            mbarrier.expect(g_full.index(here), grad_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                grad_rows, [b, h, m0, 0], g_full.index(here), g_s.index(here)
+            )
+            t += 1
 
 
 @gluon.jit
@@ -132,7 +137,7 @@ def _sum(
     bars,
     place,
     spans,
-    counts,
+    lists,
     group,
     scale,
     captured,
@@ -149,19 +154,20 @@ def _sum(
     n = (n0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT)))[:, None]
     total_k = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
     total_v = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
-    partial, whole = counts
-    count = partial + whole
     mbarrier.wait(held.index(c), 0)
     k = k_s.index(c).reshape([HALF, FORM.HEAD_DIM])
     v = v_s.index(c).reshape([HALF, FORM.HEAD_DIM])
+    before = n0 * 0  # tiles of the heads that came before
     for member in range(group):
         h = key_head * group + member
         row_head = head_of(rows, row_strides, b, h, 0)
         where = (b, h, n, M, N)
-        for j in range(partial):
-            m0 = partial_first(j, spans, partial, FORM.BLOCK_M)
+        walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
+        count = walk[1] + walk[2]
+        for j in range(walk[1]):
+            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
             total_k, total_v = _step(
-                member * count + j,
+                before + j,
                 m0,
                 (total_k, total_v),
                 (k, v),
@@ -176,10 +182,10 @@ def _sum(
                 True,
                 FORM,
             )
-        for j in range(partial, count):
-            m0 = partial_first(j, spans, partial, FORM.BLOCK_M)
+        for j in range(walk[1], count):
+            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
             total_k, total_v = _step(
-                member * count + j,
+                before + j,
                 m0,
                 (total_k, total_v),
                 (k, v),
@@ -194,6 +200,7 @@ def _sum(
                 False,
                 FORM,
             )
+        before += count
     # Keys and values were multiplied for the last time: their memory takes their gradients.
     k.store((total_k * scale).to(k.dtype))
     v.store(total_v.to(v.dtype))
@@ -213,6 +220,7 @@ def keys_in_groups(
     grad_v_rows,
     rows,
     row_strides,
+    lists,
     heads,
     group,
     queries,
@@ -244,12 +252,6 @@ def keys_in_groups(
         b, n0, queries, keys, captured, QUERIES_OF, FORM.BLOCK_N, True
     )
     spans = split_range(low, full_low, full_high, high, queries, FORM.BLOCK_M)
-    left, full, beyond, right = spans
-    whole = (beyond - full) // FORM.BLOCK_M
-    partial = (full - left) // FORM.BLOCK_M
-    partial += (gl.maximum(right - beyond, 0) + FORM.BLOCK_M - 1) // FORM.BLOCK_M
-    counts = (partial, whole)
-
     k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], k_rows.layout)
     v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], v_rows.layout)
     q_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], q_rows.layout)
@@ -273,16 +275,16 @@ def keys_in_groups(
             (
                 _sum,
                 (0, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, counts, group, scale, captured, SEEN, FORM),
+                 spans, lists, group, scale, captured, SEEN, FORM),
             ),
             (
                 _sum,
                 (1, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, counts, group, scale, captured, SEEN, FORM),
+                 spans, lists, group, scale, captured, SEEN, FORM),
             ),
             (
                 _load,
-                (q_rows, k_rows, v_rows, grad_rows, memory, bars, (b, key_head, n0), spans, counts,
+                (q_rows, k_rows, v_rows, grad_rows, memory, bars, (b, key_head, n0), spans, lists,
                  group, FORM),
             ),
         ],

@@ -19,7 +19,14 @@ from tilewise.kernels.gpu.hopper.keys import keys_in_groups
 from tilewise.kernels.gpu.hopper.tiles import GROUPS
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import described
-from tilewise.kernels.gpu.walk.tiles import launch_of, number_strides, programs_of, slots_of
+from tilewise.kernels.gpu.walk.lists import tile_lists
+from tilewise.kernels.gpu.walk.tiles import (
+    launch_of,
+    lists_of,
+    number_strides,
+    programs_of,
+    slots_of,
+)
 from tilewise.problem import Operands, Problem, Result
 
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -35,6 +42,7 @@ class Form(NamedTuple):
         STAGES: tiles in a ring of shared memory.
         FOLDED: scores are kept in units of the bare product q.k.
         REVERSED: the last tiles come first.
+        LISTED: tiles are listed, see ``walk.lists``.
     """
 
     D: int
@@ -43,15 +51,17 @@ class Form(NamedTuple):
     STAGES: int
     FOLDED: bool
     REVERSED: bool
+    LISTED: bool
 
 
 class KeyForm(NamedTuple):
-    """The constants of ``keys_in_groups``: see ``backward.gradients.Form``; STAGES as above."""
+    """The constants of ``keys_in_groups``: see ``backward.gradients.Form``; the last as above."""
 
     BLOCK_M: int
     BLOCK_N: int
     HEAD_DIM: int
     STAGES: int
+    LISTED: bool
 
 
 def attend_launch(
@@ -85,10 +95,12 @@ def attend_launch(
     if rows is None:
         return None
     slots = slots_of(problem, problem.queries, blocks.queries)
+    lists = tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)
     arguments = {
         **rows,
         "outputs": (result.lse, result.stats[0], result.stats[1]),
         "sinks": operands.sinks,
+        "lists": lists_of(lists),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
@@ -105,7 +117,7 @@ def attend_launch(
         "SEEN": variant.seen,
         "SCORE": variant.score,
         "KEYS_OF": variant.keys_of,
-        "FORM": Form(*sizes, folded, grows),
+        "FORM": Form(*sizes, folded, grows, lists is not None),
     }
     grid = (programs_of(problem, problem.heads, slots),)
     return _in_groups(launch_of(attend_in_groups, grid, arguments, constants))
@@ -134,10 +146,13 @@ def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -
     if rows is None:
         return None
     slots = slots_of(problem, problem.keys, blocks.keys)
+    sides = blocks.queries, blocks.keys
+    lists = tile_lists(problem, operands, variant.tables, *sides, by_keys=True)
     arguments = {
         **rows,
         "rows": call.rows,
         "row_strides": number_strides(call.rows[0], problem),
+        "lists": lists_of(lists),
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
@@ -150,7 +165,7 @@ def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -
     constants = {
         "SEEN": variant.seen,
         "QUERIES_OF": variant.queries_of,
-        "FORM": KeyForm(blocks.queries, blocks.keys, problem.head_dim, blocks.stages),
+        "FORM": KeyForm(*sides, problem.head_dim, blocks.stages, lists is not None),
     }
     grid = (programs_of(problem, problem.kv_heads, slots),)
     return _in_groups(launch_of(keys_in_groups, grid, arguments, constants))

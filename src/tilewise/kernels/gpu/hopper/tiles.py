@@ -5,14 +5,37 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gpu.walk.tiles import tile_in
+from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, tile_in
 
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
 
 
 @gluon.jit
-def partial_first(j, spans, partial, BLOCK: gl.constexpr):
-    """Return where tile ``j`` begins if the ``partial`` tiles that need a mask come first."""
-    masked = tile_in(j, spans, BLOCK, True)
-    whole = tile_in(j - partial, spans, BLOCK, False)
-    return gl.where(j < partial, masked, whole)
+def counted(spans, lists, b, h, tile, BLOCK: gl.constexpr):
+    """(listed, partial, whole): how many tiles a program walks, and where they are listed.
+
+    As ``walk.tiles.walks_of``; without lists of tiles ``listed`` is nothing.
+    """
+    if lists[0] is None:
+        whole, partial = counts_in(spans, BLOCK)
+        found = 0, partial, whole
+    else:
+        listed, whole, partial = list_of(lists, b, h, tile)
+        found = listed, partial, whole  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def tile_at(j, spans, walk, BLOCK: gl.constexpr, LISTED: gl.constexpr):
+    """Return where tile ``j`` of a walk of ``counted`` begins: those that need a mask come first.
+
+    So the loop over them ends where the loop over the others begins, and the ring stays full.
+    """
+    listed, partial, whole = walk
+    if LISTED:
+        at = gl.where(j < partial, j + whole, j - partial)
+        first = gl.load(listed + at) * BLOCK
+    else:
+        masked = tile_in(j, spans, BLOCK, True)
+        first = gl.where(j < partial, masked, tile_in(j - partial, spans, BLOCK, False))
+    return first

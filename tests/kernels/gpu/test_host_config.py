@@ -110,10 +110,10 @@ def test_float32_has_rows_of_its_own(family: str, own: bool) -> None:
 
 
 def test_columns_that_are_padded_need_registers() -> None:
-    """D = 80 is held as 128, of which 48 are hidden: it takes the blocks of a heavy call."""
-    plain, padded = (tiles_for("sm_90", "forward", torch.float16, d, d, False) for d in (128, 80))
+    """D = 40 is held as 64, of which 24 are hidden: it takes the blocks of a heavy call."""
+    plain, padded = (tiles_for("sm_100", "forward", torch.float16, d, d, False) for d in (64, 40))
     assert plain.queries * plain.keys > padded.queries * padded.keys
-    assert padded == tiles_for("sm_90", "forward", torch.float16, 128, 128, True)
+    assert padded == tiles_for("sm_100", "forward", torch.float16, 64, 64, True)
 
 
 def test_stages_go_before_blocks_shrink() -> None:
@@ -128,7 +128,7 @@ def test_stages_go_before_blocks_shrink() -> None:
 
 def test_a_variant_that_needs_registers_has_smaller_blocks() -> None:
     """Bands do not; documents, scores, dropout and packed sequences do."""
-    chip, wide = Config("sm_90"), {"head_dim": 128, "value_dim": 128}
+    chip, wide = Config("sm_100"), {"head_dim": 64, "value_dim": 64}
     plain = chip.blocks("forward", _problem(**wide))
     assert plain.keys == 128
     band = masks.causal().program

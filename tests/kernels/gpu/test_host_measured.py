@@ -146,7 +146,7 @@ def test_tf32_is_asked_at_every_call(place: Path) -> None:
             "64x128/4/2 need 589824 bytes of shared memory",
         ),
         (entry("decode", blocks=Blocks(16, 512, 4, 1)), "do not divide a split of 256 keys"),
-        (entry()._replace(table_blocks=MINE), "the table now has 128x64/8/3"),
+        (entry()._replace(table_blocks=MINE), "the table now has 128x64/4/3"),
         (entry()._replace(place=Place("prefill", torch.float16, 64, "+")), "pass 'prefill'"),
         (entry()._replace(place=Place("dq", torch.float16, 80, "+")), "width 80 is none of 64"),
         (entry()._replace(place=Place("dq", torch.float16, 64, "")), "kind '' is none of plain"),
@@ -188,9 +188,9 @@ def test_the_notes_say_where_blocks_come_from(place: Path, monkeypatch: pytest.M
     assert list(notes) == ["forward", "dkdv", "dq"]
     assert notes["forward"] == (
         "64x32/4/2: blocks measured by tilewise tune on 2026-11-20 (1.10 times as fast as the "
-        "table's 128x64/8/3), from ~/nvidia-h200.json"
+        "table's 128x64/4/3), from ~/nvidia-h200.json"
     )
-    assert notes["dq"] == "128x64/8/2: blocks of the table; ~/nvidia-h200.json has no faster ones"
+    assert notes["dq"] == "64x64/4/3: blocks of the table; ~/nvidia-h200.json has no faster ones"
     assert gpu.GpuBackend().tiles(problem(device="cuda")) == (64, 32, 1), "and so does the plan"
 
 
@@ -203,20 +203,26 @@ def test_few_queries_have_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     assert [name for name, _ in gpu.GpuBackend().notes(few_in_pages)] == ["decode"]
 
 
+def test_the_notes_name_the_kernels_in_groups(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were measured are of the Triton kernel: they do not stand before those."""
+    keep(place, entry("dkdv"))
+    assert explained(monkeypatch)["dkdv"].startswith("64x128/8/2: two groups of warps")
+
+
 def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explained(monkeypatch)["forward"] == "128x64/8/3: blocks of the table"
+    assert explained(monkeypatch)["forward"] == "128x64/4/3: blocks of the table"
 
 
 def test_the_notes_say_why_a_file_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.parent.mkdir()
     place.write_text("{")
     with pytest.warns(TunedBlocksWarning, match="it is no JSON"):
-        said = explained(monkeypatch)["dkdv"]
-    assert said.startswith("64x128/8/3: blocks of the table; ")
+        said = explained(monkeypatch)["dq"]
+    assert said.startswith("64x64/4/3: blocks of the table; ")
     assert "nvidia-h200.json is not used: it is no JSON" in said
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert explained(monkeypatch)["dkdv"] == said, "said once, and explained always"
+        assert explained(monkeypatch)["dq"] == said, "said once, and explained always"
 
 
 def test_explain_has_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Parts",
     "Pass",
     "Splitting",
+    "calls_raw",
     "config_for",
     "decodes",
     "family_of",
@@ -175,11 +176,14 @@ FAMILIES = {
     )
 }
 
-# Tiles of the Gluon kernels (``hopper/``) by family, pass and width; stages are those of a ring.
+# Tiles of the Gluon kernels (``hopper/``) by family, pass and width, "pass+" with a score; stages
+# are those of a ring. The forward pass gains nothing with a score, and D = 64 in no case.
 _GROUPED = {
     ("sm_90", "forward", 128): Blocks(128, 128, 8, 2),
     ("sm_90", "dkdv", 64): Blocks(64, 128, 8, 2),
     ("sm_90", "dkdv", 128): Blocks(64, 128, 8, 3),
+    ("sm_90", "dkdv+", 64): Blocks(64, 128, 8, 2),
+    ("sm_90", "dkdv+", 128): Blocks(32, 128, 8, 4),
 }
 _EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide
 
@@ -370,12 +374,13 @@ class Config(NamedTuple):
         """
         if any(name == pass_name for name, _ in self.overrides):
             return None
-        blocks = _GROUPED.get((self.family, pass_name, problem.head_dim))
+        name = f"{pass_name}+" if problem.score else pass_name
+        blocks = _GROUPED.get((self.family, name, problem.head_dim))
         plain = (
             problem.layout == "dense"
             and problem.value_dim == problem.head_dim
             and problem.dtype in (torch.bfloat16, torch.float16)
-            and not (problem.score or problem.dropout_p or problem.page_size)
+            and not (problem.dropout_p or problem.page_size or calls_raw(problem))
             and _has_even_tiles(problem)
         )
         return blocks if plain else None
@@ -437,8 +442,12 @@ def decodes(problem: Problem) -> bool:
     call's total depends on the other sequences. So such a call takes the ordinary pass. A raw score
     does too, because it takes the head as a number, and rows of several heads share a block here.
     """
-    raw = any(instr.op == RAW for instr in problem.score)
-    return problem.layout == "dense" and problem.queries <= _FEW and not raw
+    return problem.layout == "dense" and problem.queries <= _FEW and not calls_raw(problem)
+
+
+def calls_raw(problem: Problem) -> bool:
+    """Return whether a user's own Triton function is a stage of the score."""
+    return any(instr.op == RAW for instr in problem.score)
 
 
 def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:

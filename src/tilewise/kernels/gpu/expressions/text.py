@@ -17,7 +17,8 @@ from tilewise.variants.operations import OPS
 from tilewise.variants.rows import Kind
 
 _SMALL = Interval(-(2**31), 2**31 - 1)
-_WHOLE_TILE = "tl.broadcast_to({0}, (m + n).shape)"
+# No broadcast: Gluon has none of a number.
+_WHOLE_TILE = "tl.where(m + n == m + n, {0}, {0})"
 _TYPES: dict[Kind, str] = {"bool": "tl.int1", "float": "tl.float32"}
 
 

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gpu.backward.gradients import pair_gradients
 from tilewise.kernels.gpu.hopper.tiles import GROUPS, counted, tile_at
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 from tilewise.kernels.gpu.walk.tiles import head_of, range_of, split_range
@@ -78,8 +79,10 @@ def _step(
     rows,
     plane,
     scale,
-    captured,
+    call,
     SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    GAIN: gl.constexpr,
     MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):
@@ -105,18 +108,31 @@ def _step(
     m = m0 + gl.arange(0, FORM.BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]
     base = _of_rows(rows, m, M, float("inf"), MASKED)  # while the products run
     products, by_value = warpgroup_mma_wait(0, deps=[products, by_value])
-    scores = products * (scale * LOG2E)
+    visible = None
     if MASKED:
-        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-        scores = gl.where(visible, scores, float("-inf"))
-    p = gl.exp2(scores - base)
-    weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-    total_v = warpgroup_mma(weights, grad, total_v, is_async=True)
-    # Not before: beside both products the registers have no room for two numbers of each query.
-    shift = _of_rows(rows + plane, m, M, 0.0, MASKED)
-    ds = p * (by_value - shift)
-    if MASKED:
-        ds = gl.where(p == 0, 0.0, ds)
+        visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
+    if SCORE is None:
+        scores = products * (scale * LOG2E)
+        if MASKED:
+            scores = gl.where(visible, scores, float("-inf"))
+        p = gl.exp2(scores - base)
+        weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        total_v = warpgroup_mma(weights, grad, total_v, is_async=True)
+        # Not before: beside both products the registers have no room for two numbers of a query.
+        shift = _of_rows(rows + plane, m, M, 0.0, MASKED)
+        ds = p * (by_value - shift)
+        if MASKED:
+            ds = gl.where(p == 0, 0.0, ds)
+    else:
+        shift = _of_rows(rows + plane, m, M, 0.0, MASKED)
+        row = (base, shift, base, base, base)
+        pairs = (b, h, m, n, M, N)
+        numbers = (scale, 1.0, 0, 0)
+        p, ds = pair_gradients(
+            call, (products, by_value), row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM
+        )
+        weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        total_v = warpgroup_mma(weights, grad, total_v, is_async=True)
     ds = gl.convert_layout(ds.to(q.dtype), P_LAYOUT)
     total_k = warpgroup_mma(ds, q, total_k, is_async=True)
     # Left running into the next tile they gained nothing: 501 TFLOP/s, where it is 636 so.
@@ -140,8 +156,10 @@ def _sum(
     lists,
     group,
     scale,
-    captured,
+    call,
     SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    GAIN: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """Gradients of the keys and values of group ``c``."""
@@ -177,8 +195,10 @@ def _sum(
                 row_head,
                 plane,
                 scale,
-                captured,
+                call,
                 SEEN,
+                SCORE,
+                GAIN,
                 True,
                 FORM,
             )
@@ -195,8 +215,10 @@ def _sum(
                 row_head,
                 plane,
                 scale,
-                captured,
+                call,
                 None,
+                SCORE,
+                GAIN,
                 False,
                 FORM,
             )
@@ -228,8 +250,10 @@ def keys_in_groups(
     tiles,
     plane,
     scale,
-    captured,
+    call,
     SEEN: gl.constexpr,
+    SCORE: gl.constexpr,
+    GAIN: gl.constexpr,
     QUERIES_OF: gl.constexpr,
     FORM: gl.constexpr,
 ):
@@ -249,7 +273,7 @@ def keys_in_groups(
     key_head = line % key_heads
     n0 = tile * FORM.BLOCK_N
     low, full_low, full_high, high = range_of(
-        b, n0, queries, keys, captured, QUERIES_OF, FORM.BLOCK_N, True
+        b, n0, queries, keys, call.captured, QUERIES_OF, FORM.BLOCK_N, True
     )
     spans = split_range(low, full_low, full_high, high, queries, FORM.BLOCK_M)
     k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], k_rows.layout)
@@ -275,12 +299,12 @@ def keys_in_groups(
             (
                 _sum,
                 (0, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, lists, group, scale, captured, SEEN, FORM),
+                 spans, lists, group, scale, call, SEEN, SCORE, GAIN, FORM),
             ),
             (
                 _sum,
                 (1, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, lists, group, scale, captured, SEEN, FORM),
+                 spans, lists, group, scale, call, SEEN, SCORE, GAIN, FORM),
             ),
             (
                 _load,

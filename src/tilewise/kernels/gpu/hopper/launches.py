@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ class KeyForm(NamedTuple):
     HEAD_DIM: int
     STAGES: int
     LISTED: bool
+    FOLD: bool = True
+    DROPOUT: bool = False
+    ENTROPY: bool = False
+
+
+class Captured(NamedTuple):
+    """The part of a ``backward.gradients.Call`` that ``pair_gradients`` reads."""
+
+    captured: tuple[Any, ...]
 
 
 def attend_launch(
@@ -160,10 +169,12 @@ def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -
         "tiles": slots,
         "plane": call.rows[0].numel(),
         "scale": problem.scale,
-        "captured": tuple(captures(operands.mask_tensors)),
+        "call": Captured(call.captured()),
     }
     constants = {
         "SEEN": variant.seen,
+        "SCORE": variant.score,
+        "GAIN": variant.gain,
         "QUERIES_OF": variant.queries_of,
         "FORM": KeyForm(*sides, problem.head_dim, blocks.stages, lists is not None),
     }

@@ -302,8 +302,11 @@ def attend_in_groups(
     whole = (beyond - full) // FORM.BN
     partial = (full - left) // FORM.BN
     partial += (gl.maximum(right - beyond, 0) + FORM.BN - 1) // FORM.BN
-    # A tile without keys takes one in which all pairs are hidden: no branch ends a group early.
-    partial = gl.where(partial + whole == 0, 1, partial)
+    # Queries without keys take a tile beyond the last key: it loads as zeros, whatever hidden keys
+    # hold, and all its pairs are hidden. No branch ends a group early.
+    none = partial + whole == 0
+    partial = gl.where(none, 1, partial)
+    spans = (gl.where(none, keys, left), full, beyond, right)
     counts = (partial, whole)
 
     q_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, FORM.BM // GROUPS, FORM.D], q_rows.layout)

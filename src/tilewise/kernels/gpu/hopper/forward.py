@@ -182,7 +182,7 @@ def _attend_rows(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     m = m0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT))
     where = (b, h, m[:, None], M, N)
-    _, partial, whole = walk
+    _, partial, whole, _ = walk
 
     mbarrier.wait(q_full.index(c), 0)
     q = q_s.index(c).reshape([HALF, FORM.D])
@@ -299,9 +299,11 @@ def attend_in_groups(
         b, m0, queries, keys, captured, KEYS_OF, FORM.BM, False
     )
     spans = split_range(low, full_low, full_high, high, keys, FORM.BN)
-    listed, partial, whole = counted(spans, lists, b, h, tile, FORM.BN)
-    # A tile without keys takes one in which all pairs are hidden: no branch ends a group early.
-    walk = (listed, gl.where(partial + whole == 0, 1, partial), whole)
+    listed, partial, whole, _ = counted(spans, lists, b, h, tile, FORM.BN)
+    # Queries without keys take a tile beyond the last key: it loads as zeros, whatever hidden keys
+    # hold, and all its pairs are hidden. No branch ends a group early.
+    none = partial + whole == 0
+    walk = (listed, gl.where(none, 1, partial), whole, gl.where(none, keys, 0))
 
     q_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, FORM.BM // GROUPS, FORM.D], q_rows.layout)
     k_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], k_rows.layout)

@@ -12,16 +12,17 @@ GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside th
 
 @gluon.jit
 def counted(spans, lists, b, h, tile, BLOCK: gl.constexpr):
-    """(listed, partial, whole): how many tiles a program walks, and where they are listed.
+    """(listed, partial, whole, moved): how many tiles a program walks, and where they are listed.
 
-    As ``walk.tiles.walks_of``; without lists of tiles ``listed`` is nothing.
+    As ``walk.tiles.walks_of``; without lists of tiles ``listed`` is nothing. All tiles are moved by
+    so many rows, of which there are none here.
     """
     if lists[0] is None:
         whole, partial = counts_in(spans, BLOCK)
-        found = 0, partial, whole
+        found = 0, partial, whole, whole * 0
     else:
         listed, whole, partial = list_of(lists, b, h, tile)
-        found = listed, partial, whole  # type: ignore[assignment]
+        found = listed, partial, whole, whole * 0  # type: ignore[assignment]
     return found
 
 
@@ -31,11 +32,11 @@ def tile_at(j, spans, walk, BLOCK: gl.constexpr, LISTED: gl.constexpr):
 
     So the loop over them ends where the loop over the others begins, and the ring stays full.
     """
-    listed, partial, whole = walk
+    listed, partial, whole, moved = walk
     if LISTED:
         at = gl.where(j < partial, j + whole, j - partial)
         first = gl.load(listed + at) * BLOCK
     else:
         masked = tile_in(j, spans, BLOCK, True)
         first = gl.where(j < partial, masked, tile_in(j - partial, spans, BLOCK, False))
-    return first
+    return first + moved

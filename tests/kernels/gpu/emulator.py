@@ -1,0 +1,598 @@
+"""Emulates the Gluon kernels for Hopper: their own Python source, in numpy.
+
+Gluon has no interpreter. Here the source of a kernel and of all functions that it calls runs with
+stand-ins for ``gl``, ``tl`` and the instructions of Hopper. Each partition of ``warp_specialize``
+is an actor. One actor runs at a time. At each instruction that others can notice, a seed decides
+who runs next, so every run can be repeated.
+
+What the chip may do at any time happens at a random time:
+
+* a copy into shared memory makes its destination NaN when it is issued, and lands later;
+* an asynchronous product reads its operands when it is issued, or when a wait finishes it;
+* a copy out of shared memory reads it when it is issued, or when a wait finishes it.
+
+So a missing wait, an early release or a wrong phase shows as NaN, as wrong numbers or as an
+``EmulatorError``, which is raised where
+
+* no actor can go on, or a barrier gets more arrivals than it counts;
+* a product is used before a wait has finished it;
+* the copy engine or a product reads what was stored without a fence since;
+* an actor ends with products or copies under way;
+* a load or a store goes beyond its tensor.
+
+Not modelled: layouts, registers, the threads of a warp, the order of sums in a product, and
+approximate exponentials. The compiler checks layouts.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton.language as tl
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.kernels.gpu.floats import Array
+from tilewise.kernels.gpu.launch import Launch
+
+_NARROW = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}
+_WIDE = {gl.float32: np.float32, gl.int32: np.int32, gl.int64: np.int64, gl.int1: np.bool_}
+_DTYPES = {np.dtype(numpy_kind): kind for kind, numpy_kind in _WIDE.items()}
+_LATE = 0.25  # the share of all that happens that is put off as long as anything else can happen
+
+_LAYOUT = SimpleNamespace()  # any layout
+_LAYOUT.parent = _LAYOUT
+
+
+class EmulatorError(AssertionError):
+    """A kernel did what it must not do on a chip."""
+
+
+class _StoppedError(Exception):
+    """Ends an actor after the fault of another."""
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    return (a - np.fmod(a, b)) // b
+
+
+# Integers are divided as in C.
+_INSTEAD: dict[Any, Any] = {np.floor_divide: _quotient, np.remainder: np.fmod}
+
+
+class Block(NDArrayOperatorsMixin):
+    """A tensor or a number of a kernel; bfloat16 and float16 are float32 that fit."""
+
+    def __init__(self, data: Any, dtype: Any = None) -> None:
+        self._data = np.asarray(data)
+        self.dtype = dtype or _DTYPES[self._data.dtype]
+        self.type = SimpleNamespace(layout=_LAYOUT)
+
+    @property
+    def data(self) -> Array:
+        return self._data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None) -> Block:
+        # ``out`` is that of ``+=``: blocks do not change, it makes a new one.
+        return Block(_INSTEAD.get(ufunc, ufunc)(*[_wide(each) for each in inputs]))
+
+    def __getitem__(self, key: Any) -> Block:
+        return Block(self.data[key], self.dtype)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def to(self, dtype: Any) -> Block:
+        """Round to a narrow type, or cast to another."""
+        if dtype in _NARROW:
+            rounded = torch.from_numpy(np.ascontiguousarray(self.data)).to(_NARROW[dtype])
+            return Block(rounded.float().numpy(), dtype)
+        return Block(self.data.astype(_WIDE[dtype]))
+
+
+def _wide(value: Any) -> Any:
+    """The numbers of an operand of arithmetic; blocks of narrow types are none."""
+    if not isinstance(value, Block):
+        return value
+    if value.dtype in _NARROW:
+        raise NotImplementedError(f"arithmetic in {value.dtype}")
+    return value.data
+
+
+class Product(Block):
+    """An asynchronous product: its numbers are there once a wait has finished it."""
+
+    def __init__(self, finish: Callable[[], Array]) -> None:
+        super().__init__(np.float32(0))
+        self.finish = finish
+        self.finished = False
+
+    @property
+    def data(self) -> Array:
+        if not self.finished:
+            raise EmulatorError("a product is used before a wait finished it")
+        return self._data
+
+    def complete(self) -> None:
+        """Compute it."""
+        self._data, self.finished = self.finish(), True
+
+
+class Pointer:
+    """A place in a tensor, or a block of places, counted in elements."""
+
+    def __init__(self, memory: Array, places: Any) -> None:
+        self.memory, self.places = memory, places
+
+    @classmethod
+    def into(cls, tensor: Tensor) -> Pointer:
+        """Point at the first element of a tensor."""
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps)
+        return cls(tensor.detach().as_strided((extent,), (1,)).numpy(), Block(np.int64(0)))
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.places + offset)
+
+    def chosen(self, mask: Any) -> tuple[Array, Array]:
+        """Return the places and the mask, of one shape; fail where a place is beyond the tensor."""
+        places, mask = np.broadcast_arrays(self.places.data, True if mask is None else mask.data)
+        inside = (places >= 0) & (places < self.memory.size)
+        if not (inside | ~mask).all():
+            raise EmulatorError("a load or a store beyond its tensor")
+        return places, mask
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> Block:
+    places, mask = pointer.chosen(mask)
+    found = np.full(places.shape, np.nan if other is None else other, pointer.memory.dtype)
+    found[mask] = pointer.memory[places[mask]]
+    return Block(found)
+
+
+def _store(pointer: Pointer, value: Block, mask: Any = None) -> None:
+    places, mask = pointer.chosen(mask)
+    pointer.memory[places[mask]] = np.broadcast_to(value.data, places.shape)[mask]
+
+
+# ---- shared memory and barriers ------------------------------------------------------------------
+
+
+class Ring:
+    """Places of shared memory, or barriers."""
+
+    def __init__(self, places: Sequence[Any], dtype: Any) -> None:
+        self.places, self.dtype = places, dtype
+
+    def index(self, place: Any) -> Any:
+        if not 0 <= int(place) < len(self.places):
+            raise EmulatorError(f"place {int(place)} of a ring of {len(self.places)}")
+        return self.places[int(place)]
+
+
+class Shared:
+    """A place of shared memory, or a view of one."""
+
+    def __init__(self, array: Array, dtype: Any, stage: Stage) -> None:
+        self.array, self.dtype, self.stage = array, dtype, stage
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.array.reshape(shape), self.dtype, self.stage)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.array.transpose(order), self.dtype, self.stage)
+
+    def store(self, values: Block) -> None:
+        if values.dtype != self.dtype:
+            raise TypeError(f"{values.dtype} is stored as {self.dtype}")
+        assert self.stage.actor is not None
+        self.stage.actor.unfenced.append(self.array)
+        self.array[...] = values.data
+
+    def read(self) -> Array:
+        """Read as the copy engine and products do: they see no store without a fence after it."""
+        for actor in self.stage.actors:
+            if any(np.may_share_memory(self.array, stored) for stored in actor.unfenced):
+                raise EmulatorError(f"{actor.name} stored without a fence to what is read")
+        return self.array.copy()
+
+
+class Barrier:
+    """An mbarrier: a phase ends after ``count`` arrivals, when all expected bytes have landed."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phases = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def arrive(self, count: int = 1, expected: int = 0) -> None:
+        if self.pending < count:
+            raise EmulatorError("a barrier gets more arrivals than it counts")
+        self.pending -= count
+        self.land(-expected)
+
+    def land(self, size: int) -> None:
+        """Count bytes that have landed."""
+        self.bytes -= size
+        if self.pending == self.bytes == 0:
+            self.phases += 1
+            self.pending = self.count
+
+    def ended(self, parity: Any) -> bool:
+        """Whether the phase of this parity has ended: the one before the present."""
+        return self.phases & 1 != int(parity)
+
+
+class Descriptor:
+    """A tensor descriptor: boxes of a tensor, beyond which there are zeros."""
+
+    def __init__(self, given: TensorDescriptor) -> None:
+        self.tensor = given.base.detach().as_strided(given.shape, given.strides)
+        self.dtype = next(kind for kind in _NARROW if _NARROW[kind] == given.base.dtype)
+        self.layout = _LAYOUT
+        self.shape = tuple(given.block_shape)
+        nbytes = int(np.prod(self.shape)) * given.base.dtype.itemsize
+        self.block_type = SimpleNamespace(shape=self.shape, nbytes=nbytes)
+
+    def _box(self, place: Sequence[Any]) -> tuple[slice, ...]:
+        starts = [int(each) for each in place]
+        if min(starts) < 0:
+            raise NotImplementedError("a box that begins before its tensor")
+        return tuple(slice(at, at + size) for at, size in zip(starts, self.shape, strict=True))
+
+    def load(self, place: Sequence[Any]) -> Array:
+        found = self.tensor[self._box(place)].float().numpy()
+        room = [(0, size - there) for size, there in zip(self.shape, found.shape, strict=True)]
+        return np.pad(found, room)
+
+    def store(self, place: Sequence[Any], values: Array) -> None:
+        target = self.tensor[self._box(place)]
+        there = tuple(slice(size) for size in target.shape)
+        target.copy_(torch.from_numpy(values)[there])
+
+
+# ---- actors --------------------------------------------------------------------------------------
+
+
+def _at_once() -> bool:
+    return True
+
+
+class Actor:
+    """A partition of the warps: a thread that runs when it is its turn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.ready: Callable[[], bool] = _at_once
+        self.late = False
+        self.ended = False
+        self.unfenced: list[Array] = []  # where it has stored since its last fence
+        self.products: list[Product] = []
+        self.stores: list[Callable[[], None]] = []
+
+
+class Landing(NamedTuple):
+    """A copy into shared memory that is under way."""
+
+    finish: Callable[[], None]
+    late: bool
+
+
+class Stage:
+    """Runs actors in turn; copies land between."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.actors: list[Actor] = []
+        self.actor: Actor | None = None  # whose turn it is
+        self.landings: list[Landing] = []
+        self.fault: BaseException | None = None
+
+    def play(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Run functions with their arguments at the same time, until all have ended."""
+        names = [f"{function.__name__} {number}" for number, (function, _) in enumerate(parts)]
+        self.actors = [Actor(name) for name in names]
+        threads = [
+            threading.Thread(target=self._act, args=(actor, *part), daemon=True)
+            for actor, part in zip(self.actors, parts, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        self._hand_on()
+        for thread in threads:
+            thread.join()
+        if self.fault is not None:
+            raise self.fault
+
+    def pause(self, ready: Callable[[], bool] = _at_once) -> Actor:
+        """Let others run until ``ready``; the actor whose turn it is."""
+        actor = self.actor
+        assert actor is not None
+        actor.ready, actor.late = ready, self._is_late()
+        self._hand_on()
+        self._await(actor)
+        return actor
+
+    def land(self, finish: Callable[[], None]) -> None:
+        """Let a copy land at some time."""
+        self.landings.append(Landing(finish, self._is_late()))
+
+    def _is_late(self) -> bool:
+        return self.chance.random() < _LATE
+
+    def _await(self, actor: Actor) -> None:
+        actor.turn.acquire()
+        if self.fault is not None:
+            raise _StoppedError
+        self.actor = actor
+
+    def _act(self, actor: Actor, function: Callable[..., None], given: tuple[Any, ...]) -> None:
+        try:
+            with np.errstate(all="ignore"):
+                self._await(actor)
+                function(*given)
+                if actor.products or actor.stores:
+                    raise EmulatorError(f"{actor.name} ends with products or stores under way")
+                actor.ended = True
+                self._hand_on()
+        except _StoppedError:
+            pass
+        except BaseException as fault:
+            self.fault = fault
+            for other in self.actors:
+                if other is not actor and not other.ended:
+                    other.ended = True
+                    other.turn.release()
+
+    def _hand_on(self) -> None:
+        """Choose an actor that can go on; copies land on the way."""
+        while not all(actor.ended for actor in self.actors):
+            able: list[Any] = [each for each in self.actors if not each.ended and each.ready()]
+            able += self.landings
+            if not able:
+                waiting = [actor.name for actor in self.actors if not actor.ended]
+                raise EmulatorError(f"deadlock of {', '.join(waiting)}")
+            chosen = self.chance.choice([each for each in able if not each.late] or able)
+            if isinstance(chosen, Actor):
+                chosen.turn.release()
+                return
+            self.landings.remove(chosen)
+            chosen.finish()
+        if self.landings:
+            raise EmulatorError("a copy lands after the program has ended")
+
+
+# ---- the chip ------------------------------------------------------------------------------------
+
+
+def _counted(*bounds: Any) -> Iterator[Block]:
+    """``range``, whose numbers are int32 as in a compiled loop."""
+    return (Block(np.int32(number)) for number in range(*bounds))
+
+
+def _along(reduce: Callable[..., Any]) -> Callable[..., Block]:
+    """A reduction along an axis."""
+    return lambda block, axis: Block(reduce(_wide(block), axis))
+
+
+def _any_layout(*_: Any, **__: Any) -> Any:
+    return _LAYOUT
+
+
+class Chip:
+    """Runs programs of a kernel one after another; what stands in for all that its source names."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.place: Sequence[int] = (0,)
+        self.stage = Stage(self.chance)
+        self.lifted: dict[Any, FunctionType] = {}
+        language = self._language()
+        self.stand_ins: dict[int, Any] = {
+            id(gl): language,
+            id(tl): language,
+            id(hopper.mbarrier): SimpleNamespace(
+                MBarrierLayout=lambda: Barrier,
+                init=lambda barrier, count: barrier.init(count),
+                expect=self._expect,
+                arrive=self._arrive,
+                wait=self._wait,
+            ),
+            id(hopper.tma): SimpleNamespace(
+                async_copy_global_to_shared=self._copy_in,
+                async_copy_shared_to_global=self._copy_out,
+                store_wait=self._wait_for_stores,
+            ),
+            id(hopper.fence_async_shared): self._fence,
+            id(hopper.warpgroup_mma): self._multiply,
+            id(hopper.warpgroup_mma_wait): self._wait_for_products,
+        }
+
+    def _language(self) -> SimpleNamespace:
+        """What stands in for both ``gl`` and ``tl``."""
+        return SimpleNamespace(
+            **{name: getattr(gl, name) for name in ("float32", "int1", "int32", "int64")},
+            program_id=lambda axis: Block(np.int32(self.place[axis])),
+            static_range=range,
+            arange=lambda low, high, _=None: Block(np.arange(low, high, dtype=np.int32)),
+            full=lambda shape, value, dtype, _=None: Block(np.full(shape, value, _WIDE[dtype])),
+            cast=lambda value, dtype: Block(np.asarray(_wide(value)).astype(_WIDE[dtype])),
+            broadcast_to=lambda block, shape: Block(np.broadcast_to(block.data, shape)),
+            where=lambda which, one, other: Block(np.where(*map(_wide, (which, one, other)))),
+            maximum=np.fmax,  # as on the chip, a NaN gives way
+            minimum=np.fmin,
+            max=_along(np.fmax.reduce),
+            sum=_along(np.sum),
+            exp=np.exp,
+            exp2=np.exp2,
+            log=np.log,
+            math=SimpleNamespace(exp2=np.exp2),
+            load=_load,
+            store=_store,
+            convert_layout=lambda block, layout: block,
+            # The kernels have assembly that orders instructions and changes no number.
+            inline_asm_elementwise=lambda text, constraints, given, **_: given[0],
+            allocate_shared_memory=self._allocate,
+            warp_specialize=lambda parts, warps, registers: self.stage.play(parts),
+            NVMMADistributedLayout=_any_layout,
+            DotOperandLayout=_any_layout,
+            SliceLayout=_any_layout,
+        )
+
+    def run(self, place: Sequence[int], kernel: Any, named: dict[str, Any]) -> None:
+        """Run the program at a place of the grid."""
+        self.place, self.stage = place, Stage(self.chance)
+        with np.errstate(all="ignore"):
+            self.lift(kernel)(**named)
+
+    def lift(self, kernel: Any) -> FunctionType:
+        """Return the Python function of a jit function, with stand-ins for what it names."""
+        source = kernel.fn  # of which Triton's hash is no use here: it refuses interpreted callees
+        if source not in self.lifted:
+            names: dict[str, Any] = {"range": _counted}
+            lifted = FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+            self.lifted[source] = lifted
+            used = source.__globals__.keys() & set(source.__code__.co_names)
+            names |= {name: self.stand_in(source.__globals__[name]) for name in used}
+        return self.lifted[source]
+
+    def stand_in(self, value: Any) -> Any:
+        """Return what stands for a global name or a constant of a kernel."""
+        if id(value) in self.stand_ins:
+            return self.stand_ins[id(value)]
+        if isinstance(value, tl.constexpr):
+            return value.value
+        if isinstance(value, ModuleType):
+            functions = {name: each for name, each in vars(value).items() if hasattr(each, "fn")}
+            return SimpleNamespace(**{name: self.lift(each) for name, each in functions.items()})
+        return self.lift(value) if hasattr(value, "fn") else value
+
+    def _allocate(self, dtype: Any, shape: Sequence[int], layout: Any) -> Ring:
+        if layout is Barrier:
+            return Ring([Barrier() for _ in range(shape[0])], dtype)
+        nothing = np.full(shape, np.nan, np.float32)
+        return Ring([Shared(place, dtype, self.stage) for place in nothing], dtype)
+
+    def _expect(self, barrier: Barrier, size: int) -> None:
+        self.stage.pause()
+        barrier.arrive(expected=size)
+
+    def _arrive(self, barrier: Barrier, *, count: int = 1) -> None:
+        self.stage.pause()
+        barrier.arrive(count)
+
+    def _wait(self, barrier: Barrier, phase: Any) -> None:
+        self.stage.pause(lambda: barrier.ended(phase))
+
+    def _copy_in(
+        self, rows: Descriptor, place: Sequence[Any], barrier: Barrier, target: Shared
+    ) -> None:
+        self.stage.pause()
+        values = rows.load(place)
+        target.array[...] = np.nan
+
+        def land() -> None:
+            target.array[...] = values
+            barrier.land(rows.block_type.nbytes)
+
+        self.stage.land(land)
+
+    def _copy_out(self, rows: Descriptor, place: Sequence[Any], source: Shared) -> None:
+        actor = self.stage.pause()
+        early = source.read() if self.chance.random() < 0.5 else None
+
+        def store() -> None:
+            rows.store(place, source.read() if early is None else early)
+
+        actor.stores.append(store)
+
+    def _wait_for_stores(self, running: int) -> None:
+        actor = self.stage.pause()
+        while len(actor.stores) > running:
+            actor.stores.pop(0)()
+
+    def _fence(self) -> None:
+        if self.stage.actor is not None:
+            self.stage.actor.unfenced.clear()
+
+    def _multiply(
+        self,
+        left: Block | Shared,
+        right: Shared,
+        total: Block,
+        use_acc: bool = True,
+        is_async: bool = False,
+    ) -> Block:
+        actor = self.stage.pause()
+        if left.dtype != right.dtype or left.dtype not in _NARROW:
+            raise TypeError(f"a product of {left.dtype} and {right.dtype}")
+
+        def operands() -> list[Array]:
+            return [x.read() if isinstance(x, Shared) else x.data for x in (left, right)]
+
+        early = operands() if self.chance.random() < 0.5 else None
+
+        def finish() -> Array:
+            product = np.matmul(*(early or operands()))
+            return product + total.data if use_acc else product
+
+        made = Product(finish)
+        actor.products.append(made)
+        return made if is_async else self._wait_for_products(0, [made])
+
+    def _wait_for_products(self, running: int, deps: Sequence[Block]) -> Any:
+        actor = self.stage.pause()
+        while len(actor.products) > running:
+            actor.products.pop(0).complete()
+        found = tuple([Block(each.data) for each in deps])
+        return found if len(found) > 1 else found[0]
+
+
+def _argument(value: Any) -> Any:
+    """Return an argument of a launch as a kernel sees it."""
+    if isinstance(value, tuple):
+        return tuple([_argument(each) for each in value])
+    if isinstance(value, TensorDescriptor):
+        return Descriptor(value)
+    if isinstance(value, Tensor):
+        return Pointer.into(value)
+    if isinstance(value, int):
+        return Block(np.int32(value))
+    return Block(np.float32(value)) if isinstance(value, float) else value
+
+
+def emulate(launch: Launch, seed: int) -> None:
+    """Run a launch of a Gluon kernel; all that happens at random follows from the seed.
+
+    Raises:
+        EmulatorError: as the module says.
+    """
+    chip = Chip(seed)
+    named = {name: _argument(value) for name, value in launch.arguments.items()}
+    named |= {name: chip.stand_in(value) for name, value in launch.constants.items()}
+    places = list(np.ndindex(*launch.grid))
+    chip.chance.shuffle(places)
+    for place in places:
+        chip.run(place, launch.kernel, named)

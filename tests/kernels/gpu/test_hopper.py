@@ -1,0 +1,512 @@
+"""The Gluon kernels for Hopper in the emulator: numbers, leaks, protocol, and what they serve."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from itertools import combinations, count, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Case, Inputs, build
+from tests.contract import assert_same_bits
+from tests.kernels.gpu.emulator import Block, Chip, EmulatorError, emulate
+from tests.kernels.gpu.passes import GQA, HALVES, NAN, prepare_forward, variant
+from tests.oracle import Outcome, Sent, check_twice, problem_of, send
+from tilewise import masks
+from tilewise.kernels.gpu import config
+from tilewise.kernels.gpu.backward.passes import backward_launches
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
+from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.hopper import forward, keys
+from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.walk.tiles import range_of, split_range
+from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.reference import tiled
+from tilewise.variants.program import Instr
+
+HOPPER = Config("sm_90")
+TILE = 128  # queries of a program of the forward pass, keys of one of dK and dV
+
+
+@dataclass(frozen=True)
+class Window:
+    """The maker of a window; its text is the same in every process, and makes a case's numbers."""
+
+    left: int | None
+    right: int | None
+    align: str = "bottom_right"
+
+    def __call__(self, _: Any) -> Any:
+        return masks.window(self.left, self.right, self.align)
+
+
+SHAPE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
+ODD = SHAPE | {"queries": 333, "keys": 333}
+SHORT = SHAPE | {"queries": 200, "keys": 200}
+CASES = [
+    Case("full", **SHAPE, queries=200, keys=333),
+    Case("causal", **ODD, mask=("causal",)),
+    Case("causal-short", **SHORT, mask=("causal",), scale=-0.2),
+    Case("grouped", **SHORT | GQA, mask=("causal",), layout="bshd"),
+    Case("sinks", **SHORT | {"heads": 2, "kv_heads": 1, "batch": 2}, mask=("causal",), sinks=True),
+    Case("window", **SHAPE, queries=512, keys=512, mask=(Window(128, 0),)),
+    Case("both-sides", **ODD, mask=(Window(128, 128),)),
+    Case("two-bands", **ODD, mask=(Window(None, 0), Window(128, 256, "top_left"), "and")),
+    Case("anchored", **SHAPE, queries=200, keys=328, mask=("causal",)),
+    Case("tiny", **SHAPE, queries=17, keys=5),
+    Case("no-keys-first", **SHAPE, queries=384, keys=128, mask=("causal",), sinks=True),
+    Case("no-keys-last", **SHAPE, queries=512, keys=128, mask=(Window(128, 0, "top_left"),)),
+]
+MASKED = [case for case in CASES if case.mask]
+
+
+def _name(of: Any) -> str:
+    return str(of.name)
+
+
+def _served_forward(problem: Problem, operands: Operands) -> tuple[Result, Launch]:
+    result, launches = prepare_forward(problem, operands, HOPPER)
+    (launch,) = launches
+    assert launch.kernel is forward.attend_in_groups
+    return result, launch
+
+
+def _forward(problem: Problem, operands: Operands, seed: int) -> Result:
+    result, launch = _served_forward(problem, operands)
+    emulate(launch, seed)
+    return result
+
+
+def _served_keys(
+    problem: Problem, operands: Operands, result: Result, sent: Sent
+) -> tuple[Grads, Launch]:
+    """Gradients that hold NaN still, and the launch that fills them; what it needs has run."""
+    grads = Grads(None, torch.full_like(operands.k, NAN), torch.full_like(operands.v, NAN))
+    incoming = (sent.out, sent.lse, Needs(False, True, True), None)
+    own = variant(problem, operands)
+    *before, launch = backward_launches(problem, operands, result, *incoming, grads, HOPPER, own)
+    assert launch.kernel is keys.keys_in_groups
+    run(before)
+    return grads, launch
+
+
+def _keys(problem: Problem, operands: Operands, result: Result, sent: Sent, seed: int) -> Grads:
+    grads, launch = _served_keys(problem, operands, result, sent)
+    emulate(launch, seed)
+    return grads
+
+
+def _check(case: Case, draws: int) -> None:
+    """The 2x rule for dK and dV and, where it is served, for the forward pass."""
+    seeds = count()
+
+    def outcome(inputs: Inputs, sent: Sent) -> Outcome:
+        problem, operands = problem_of(inputs.detached())
+        result = tiled.forward(problem, operands, "")
+        if HOPPER.in_groups("forward", problem):
+            expected, result = result, _forward(problem, operands, next(seeds))
+            torch.testing.assert_close(result.stats, expected.stats, rtol=1e-5, atol=1e-5)
+        grads = _keys(problem, operands, result, sent._replace(entropy=None), next(seeds))
+        return Outcome(result.out, result.lse, {"k": grads.k, "v": grads.v})
+
+    check_twice(case, draws, outcome)
+
+
+def _of(case: Case, width: int, dtype: torch.dtype) -> Case:
+    name = f"{case.name}-{width}"
+    return replace(case, name=name, head_dim=width, value_dim=width, dtype=dtype)
+
+
+# Each width in either type; of dK and dV alone where no forward pass is served.
+SAMPLE = [
+    _of(case, width, HALVES[(index + width // 64) % 2])
+    for width in (64, 128)
+    for index, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=_name)
+def test_both_passes(case: Case) -> None:
+    """out, lse, dK and dV by the 2x rule; maxima and sums of rows are those of the reference."""
+    _check(case, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_many_seeds(case: Case, dtype: torch.dtype, width: int) -> None:
+    _check(_of(case, width, dtype), 10)
+
+
+# ---- leaks ---------------------------------------------------------------------------------------
+
+
+def _band(problem: Problem, instr: Instr) -> Tensor:
+    """Which pairs a band shows, by its definition."""
+    left, right, anchor = (int(number) for number in instr.params)
+    more = problem.keys - problem.queries if anchor else 0
+    distance = torch.arange(problem.keys) - torch.arange(problem.queries)[:, None] - more
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    return seen
+
+
+def _shown(problem: Problem) -> Tensor:
+    """Which pairs a mask of bands shows."""
+    bands = [_band(problem, instr) for instr in problem.mask if instr.op == "band"]
+    return torch.stack(bands).all(0)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=_name)
+def test_keys_hidden_from_a_tile_may_be_nan(case: Case) -> None:
+    problem, operands = problem_of(build(case.of(torch.float16)).detached())
+    good = _forward(problem, operands, 0)
+    for seed, first in enumerate(range(0, problem.queries, TILE)):
+        tile = slice(first, first + TILE)
+        hidden = ~_shown(problem)[tile].any(0)
+        k, v = operands.k.clone(), operands.v.clone()
+        k[:, :, hidden] = v[:, :, hidden] = NAN
+        got = _forward(problem, operands._replace(k=k, v=v), seed)
+        for name in ("out", "lse"):
+            one, other = (getattr(result, name)[:, :, tile] for result in (got, good))
+            assert_same_bits(one, other, f"{name} from row {first}")
+
+
+@pytest.mark.parametrize("case", MASKED, ids=_name)
+def test_queries_hidden_from_a_tile_may_be_nan(case: Case) -> None:
+    inputs = build(case.of(torch.float16)).detached()
+    problem, operands = problem_of(inputs)
+    sent = send(build(case.of(torch.float16)))._replace(entropy=None)
+    result = tiled.forward(problem, operands, "")
+    good = _keys(problem, operands, result, sent, 0)
+    for seed, first in enumerate(range(0, problem.keys, TILE)):
+        tile = slice(first, first + TILE)
+        hidden = ~_shown(problem)[:, tile].any(1)
+        q, grad = operands.q.clone(), sent.out.clone()
+        q[:, :, hidden] = grad[:, :, hidden] = NAN
+        bad = operands._replace(q=q), result, sent._replace(out=grad)
+        got = _keys(problem, *bad, seed)
+        for name in ("k", "v"):
+            one, other = (getattr(grads, name)[:, :, tile] for grads in (got, good))
+            assert_same_bits(one, other, f"d{name} from key {first}")
+
+
+# ---- the protocol --------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """A change of the text of a kernel that breaks its protocol."""
+
+    name: str
+    before: str
+    after: str
+
+
+def _moved(line: str, beyond: str, name: str) -> Fault:
+    """A line that comes before the one it should follow."""
+    return Fault(name, f"{beyond}\n{line}\n", f"{line}\n{beyond}\n")
+
+
+def _without(line: str, name: str) -> Fault:
+    return Fault(name, f"{line}\n", "\n")
+
+
+# Keys released early are no fault but for the first tile: the loader waits for the values of the
+# tile before, and these are released later.
+FORWARD_FAULTS = [
+    _moved(
+        "    mbarrier.arrive(v_empty.index(before), count=1)",
+        "    out = warpgroup_mma_wait(0, deps=[sums])",
+        "values released early",
+    ),
+    _moved(
+        "    mbarrier.arrive(k_empty.index(0), count=1)",
+        "    products = warpgroup_mma_wait(0, deps=[products])",
+        "first keys released early",
+    ),
+    _without("    mbarrier.arrive(k_empty.index(here), count=1)", "keys never released"),
+    Fault("scores before their wait", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
+    Fault("sums before their wait", "warpgroup_mma_wait(0, deps=[sums])\n    mbarrier",
+          "warpgroup_mma_wait(1, deps=[sums])\n    mbarrier"),
+    Fault("phase of the loader", "((j // FORM.STAGES) & 1) ^ 1", "(j // FORM.STAGES) & 1"),
+    Fault("phase of the keys", "k_full.index(here), (j //", "k_full.index(here), ((j + 1) //"),
+    Fault("phase of the values", "v_full.index(before), ((j - 1)", "v_full.index(before), ((j)"),
+    Fault("place of the values", "before = (j - 1) % FORM.STAGES", "before = j % FORM.STAGES"),
+    _without("        mbarrier.wait(k_empty.index(place_of), free)", "keys overwritten"),
+    _without("        mbarrier.wait(v_empty.index(place_of), free)", "values overwritten"),
+    _without("    mbarrier.wait(q_full.index(c), 0)", "no wait for queries"),
+    _without("    mbarrier.wait(k_full.index(0), 0)", "no wait for first keys"),
+    _without("    mbarrier.wait(k_full.index(here), (j // FORM.STAGES) & 1)", "no wait for keys"),
+    _without(
+        "    mbarrier.wait(v_full.index(before), ((j - 1) // FORM.STAGES) & 1)",
+        "no wait for values",
+    ),
+    _without(
+        "    mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)",
+        "no wait for last values",
+    ),
+    Fault("count of empty keys", "k_empty.index(i), count=GROUPS", "k_empty.index(i), count=1"),
+    Fault("count of empty values", "v_empty.index(i), count=GROUPS", "v_empty.index(i), count=1"),
+    Fault("expected bytes", "k_full.index(place_of), k_rows.block_type.nbytes",
+          "k_full.index(place_of), k_rows.block_type.nbytes // 2"),
+    Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
+    _without("    tma.store_wait(0)", "no wait for the store"),
+]  # fmt: skip
+KEY_FAULTS = [
+    _moved(
+        "    mbarrier.arrive(empty.index(here), count=1)",
+        "    total_k, total_v = warpgroup_mma_wait(0, deps=[total_k, total_v])",
+        "released early",
+    ),
+    _without("    mbarrier.arrive(empty.index(here), count=1)", "never released"),
+    Fault("products before their wait", "warpgroup_mma_wait(0, deps=[products",
+          "warpgroup_mma_wait(1, deps=[products"),
+    Fault("sums before their wait", "warpgroup_mma_wait(0, deps=[total_k",
+          "warpgroup_mma_wait(1, deps=[total_k"),
+    Fault("phase of the loader", "((t // FORM.STAGES) & 1) ^ 1)", "(t // FORM.STAGES) & 1)"),
+    Fault("phase of the queries", "turn = (t //", "turn = ((t + 1) //"),
+    _without(
+        "        mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)",
+        "overwritten",
+    ),
+    _without("    mbarrier.wait(q_full.index(here), turn)", "no wait for queries"),
+    _without("    mbarrier.wait(g_full.index(here), turn)", "no wait for gradients"),
+    _without("    mbarrier.wait(held.index(c), 0)", "no wait for keys"),
+    Fault("count of empty", "empty.index(i), count=GROUPS", "empty.index(i), count=1"),
+    Fault("expected bytes", "k_rows.block_type.nbytes + v_rows.block_type.nbytes",
+          "k_rows.block_type.nbytes"),
+    Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
+    _without("    tma.store_wait(0)", "no wait for the stores"),
+]  # fmt: skip
+SEEDS = range(40)
+
+
+def _with_fault(module: Any, fault: Fault, kernel: str, folder: Path) -> Any:
+    """The kernel of a copy of a module that has a fault."""
+    text = Path(module.__file__).read_text()
+    assert text.count(fault.before) == 1, f"{fault.name}: {text.count(fault.before)} such lines"
+    path = folder / f"{Path(module.__file__).stem}_with_fault.py"
+    path.write_text(text.replace(fault.before, fault.after))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return getattr(made, kernel)
+
+
+class Run(NamedTuple):
+    """A launch, the tensors that it writes, and what is right for them."""
+
+    launch: Launch
+    written: tuple[Tensor, ...]
+    right: tuple[Tensor, ...]
+
+    def differs(self, kernel: Any, seed: int) -> bool:
+        """Whether the emulator or the numbers tell a kernel from the right one."""
+        for tensor in self.written:
+            tensor.fill_(NAN)
+        try:
+            emulate(self.launch._replace(kernel=kernel), seed)
+        except EmulatorError:
+            return True
+        return not all(map(torch.equal, self.written, self.right))
+
+
+def _run_of(written: tuple[Tensor, ...], launch: Launch) -> Run:
+    emulate(launch, 0)
+    return Run(launch, written, tuple([tensor.clone() for tensor in written]))
+
+
+# Enough tiles to go around a ring several times.
+FORWARD_CASE = Case("ring", **SHAPE, queries=128, keys=1024, dtype=torch.float16)
+KEY_CASE = Case(
+    "ring", **SHAPE | {"head_dim": 64, "value_dim": 64}, queries=640, keys=128, dtype=torch.float16
+)
+
+
+@pytest.fixture(scope="module")
+def forward_run() -> Run:
+    problem, operands = problem_of(build(FORWARD_CASE).detached())
+    result, launch = _served_forward(problem, operands)
+    return _run_of((result.out, result.lse, result.stats), launch)
+
+
+@pytest.fixture(scope="module")
+def key_run() -> Run:
+    inputs = build(KEY_CASE)
+    problem, operands = problem_of(inputs.detached())
+    result = tiled.forward(problem, operands, "")
+    grads, launch = _served_keys(problem, operands, result, send(inputs)._replace(entropy=None))
+    assert grads.k is not None
+    assert grads.v is not None
+    return _run_of((grads.k, grads.v), launch)
+
+
+@pytest.mark.parametrize("fault", FORWARD_FAULTS, ids=_name)
+def test_a_fault_of_the_forward_pass_is_found(
+    fault: Fault, forward_run: Run, tmp_path: Path
+) -> None:
+    kernel = _with_fault(forward, fault, "attend_in_groups", tmp_path)
+    assert any(forward_run.differs(kernel, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("fault", KEY_FAULTS, ids=_name)
+def test_a_fault_of_the_key_pass_is_found(fault: Fault, key_run: Run, tmp_path: Path) -> None:
+    kernel = _with_fault(keys, fault, "keys_in_groups", tmp_path)
+    assert any(key_run.differs(kernel, seed) for seed in SEEDS)
+
+
+def test_every_order_gives_the_same_bits(forward_run: Run, key_run: Run) -> None:
+    for each in (forward_run, key_run):
+        assert not any(each.differs(each.launch.kernel, seed) for seed in SEEDS)
+
+
+# ---- which calls are served ----------------------------------------------------------------------
+
+
+def _problem(*mask: Instr, queries: int = 384, keys: int = 384, **changed: Any) -> Problem:
+    plain = Problem(
+        batch=1,
+        heads=2,
+        kv_heads=2,
+        queries=queries,
+        keys=keys,
+        head_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+        layout="dense",
+        mask=mask,
+        score=(),
+        scale=0.1,
+        dropout_p=0.0,
+        sinks=False,
+    )
+    return plain._replace(**changed)
+
+
+def _window(left: int, right: int, anchor: int = 1) -> Instr:
+    return Instr("band", (left, right, anchor))
+
+
+CAUSAL, AND = _window(-1, 0), Instr("and")
+SERVED = {
+    "full": _problem(),
+    "float16": _problem(dtype=torch.float16),
+    "sinks": _problem(sinks=True),
+    "grouped": _problem(kv_heads=1),
+    "negative scale": _problem(scale=-1.0),
+    "causal": _problem(CAUSAL, queries=333, keys=333),
+    "window": _problem(_window(256, 128), queries=333, keys=333),
+    "anchored": _problem(CAUSAL, queries=200, keys=328),
+    "rows without keys": _problem(CAUSAL, queries=384, keys=128),
+    "two bands": _problem(CAUSAL, _window(128, -1), AND),
+}
+NOT_SERVED = {
+    "edge": _problem(_window(100, 0)),
+    "other edge": _problem(_window(128, 20)),
+    "anchored elsewhere": _problem(CAUSAL, queries=200, keys=333),
+    "last rows": _problem(CAUSAL._replace(params=(-1, 0, 0)), queries=200, keys=333),
+    "one of two": _problem(CAUSAL, _window(100, -1), AND),
+    "either": _problem(CAUSAL, _window(128, -1), Instr("or")),
+    "not": _problem(CAUSAL, Instr("not")),
+    "lengths": _problem(Instr("below", (), (0,))),
+    "tiles": _problem(CAUSAL, Instr("tiles", (128, 128, 0, 0, 384, 384, 0), (0,))),
+    "score": _problem(score=(Instr("softcap", (20.0,)),)),
+    "dropout": _problem(dropout_p=0.1),
+    "pages": _problem(page_size=128),
+    "packed": _problem(layout="varlen"),
+    "float32": _problem(dtype=torch.float32),
+    "float8": _problem(dtype=torch.float8_e4m3fn),
+    "narrow values": _problem(value_dim=64),
+    "wide": _problem(head_dim=256, value_dim=256),
+    "between": _problem(head_dim=96, value_dim=96),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served(name: str) -> None:
+    assert HOPPER.in_groups("forward", SERVED[name]) == Blocks(128, 128, 8, 2)
+    assert HOPPER.in_groups("dkdv", SERVED[name]) == Blocks(64, 128, 8, 3)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_not_served(name: str) -> None:
+    for each in config.PASSES:
+        assert HOPPER.in_groups(each, NOT_SERVED[name]) is None
+
+
+def test_what_else_decides() -> None:
+    """The width, the pass, the chip, and blocks that somebody asks for."""
+    narrow = _problem(head_dim=64, value_dim=64)
+    assert HOPPER.in_groups("forward", narrow) is None
+    assert HOPPER.in_groups("dkdv", narrow) == Blocks(64, 128, 8, 2)
+    asked = Config("sm_90", overrides=(("forward", Blocks(64, 64, 4, 2)),))
+    assert asked.in_groups("forward", _problem()) is None
+    assert asked.in_groups("dkdv", _problem()) is not None
+    for name in config.PASSES:
+        others = {family for family in FAMILIES if Config(family).in_groups(name, _problem())}
+        assert others == ({"sm_90"} if name in ("forward", "dkdv") else set())
+
+
+def test_no_tile_has_rows_that_its_band_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: tiles of 4 for 128, all bands, all sizes. Rows beyond the last one are zeros."""
+    monkeypatch.setattr(config, "_EDGE", 4)
+    sides, sizes = (-1, 0, 1, 2, 3, 4, 6, 8, 12), range(1, 11)
+    bands = [_window(*params) for params in product(sides, sides, (0, 1))]
+    served = 0
+    for band, M, N in product(bands, sizes, sizes):
+        problem = _problem(band, queries=M, keys=N)
+        if HOPPER.in_groups("forward", problem) is not None:
+            served += 1
+            _check_tiles(problem)
+    assert served > 1000
+
+
+def test_no_tile_has_rows_that_two_bands_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_EDGE", 4)
+    sides, sizes = (-1, 0, 4), (3, 4, 8)
+    bands = [_window(*params) for params in product(sides, sides, (0, 1))]
+    for one, other in combinations(bands, 2):
+        for M, N in product(sizes, sizes):
+            problem = _problem(one, other, AND, queries=M, keys=N)
+            if HOPPER.in_groups("forward", problem) is not None:
+                _check_tiles(problem)
+
+
+CHIP = Chip(0)
+
+
+def _check_tiles(problem: Problem) -> None:
+    """Each row that a tile meets, some row of the tile sees: of keys and of queries."""
+    own, seen = variant_of(problem, (), ()), _shown(problem)
+    sides = problem.queries, problem.keys
+    for ranges, met, step, by_keys in (
+        (own.keys_of, seen, 4, False),
+        (own.queries_of, seen.mT, 2, True),
+    ):
+        for first in range(0, met.shape[0], 4):
+            tiles = _tiles(CHIP.stand_in(ranges), first, sides, step, by_keys)
+            some = met[first : first + 4].any(0)
+            hidden = [row for row in tiles if row < len(some) and not some[row]]
+            assert not hidden, f"{problem.mask}, {sides}: {'keys' if by_keys else 'rows'} {first}"
+
+
+def _tiles(ranges: Any, first: int, sides: tuple[int, int], step: int, by_keys: bool) -> list[int]:
+    """The rows that the tile from ``first`` on meets, as the kernels find them."""
+    number = [Block(np.int32(each)) for each in (0, first, *sides)]
+    found = CHIP.lift(range_of)(*number, ((), ()), ranges, 4, by_keys)
+    end = sides[0] if by_keys else sides[1]
+    left, _, _, right = map(int, CHIP.lift(split_range)(*found, end, step))
+    return [row for start in range(left, right, step) for row in range(start, start + step)]

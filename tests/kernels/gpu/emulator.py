@@ -573,7 +573,8 @@ class Chip:
 def _argument(value: Any) -> Any:
     """Return an argument of a launch as a kernel sees it."""
     if isinstance(value, tuple):
-        return tuple([_argument(each) for each in value])
+        parts = [_argument(each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
     if isinstance(value, Tensor):

@@ -411,8 +411,6 @@ def _has_even_tiles(problem: Problem) -> bool:
     others = set(names) - {"band", "and"}
     if "tiles" in others:
         others = others & {"below"}
-    elif names.count("band") > 1:
-        return False  # they may leave nothing of a tile
     bands = [instr for instr in problem.mask if instr.op == "band"]
     return not others and all(_has_even_edges(instr, problem) for instr in bands)
 

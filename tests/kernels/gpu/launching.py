@@ -98,14 +98,14 @@ def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             continue
         for launch in case.launches(FAMILY):
             before = stub.launches
-            run([launch])
+            (kernel,) = run([launch])
             yield {
                 "name": f"{case.name} / {launch.kernel.__name__}",
                 "launches": stub.launches - before,
                 "grid": stub.grid,
                 "expected": (*launch.grid, 1, 1)[:3],
                 "threads": stub.threads,
-                "warps": launch.warps,
+                "warps": kernel.metadata.num_warps if all(launch.grid) else launch.warps,
             }
 
 

@@ -140,18 +140,21 @@ class Product(Block):
 class Pointer:
     """A place in a tensor, or a block of places, counted in elements."""
 
-    def __init__(self, memory: Array, places: Any) -> None:
-        self.memory, self.places = memory, places
+    def __init__(self, memory: Array, places: Any, dtype: Any) -> None:
+        self.memory, self.places, self.dtype = memory, places, dtype
 
     @classmethod
     def into(cls, tensor: Tensor) -> Pointer:
         """Point at the first element of a tensor."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in steps)
-        return cls(tensor.detach().as_strided((extent,), (1,)).numpy(), Block(np.int64(0)))
+        flat = tensor.detach().as_strided((extent,), (1,))
+        dtype = next((kind for kind in _NARROW if _NARROW[kind] == tensor.dtype), None)
+        memory = flat.numpy() if dtype is None else flat.float().numpy()
+        return cls(memory, Block(np.int64(0)), dtype)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.places + offset)
+        return Pointer(self.memory, self.places + offset, self.dtype)
 
     def chosen(self, mask: Any) -> tuple[Array, Array]:
         """Return the places and the mask, of one shape; fail where a place is beyond the tensor."""
@@ -166,10 +169,12 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> Block:
     places, mask = pointer.chosen(mask)
     found = np.full(places.shape, np.nan if other is None else other, pointer.memory.dtype)
     found[mask] = pointer.memory[places[mask]]
-    return Block(found)
+    return Block(found, pointer.dtype)
 
 
 def _store(pointer: Pointer, value: Block, mask: Any = None) -> None:
+    if pointer.dtype is not None:
+        raise NotImplementedError(f"a store of {pointer.dtype}: its memory is a copy")
     places, mask = pointer.chosen(mask)
     pointer.memory[places[mask]] = np.broadcast_to(value.data, places.shape)[mask]
 
@@ -445,6 +450,7 @@ class Chip:
             minimum=np.fmin,
             max=_along(np.fmax.reduce),
             sum=_along(np.sum),
+            abs=np.abs,
             exp=np.exp,
             exp2=np.exp2,
             log=np.log,

@@ -23,12 +23,12 @@ from tilewise.kernels.gpu import config
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.hopper import forward, keys
+from tilewise.kernels.gpu.hopper import forward, keys, tiles
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.walk.tiles import range_of, split_range
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
-from tilewise.reference import tiled
-from tilewise.variants.program import Instr
+from tilewise.reference import blocks, programs, tiled
+from tilewise.variants.program import RAW, Instr
 
 HOPPER = Config("sm_90")
 TILE = 128  # queries of a program of the forward pass, keys of one of dK and dV
@@ -44,6 +44,32 @@ class Window:
 
     def __call__(self, _: Any) -> Any:
         return masks.window(self.left, self.right, self.align)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The maker of a mask of documents that end at these places and with the last key."""
+
+    ends: tuple[int, ...]
+
+    def __call__(self, drawn: Any) -> Any:
+        return masks.document(torch.bucketize(torch.arange(drawn.keys), torch.tensor(self.ends)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The maker of a mask of tiles of 128 x 128 pairs, which differs by head.
+
+    A row of tiles is a text. A tile shows all of its pairs (2), half of them (1) or none (0).
+    """
+
+    heads: tuple[tuple[str, ...], ...]
+
+    def __call__(self, drawn: Any) -> Any:
+        kinds = torch.tensor([[[int(kind) for kind in row] for row in rows] for rows in self.heads])
+        pairs = kinds.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
+        pairs = pairs[None, :, : drawn.queries, : drawn.keys]
+        return masks.dense(pairs - drawn.uniform(*pairs.shape) > 0.5)
 
 
 SHAPE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
@@ -63,7 +89,25 @@ CASES = [
     Case("no-keys-first", **SHAPE, queries=384, keys=128, mask=("causal",), sinks=True),
     Case("no-keys-last", **SHAPE, queries=512, keys=128, mask=(Window(128, 0, "top_left"),)),
 ]
-MASKED = [case for case in CASES if case.mask]
+# Rows of tiles that list nothing, whole tiles, and a key tile that no head of a group sees.
+BY_HEAD = Layout(
+    (("021", "000", "011"), ("000", "011", "002"), ("210", "012", "000"), ("200", "111", "022"))
+)
+LISTED = [
+    Case("documents", **ODD, mask=(Documents((150, 300)), "causal", "and", "tiles")),
+    Case("whole-tiles", **ODD | {"heads": 2}, mask=(Documents((290,)), "tiles"), sinks=True),
+    Case("by-head", **SHAPE | GQA, queries=300, keys=333, mask=(BY_HEAD, "tiles")),
+    Case("by-item", **SHORT | {"batch": 2}, mask=("document_each", "tiles"), layout="bshd"),
+]
+# Of dK and dV alone.
+SCORED = [
+    Case(f"{score}{name}", **SHORT | {"heads": 2}, mask=mask, score=(score,))
+    for score in ("alibi", "softcap_tight", "bias_inf", "bias_keys")
+    for name, mask in (("", ()), ("-causal", ("causal",)))
+]
+SCORED.append(replace(LISTED[0], name="alibi-documents", score=("alibi",)))
+CASES += LISTED + SCORED
+MASKED = [case for case in CASES if case.mask and not case.score]
 
 
 def _name(of: Any) -> str:
@@ -123,11 +167,13 @@ def _of(case: Case, width: int, dtype: torch.dtype) -> Case:
     return replace(case, name=name, head_dim=width, value_dim=width, dtype=dtype)
 
 
-# Each width in either type; of dK and dV alone where no forward pass is served.
+# Each width in either type; of dK and dV alone where no forward pass is served. Each score has one
+# width with a mask, the other without.
 SAMPLE = [
     _of(case, width, HALVES[(index + width // 64) % 2])
     for width in (64, 128)
     for index, case in enumerate(CASES)
+    if not case.score or (index // 2 + index + width // 64) % 2
 ]
 
 
@@ -167,15 +213,34 @@ def _shown(problem: Problem) -> Tensor:
     return torch.stack(bands).all(0)
 
 
+def _hidden(problem: Problem, operands: Operands, by_keys: bool, tile: slice, side: int) -> Tensor:
+    """Which keys a tile of queries does not see, or which queries a tile of keys, of each head.
+
+    A table says so of tiles of ``side``; the other pairs of a tile that it lists are multiplied.
+    """
+    sizes = (problem.queries, problem.keys, problem.batch, problem.heads)
+    every = blocks.Block(*map(range, sizes[:2]), *sizes[:2], *map(range, sizes[2:]))
+    pairs = programs.visible(problem.mask, operands.mask_tensors, every, operands.q.device)
+    pairs = pairs.expand(problem.batch, problem.heads, *sizes[:2])
+    if by_keys:
+        seen = pairs[:, :, :, tile].any(3)
+    else:
+        seen = pairs[:, :, tile].any(2).unflatten(1, (problem.kv_heads, -1)).any(2)
+    if any(instr.op == "tiles" for instr in problem.mask):
+        for part in seen.split(side, 2):
+            part |= part.any(2, keepdim=True)
+    return ~seen
+
+
 @pytest.mark.parametrize("case", MASKED, ids=_name)
 def test_keys_hidden_from_a_tile_may_be_nan(case: Case) -> None:
     problem, operands = problem_of(build(case.of(torch.float16)).detached())
     good = _forward(problem, operands, 0)
     for seed, first in enumerate(range(0, problem.queries, TILE)):
         tile = slice(first, first + TILE)
-        hidden = ~_shown(problem)[tile].any(0)
+        hidden = _hidden(problem, operands, False, tile, 128)
         k, v = operands.k.clone(), operands.v.clone()
-        k[:, :, hidden] = v[:, :, hidden] = NAN
+        k[hidden] = v[hidden] = NAN
         got = _forward(problem, operands._replace(k=k, v=v), seed)
         for name in ("out", "lse"):
             one, other = (getattr(result, name)[:, :, tile] for result in (got, good))
@@ -191,9 +256,9 @@ def test_queries_hidden_from_a_tile_may_be_nan(case: Case) -> None:
     good = _keys(problem, operands, result, sent, 0)
     for seed, first in enumerate(range(0, problem.keys, TILE)):
         tile = slice(first, first + TILE)
-        hidden = ~_shown(problem)[:, tile].any(1)
+        hidden = _hidden(problem, operands, True, tile, 64)
         q, grad = operands.q.clone(), sent.out.clone()
-        q[:, :, hidden] = grad[:, :, hidden] = NAN
+        q[hidden] = grad[hidden] = NAN
         bad = operands._replace(q=q), result, sent._replace(out=grad)
         got = _keys(problem, *bad, seed)
         for name in ("k", "v"):
@@ -288,11 +353,22 @@ KEY_FAULTS = [
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
     _without("    tma.store_wait(0)", "no wait for the stores"),
 ]  # fmt: skip
+# Of ``hopper/tiles.py``; they show in both passes.
+LIST_FAULTS = [
+    Fault("whole tiles first", "gl.where(j < partial, j + whole, j - partial)", "j"),
+    Fault("kinds exchanged", "listed, whole, partial =", "listed, partial, whole ="),
+    Fault(
+        "lists of the first head", "list_of(lists, b, h, tile)", "list_of(lists, b, h * 0, tile)"
+    ),
+    Fault(
+        "lists of the first tile", "list_of(lists, b, h, tile)", "list_of(lists, b, h, tile * 0)"
+    ),
+]
 SEEDS = range(40)
 
 
-def _with_fault(module: Any, fault: Fault, kernel: str, folder: Path) -> Any:
-    """The kernel of a copy of a module that has a fault."""
+def _with_fault(module: Any, fault: Fault, folder: Path) -> Any:
+    """A copy of a module that has a fault."""
     text = Path(module.__file__).read_text()
     assert text.count(fault.before) == 1, f"{fault.name}: {text.count(fault.before)} such lines"
     path = folder / f"{Path(module.__file__).stem}_with_fault.py"
@@ -302,7 +378,15 @@ def _with_fault(module: Any, fault: Fault, kernel: str, folder: Path) -> Any:
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    return getattr(made, kernel)
+    return made
+
+
+def _with_lists(module: Any, fault: Fault, folder: Path) -> Any:
+    """A copy of a module of kernels whose tiles are counted and listed with a fault."""
+    found = _with_fault(module, Fault("", "from __future__", "from __future__"), folder)
+    wrong = _with_fault(tiles, fault, folder)
+    found.counted, found.tile_at = wrong.counted, wrong.tile_at
+    return found
 
 
 class Run(NamedTuple):
@@ -335,16 +419,17 @@ KEY_CASE = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def forward_run() -> Run:
-    problem, operands = problem_of(build(FORWARD_CASE).detached())
+LIST_CASE = Case(
+    "lists", **SHAPE | GQA, queries=300, keys=333, mask=(BY_HEAD, "tiles"), dtype=torch.float16
+)
+
+
+def _forward_run(problem: Problem, operands: Operands) -> Run:
     result, launch = _served_forward(problem, operands)
     return _run_of((result.out, result.lse, result.stats), launch)
 
 
-@pytest.fixture(scope="module")
-def key_run() -> Run:
-    inputs = build(KEY_CASE)
+def _key_run(inputs: Inputs) -> Run:
     problem, operands = problem_of(inputs.detached())
     result = tiled.forward(problem, operands, "")
     grads, launch = _served_keys(problem, operands, result, send(inputs)._replace(entropy=None))
@@ -353,18 +438,57 @@ def key_run() -> Run:
     return _run_of((grads.k, grads.v), launch)
 
 
+@pytest.fixture(scope="module")
+def forward_run() -> Run:
+    return _forward_run(*problem_of(build(FORWARD_CASE).detached()))
+
+
+@pytest.fixture(scope="module")
+def key_run() -> Run:
+    return _key_run(build(KEY_CASE))
+
+
+@pytest.fixture(scope="module")
+def listed_runs() -> tuple[Run, Run]:
+    """Of both passes; in the forward pass keys and values that no query sees are NaN."""
+    inputs = build(LIST_CASE)
+    problem, operands = problem_of(inputs.detached())
+    operands.k[:, 0, :TILE] = operands.v[:, 0, :TILE] = NAN
+    return _forward_run(problem, operands), _key_run(build(LIST_CASE))
+
+
 @pytest.mark.parametrize("fault", FORWARD_FAULTS, ids=_name)
 def test_a_fault_of_the_forward_pass_is_found(
     fault: Fault, forward_run: Run, tmp_path: Path
 ) -> None:
-    kernel = _with_fault(forward, fault, "attend_in_groups", tmp_path)
+    kernel = _with_fault(forward, fault, tmp_path).attend_in_groups
     assert any(forward_run.differs(kernel, seed) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("fault", KEY_FAULTS, ids=_name)
 def test_a_fault_of_the_key_pass_is_found(fault: Fault, key_run: Run, tmp_path: Path) -> None:
-    kernel = _with_fault(keys, fault, "keys_in_groups", tmp_path)
+    kernel = _with_fault(keys, fault, tmp_path).keys_in_groups
     assert any(key_run.differs(kernel, seed) for seed in SEEDS)
+
+
+def test_a_fault_of_lists_is_found(listed_runs: tuple[Run, Run], tmp_path: Path) -> None:
+    for fault in LIST_FAULTS:
+        kernel = _with_lists(forward, fault, tmp_path).attend_in_groups
+        assert listed_runs[0].differs(kernel, 0), fault.name
+        kernel = _with_lists(keys, fault, tmp_path).keys_in_groups
+        assert listed_runs[1].differs(kernel, 0), fault.name
+
+
+def test_a_tile_that_is_not_moved_is_found(listed_runs: tuple[Run, Run], tmp_path: Path) -> None:
+    """A row of tiles that lists nothing meets the first one of its list."""
+    fault = Fault("not moved", "return first + moved", "return first")
+    kernel = _with_lists(forward, fault, tmp_path).attend_in_groups
+    assert listed_runs[0].differs(kernel, 0)
+
+
+def test_tiles_of_heads_before_are_counted(listed_runs: tuple[Run, Run], tmp_path: Path) -> None:
+    kernel = _with_fault(keys, _without("        before += count", "before"), tmp_path)
+    assert any(listed_runs[1].differs(kernel.keys_in_groups, seed) for seed in SEEDS)
 
 
 def test_every_order_gives_the_same_bits(forward_run: Run, key_run: Run) -> None:
@@ -400,7 +524,9 @@ def _window(left: int, right: int, anchor: int = 1) -> Instr:
     return Instr("band", (left, right, anchor))
 
 
-CAUSAL, AND = _window(-1, 0), Instr("and")
+CAUSAL, AND, OR = _window(-1, 0), Instr("and"), Instr("or")
+DOCUMENTS = Instr("same_document", (), (0, 1))
+TABLE = Instr("tiles", (128, 128, 0, 0, 384, 384, 0), (2,))
 SERVED = {
     "full": _problem(),
     "float16": _problem(dtype=torch.float16),
@@ -412,18 +538,27 @@ SERVED = {
     "anchored": _problem(CAUSAL, queries=200, keys=328),
     "rows without keys": _problem(CAUSAL, queries=384, keys=128),
     "two bands": _problem(CAUSAL, _window(128, -1), AND),
+    "tiles": _problem(CAUSAL, TABLE),
+    "tiles of documents": _problem(DOCUMENTS, CAUSAL, AND, TABLE, queries=333, keys=333),
+    "tiles of tiles": _problem(DOCUMENTS, TABLE, CAUSAL, OR, TABLE),
 }
+CAP = Instr("softcap", (20.0,))
 NOT_SERVED = {
     "edge": _problem(_window(100, 0)),
     "other edge": _problem(_window(128, 20)),
     "anchored elsewhere": _problem(CAUSAL, queries=200, keys=333),
     "last rows": _problem(CAUSAL._replace(params=(-1, 0, 0)), queries=200, keys=333),
     "one of two": _problem(CAUSAL, _window(100, -1), AND),
-    "either": _problem(CAUSAL, _window(128, -1), Instr("or")),
+    "either": _problem(CAUSAL, _window(128, -1), OR),
     "not": _problem(CAUSAL, Instr("not")),
     "lengths": _problem(Instr("below", (), (0,))),
-    "tiles": _problem(CAUSAL, Instr("tiles", (128, 128, 0, 0, 384, 384, 0), (0,))),
-    "score": _problem(score=(Instr("softcap", (20.0,)),)),
+    "documents": _problem(DOCUMENTS),
+    "tiles with lengths": _problem(DOCUMENTS, Instr("below", (), (3,)), AND, TABLE),
+    "tiles with an edge": _problem(DOCUMENTS, _window(100, 0), AND, TABLE),
+    "tiles of one of two": _problem(DOCUMENTS, TABLE, CAUSAL, AND),
+    "tiles of either": _problem(DOCUMENTS, TABLE, CAUSAL, OR),
+    "tiles of what is not": _problem(DOCUMENTS, TABLE, Instr("not")),
+    "raw score": _problem(score=(CAP, Instr(RAW, ("weigh",), (0,)))),
     "dropout": _problem(dropout_p=0.1),
     "pages": _problem(page_size=128),
     "packed": _problem(layout="varlen"),
@@ -448,7 +583,12 @@ def test_not_served(name: str) -> None:
 
 
 def test_what_else_decides() -> None:
-    """The width, the pass, the chip, and blocks that somebody asks for."""
+    """The width, the score, the pass, the chip, and blocks that somebody asks for."""
+    capped = _problem(CAUSAL, score=(CAP,))
+    assert HOPPER.in_groups("forward", capped) is None
+    assert HOPPER.in_groups("dkdv", capped) == Blocks(32, 128, 8, 4)
+    capped = capped._replace(head_dim=64, value_dim=64)
+    assert HOPPER.in_groups("dkdv", capped) == Blocks(64, 128, 8, 2)
     narrow = _problem(head_dim=64, value_dim=64)
     assert HOPPER.in_groups("forward", narrow) is None
     assert HOPPER.in_groups("dkdv", narrow) == Blocks(64, 128, 8, 2)

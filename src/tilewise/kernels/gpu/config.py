@@ -405,11 +405,12 @@ class Config(NamedTuple):
 def _has_even_tiles(problem: Problem) -> bool:
     """Return whether what a mask is known to leave a tile of rows is whole tiles, or listed ones.
 
-    A table lists tiles, whatever else the mask does: then only bands and lengths bound the rows.
+    A table of the whole mask lists tiles, whatever the mask does: then only bands and lengths bound
+    the rows. A table of a part is no help: it lists tiles of which the other part hides everything.
     """
     names = [instr.op for instr in problem.mask]
     others = set(names) - {"band", "and"}
-    if "tiles" in others:
+    if names[-1:] == ["tiles"]:
         others = others & {"below"}
     bands = [instr for instr in problem.mask if instr.op == "band"]
     return not others and all(_has_even_edges(instr, problem) for instr in bands)

@@ -218,10 +218,10 @@ def _hidden(problem: Problem, operands: Operands, by_keys: bool, tile: slice, si
 
     A table says so of tiles of ``side``; the other pairs of a tile that it lists are multiplied.
     """
-    sizes = (problem.queries, problem.keys, problem.batch, problem.heads)
-    every = blocks.Block(*map(range, sizes[:2]), *sizes[:2], *map(range, sizes[2:]))
+    B, H, M, N = problem.batch, problem.heads, problem.queries, problem.keys
+    every = blocks.Block(range(M), range(N), M, N, range(B), range(H))
     pairs = programs.visible(problem.mask, operands.mask_tensors, every, operands.q.device)
-    pairs = pairs.expand(problem.batch, problem.heads, *sizes[:2])
+    pairs = pairs.expand(B, H, M, N)
     if by_keys:
         seen = pairs[:, :, :, tile].any(3)
     else:

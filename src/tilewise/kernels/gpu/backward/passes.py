@@ -281,8 +281,12 @@ def backward_launches(
 def _key_launch(call: Backward, grads: tuple[Tensor | None, Tensor | None]) -> Launch:
     problem, (grad_k, grad_v) = call.problem, grads
     grouped = call.config.in_groups("dkdv", problem)
-    plain = grouped is not None and call.upstream.entropy is None
-    if plain and grad_k is not None and grad_v is not None:
+    if (
+        grouped is not None
+        and grad_k is not None
+        and grad_v is not None
+        and call.upstream.entropy is None
+    ):
         from tilewise.kernels.gpu.hopper.launches import key_launch
 
         launch = key_launch(call, grad_k, grad_v, grouped)

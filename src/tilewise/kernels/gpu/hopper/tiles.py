@@ -22,7 +22,7 @@ def counted(spans, lists, b, h, tile, BLOCK: gl.constexpr):
         found = 0, partial, whole, whole * 0
     else:
         listed, whole, partial = list_of(lists, b, h, tile)
-        found = listed, partial, whole, whole * 0  # type: ignore[assignment]
+        found = listed, partial, whole, whole * 0
     return found
 
 

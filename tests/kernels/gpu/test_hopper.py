@@ -588,7 +588,7 @@ def test_what_else_decides() -> None:
     assert HOPPER.in_groups("forward", capped) is None
     assert HOPPER.in_groups("dkdv", capped) == Blocks(32, 128, 8, 4)
     capped = capped._replace(head_dim=64, value_dim=64)
-    assert HOPPER.in_groups("dkdv", capped) == Blocks(64, 128, 8, 2)
+    assert HOPPER.in_groups("dkdv", capped) == Blocks(32, 128, 8, 4)
     narrow = _problem(head_dim=64, value_dim=64)
     assert HOPPER.in_groups("forward", narrow) is None
     assert HOPPER.in_groups("dkdv", narrow) == Blocks(64, 128, 8, 2)

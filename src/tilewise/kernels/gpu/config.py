@@ -182,7 +182,7 @@ _GROUPED = {
     ("sm_90", "forward", 128): Blocks(128, 128, 8, 2),
     ("sm_90", "dkdv", 64): Blocks(64, 128, 8, 2),
     ("sm_90", "dkdv", 128): Blocks(64, 128, 8, 3),
-    ("sm_90", "dkdv+", 64): Blocks(64, 128, 8, 2),
+    ("sm_90", "dkdv+", 64): Blocks(32, 128, 8, 4),
     ("sm_90", "dkdv+", 128): Blocks(32, 128, 8, 4),
 }
 _EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide

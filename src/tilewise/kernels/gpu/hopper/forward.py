@@ -65,20 +65,19 @@ def _softmax(
     scale,
     captured,
     SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
     MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """(p, fade, top, total) after a tile of products, see ``online.absorb``."""
     b, h, m, M, N = place
     n = (n0 + gl.arange(0, FORM.BN, gl.SliceLayout(0, products.type.layout)))[None, :]
-    scores = scaled_scores(products, scale, n, place, captured, SCORE, FORM.FOLDED)
+    scores = scaled_scores(products, scale, n, place, captured, None, FORM.FOLDED)
     if MASKED:
         visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
         scores = gl.where(visible, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
     base = new_top
-    if MASKED or SCORE is not None:  # a row may have seen nothing yet
+    if MASKED:  # a row may have seen nothing yet
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
     if FORM.FOLDED:
         unit = scale * LOG2E
@@ -103,7 +102,6 @@ def _step(
     scale,
     captured,
     SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
     MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):
@@ -124,7 +122,7 @@ def _step(
     products = warpgroup_mma_wait(1, deps=[products])
     mbarrier.arrive(k_empty.index(here), count=1)
     weights, fade, top, total = _softmax(
-        products, n0, top, total, place, scale, captured, SEEN, SCORE, MASKED, FORM
+        products, n0, top, total, place, scale, captured, SEEN, MASKED, FORM
     )
     total = _after_exponentials(total)
     out = warpgroup_mma_wait(0, deps=[sums])
@@ -167,7 +165,6 @@ def _attend_rows(
     sinks,
     captured,
     SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """Attention of the queries of group ``c``."""
@@ -196,7 +193,7 @@ def _attend_rows(
     total = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     first = tile_at(0, spans, walk, FORM.BN, FORM.LISTED)
     p, _, top, total = _softmax(
-        products, first, top, total, where, scale, captured, SEEN, SCORE, True, FORM
+        products, first, top, total, where, scale, captured, SEEN, True, FORM
     )
     out = gl.full([HALF, FORM.D], 0.0, gl.float32, O_LAYOUT)
     p = gl.convert_layout(p.to(KIND), P_LAYOUT)
@@ -213,7 +210,6 @@ def _attend_rows(
             scale,
             captured,
             SEEN,
-            SCORE,
             True,
             FORM,
         )
@@ -230,7 +226,6 @@ def _attend_rows(
             scale,
             captured,
             None,
-            SCORE,
             False,
             FORM,
         )
@@ -272,7 +267,6 @@ def attend_in_groups(
     lines,
     scale,
     SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
     KEYS_OF: gl.constexpr,
     FORM: gl.constexpr,
 ):
@@ -329,12 +323,12 @@ def attend_in_groups(
             (
                 _attend_rows,
                 (0, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                 SEEN, SCORE, FORM),
+                 SEEN, FORM),
             ),
             (
                 _attend_rows,
                 (1, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                 SEEN, SCORE, FORM),
+                 SEEN, FORM),
             ),
             (
                 _load,

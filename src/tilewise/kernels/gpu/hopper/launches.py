@@ -110,7 +110,7 @@ def attend_launch(
         "outputs": (result.lse, result.stats[0], result.stats[1]),
         "sinks": operands.sinks,
         "lists": lists_of(lists),
-        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "captured": tuple(captures(operands.mask_tensors)),
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,
         "queries": problem.queries,
@@ -124,7 +124,6 @@ def attend_launch(
     sizes = (problem.head_dim, blocks.queries, blocks.keys, blocks.stages)
     constants = {
         "SEEN": variant.seen,
-        "SCORE": variant.score,
         "KEYS_OF": variant.keys_of,
         "FORM": Form(*sizes, folded, grows, lists is not None),
     }

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 from tests.conftest import ran
 from tilelab.bench.points import Point, SuiteRecord
 from tilelab.counted.cases import Row
+from tilelab.gpu_check.record import Record as GpuRecord
+from tilelab.gpu_check.record import rate
 from tilelab.study import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +70,27 @@ def test_the_numbers_of_the_readme_are_the_stored_ones() -> None:
     counts = json.loads((ROOT / "benchmarks/cachegrind/counted.json").read_text())["rows"]
     worst = max(abs(Row.read(each).off) for each in counts)
     assert f"within {100 * worst:.1f} % of the bytes that cachegrind counts" in text
+
+
+def test_the_figures_of_a_gpu_are_the_stored_ones() -> None:
+    text = (ROOT / "README.md").read_text()
+    stored = GpuRecord.read(ROOT / "benchmarks/nvidia-h200/gpu_check.json")
+    rows = {row.name: row for row in stored.rows}
+    said = []
+    for direction in ("forward", "backward"):
+        row = rows[f"{direction} D128 causal 16384"]
+        ours, cudnn, flex = (
+            each.median for name in ("ours", "cudnn", "flex") if (each := rate(row, name))
+        )
+        said.append((ours, ours / cudnn, ours / flex))
+    (forward, over_cudnn, over_flex), (backward, *back) = said
+    assert f"{forward:.0f} forward, {over_cudnn:.2f} times cuDNN" in text
+    assert f"and {over_flex:.2f} times compiled FlexAttention" in text
+    assert f"{backward:.0f} backward, {back[0]:.2f} and {back[1]:.2f} times" in text
+    step = rows["GPT-2 small"].values["samples_s"]
+    plain, sdpa, ours = (statistics.median(step[name]) for name in ("plain", "sdpa", "tilewise"))
+    assert f"is {plain / ours:.2f} times as fast as with plain attention" in text
+    assert f"{sdpa / ours:.2f} times as fast as with torch's SDPA" in text
 
 
 def test_the_readme_is_short() -> None:

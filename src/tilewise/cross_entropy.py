@@ -90,7 +90,7 @@ def linear_cross_entropy(
 
     What goes over the logits: the compiled core on a CPU, a Triton kernel on a GPU, both in place;
     operations of torch for float64 on a GPU, and where the core or Triton is missing. The Triton
-    kernel has been compiled and interpreted, but not yet run on a GPU.
+    kernel meets the 2x rule on an H200; its speed has not been measured.
 
     Sources: label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al., PaLM, 2022, section 5;
     softcap of logits: Gemma 2, 2024. Blocks of logits: Wijmans et al., Cut Your Losses in

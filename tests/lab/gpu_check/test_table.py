@@ -15,7 +15,7 @@ import torch
 
 from tests.lab.gpu_check.records import speed_row, timed_case, whole
 from tilelab.gpu_check.command import main
-from tilelab.gpu_check.record import Record, Row
+from tilelab.gpu_check.record import Record, Row, best, rate
 from tilelab.gpu_check.table import table
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS
 from tilewise.errors import InvalidArgument
@@ -163,6 +163,24 @@ def test_what_is_measured_is_stored() -> None:
     measured = re.findall(r"^\| \w+ \| .* \| yes.* \| yes \|$", PAGE, re.M)
     assert bool(stored) == bool(measured)
     assert ("None is measured so far" in PAGE) == (not stored)
+
+
+KINDS = {"ALiBi": "alibi", "documents": "document", "window": "window", "packed": "varlen"}
+
+
+def test_the_figures_of_the_page_are_the_stored_ones() -> None:
+    record = Record.read(ROOT / "benchmarks" / "nvidia-h200" / "gpu_check.json")
+    stored = {row.name: row for row in record.rows if row.step == "speed"}
+    lines = re.findall(r"^\| D (\d+)(?:, )?(.*?) \| (.*) \|$", PAGE, re.M)
+    assert len(lines) == 10
+    for width, words, cells in lines:
+        kind = KINDS.get(words.partition(" ")[0].rstrip(","), words or "full")
+        found = []
+        for direction in ("forward", "backward"):
+            row = stored[f"{direction} D{width} {kind} 16384"]
+            ways = best(row), rate(row, "cudnn"), rate(row, "flex")
+            found += [f"{each.median:.0f}" if each else "" for each in ways]
+        assert [cell.strip() for cell in cells.split("|")] == found
 
 
 def test_every_step_is_explained() -> None:

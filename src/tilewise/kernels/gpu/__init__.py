@@ -1,1 +1,1 @@
-"""The Triton backend: the same attention on GPUs of several makers, from one set of kernels."""
+"""The Triton backend: attention on GPUs of several makers, with two kernels for Hopper alone."""

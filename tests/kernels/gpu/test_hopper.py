@@ -20,11 +20,13 @@ from tests.kernels.gpu.passes import GQA, HALVES, NAN, prepare_forward, variant
 from tests.oracle import Outcome, Sent, check_twice, problem_of, send
 from tilewise import masks
 from tilewise.kernels.gpu import config
+from tilewise.kernels.gpu.backward import groups as keys
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.kernels.gpu.expressions.variant import variant_of
-from tilewise.kernels.gpu.hopper import forward, keys, tiles
+from tilewise.kernels.gpu.forward import groups as forward
 from tilewise.kernels.gpu.launch import Launch, run
+from tilewise.kernels.gpu.walk import groups as tiles
 from tilewise.kernels.gpu.walk.tiles import range_of, split_range
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.reference import blocks, programs, tiled
@@ -353,7 +355,7 @@ KEY_FAULTS = [
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
     _without("    tma.store_wait(0)", "no wait for the stores"),
 ]  # fmt: skip
-# Of ``hopper/tiles.py``; they show in both passes.
+# Of ``walk/groups.py``; they show in both passes.
 LIST_FAULTS = [
     Fault("whole tiles first", "gl.where(j < partial, j + whole, j - partial)", "j"),
     Fault("kinds exchanged", "listed, whole, partial =", "listed, partial, whole ="),

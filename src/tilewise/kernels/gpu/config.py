@@ -176,7 +176,7 @@ FAMILIES = {
     )
 }
 
-# Tiles of the Gluon kernels (``hopper/``) by family, pass and width, "pass+" with a score; stages
+# Tiles of the Gluon kernels (``groups.py``) by family, pass and width, "pass+" with a score; stages
 # are those of a ring. The forward pass gains nothing with a score, and D = 64 in no case.
 _GROUPED = {
     ("sm_90", "forward", 128): Blocks(128, 128, 8, 2),

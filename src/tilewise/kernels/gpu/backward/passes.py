@@ -287,7 +287,7 @@ def _key_launch(call: Backward, grads: tuple[Tensor | None, Tensor | None]) -> L
         and grad_v is not None
         and call.upstream.entropy is None
     ):
-        from tilewise.kernels.gpu.hopper.launches import key_launch
+        from tilewise.kernels.gpu.backward.groups import key_launch
 
         launch = key_launch(call, grad_k, grad_v, grouped)
         if launch is not None:

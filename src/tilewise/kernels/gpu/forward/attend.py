@@ -253,7 +253,7 @@ def _in_groups(
     blocks = config.in_groups("forward", problem)
     if blocks is None:
         return None
-    from tilewise.kernels.gpu.hopper.launches import attend_launch
+    from tilewise.kernels.gpu.forward.groups import attend_launch
 
     section, grows = _grid(problem, blocks).section, _grows(problem)
     return attend_launch(problem, operands, result, variant, blocks, section, grows)

@@ -11,6 +11,8 @@ The numbers are those of ``forward/online.py``: the same online softmax, in the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,10 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.forward.arguments import finishing_of
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.hopper.tiles import GROUPS, counted, tile_at
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
+from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
-from tilewise.kernels.gpu.walk.tiles import range_of, split_range
+from tilewise.kernels.gpu.walk.tiles import (
+    launch_of,
+    lists_of,
+    programs_of,
+    range_of,
+    slots_of,
+    split_range,
+)
+from tilewise.problem import Operands, Problem, Result
 
 
 @gluon.jit
@@ -339,3 +354,82 @@ def attend_in_groups(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+class Form(NamedTuple):
+    """The constants of ``attend_in_groups``: see ``forward.arguments.Form``.
+
+    Args:
+        D: the width of queries, keys and values.
+        BM, BN: queries and keys of a tile.
+        STAGES: tiles in a ring of shared memory.
+        FOLDED: scores are kept in units of the bare product q.k.
+        REVERSED: the last tiles come first.
+        LISTED: tiles are listed, see ``walk.lists``.
+    """
+
+    D: int
+    BM: int
+    BN: int
+    STAGES: int
+    FOLDED: bool
+    REVERSED: bool
+    LISTED: bool
+
+
+def attend_launch(
+    problem: Problem,
+    operands: Operands,
+    result: Result,
+    variant: Variant,
+    blocks: Blocks,
+    section: int,
+    grows: bool,
+) -> Launch | None:
+    """Return the launch of the forward pass; None where a tensor can have no descriptor.
+
+    Args:
+        problem: what to compute.
+        operands: with what.
+        result: with memory for everything that is wanted.
+        variant: the functions of the problem's mask and score.
+        blocks: of ``Config.in_groups``.
+        section: lines of a section of the grid, see ``attend.slot_of``.
+        grows: whether the last tiles have the most keys.
+    """
+    half = blocks.queries // GROUPS.value
+    tiles = (
+        ("q_rows", operands.q, half),
+        ("k_rows", operands.k, blocks.keys),
+        ("v_rows", operands.v, blocks.keys),
+        ("out_rows", result.out, half),
+    )
+    rows = described_rows(tiles, problem)
+    if rows is None:
+        return None
+    slots = slots_of(problem, problem.queries, blocks.queries)
+    lists = tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)
+    arguments = {
+        **rows,
+        "outputs": (result.lse, result.stats[0], result.stats[1]),
+        "sinks": operands.sinks,
+        "lists": lists_of(lists),
+        "captured": tuple(captures(operands.mask_tensors)),
+        "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
+        "queries": problem.queries,
+        "keys": problem.keys,
+        "tiles": slots,
+        "section": section,
+        "lines": problem.heads * problem.batch,
+        "scale": problem.scale,
+    }
+    folded = finishing_of(problem, operands, variant)["FOLDED"]
+    sizes = (problem.head_dim, blocks.queries, blocks.keys, blocks.stages)
+    constants = {
+        "SEEN": variant.seen,
+        "KEYS_OF": variant.keys_of,
+        "FORM": Form(*sizes, folded, grows, lists is not None),
+    }
+    grid = (programs_of(problem, problem.heads, slots),)
+    return in_groups(launch_of(attend_in_groups, grid, arguments, constants))

@@ -8,6 +8,9 @@ the registers, and nothing of a pair goes through shared memory.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,10 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gpu.backward.gradients import pair_gradients
-from tilewise.kernels.gpu.hopper.tiles import GROUPS, counted, tile_at
+from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
+from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
-from tilewise.kernels.gpu.walk.tiles import head_of, range_of, split_range
+from tilewise.kernels.gpu.walk.tiles import (
+    head_of,
+    launch_of,
+    lists_of,
+    number_strides,
+    programs_of,
+    range_of,
+    slots_of,
+    split_range,
+)
 
 
 @gluon.jit
@@ -315,3 +330,72 @@ def keys_in_groups(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+class Form(NamedTuple):
+    """The constants of ``keys_in_groups``: see ``gradients.Form`` and ``forward.groups.Form``."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    STAGES: int
+    LISTED: bool
+    FOLD: bool = True
+    DROPOUT: bool = False
+    ENTROPY: bool = False
+
+
+class Captured(NamedTuple):
+    """The part of a ``backward.gradients.Call`` that ``pair_gradients`` reads."""
+
+    captured: tuple[Any, ...]
+
+
+def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -> Launch | None:
+    """Return the launch of dK and dV; None where a tensor can have no descriptor.
+
+    Args:
+        call: what all walks of the backward are given.
+        grad_k: where the gradient of the keys goes.
+        grad_v: where that of the values goes.
+        blocks: of ``Config.in_groups``.
+    """
+    problem, operands, variant = call.problem, call.operands, call.variant
+    half = blocks.keys // GROUPS.value
+    tiles = (
+        ("q_rows", operands.q, blocks.queries),
+        ("k_rows", operands.k, half),
+        ("v_rows", operands.v, half),
+        ("grad_rows", call.upstream.out, blocks.queries),
+        ("grad_k_rows", grad_k, half),
+        ("grad_v_rows", grad_v, half),
+    )
+    rows = described_rows(tiles, problem)
+    if rows is None:
+        return None
+    slots = slots_of(problem, problem.keys, blocks.keys)
+    sides = blocks.queries, blocks.keys
+    lists = tile_lists(problem, operands, variant.tables, *sides, by_keys=True)
+    arguments = {
+        **rows,
+        "rows": call.rows,
+        "row_strides": number_strides(call.rows[0], problem),
+        "lists": lists_of(lists),
+        "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
+        "queries": problem.queries,
+        "keys": problem.keys,
+        "tiles": slots,
+        "plane": call.rows[0].numel(),
+        "scale": problem.scale,
+        "call": Captured(call.captured()),
+    }
+    constants = {
+        "SEEN": variant.seen,
+        "SCORE": variant.score,
+        "GAIN": variant.gain,
+        "QUERIES_OF": variant.queries_of,
+        "FORM": Form(*sides, problem.head_dim, blocks.stages, lists is not None),
+    }
+    grid = (programs_of(problem, problem.kv_heads, slots),)
+    return in_groups(launch_of(keys_in_groups, grid, arguments, constants))

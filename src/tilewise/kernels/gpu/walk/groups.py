@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.descriptors import described
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, tile_in
+from tilewise.problem import Problem
 
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_WARPS = 4  # of a group: the kernels add the other group and the warp that loads
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
 
 
@@ -40,3 +50,22 @@ def tile_at(j, spans, walk, BLOCK: gl.constexpr, LISTED: gl.constexpr):
         masked = tile_in(j, spans, BLOCK, True)
         first = gl.where(j < partial, masked, tile_in(j - partial, spans, BLOCK, False))
     return first + moved
+
+
+def described_rows(
+    tiles: Iterable[tuple[str, Tensor, int]], problem: Problem
+) -> dict[str, TensorDescriptor] | None:
+    """Return descriptors of tiles [1, 1, rows, D] by name, or None if a tensor can have none."""
+    found = {}
+    for name, tensor, rows in tiles:
+        parts = described(tensor, problem, rows)
+        if parts is None or tensor.dtype not in _KINDS:
+            return None
+        layout = gl.NVMMASharedLayout.get_default_for(parts.block, _KINDS[tensor.dtype])
+        found[name] = TensorDescriptor(tensor, parts.sizes, parts.steps, parts.block, layout)
+    return found
+
+
+def in_groups(launch: Launch) -> Launch:
+    """Return a launch of a kernel in groups with the warps and stages that it is compiled for."""
+    return launch._replace(warps=_WARPS, stages=1)

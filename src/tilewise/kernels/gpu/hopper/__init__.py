@@ -1,1 +1,0 @@
-"""Kernels for Hopper alone, in Gluon: a producer warp loads tiles, two groups of warps multiply."""

@@ -21,7 +21,7 @@ from tilelab.tune.trials import MOST, Finding, Team, beats, tune
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
 
 JOB = Job("forward", "bfloat16", 128, "plain")
-TABLE = table_blocks(FAMILY, JOB)
+TABLE = Blocks(128, 128, 8, 2)
 REAL: Any = Setting()
 
 

@@ -87,22 +87,19 @@ def _step(
     t,
     m0,
     totals,
-    operands,
-    memory,
-    bars,
-    place,
-    rows,
-    plane,
-    scale,
-    call,
+    fixed,
     SEEN: gl.constexpr,
     SCORE: gl.constexpr,
     GAIN: gl.constexpr,
     MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    """(dK, dV) after a tile of queries, dK not yet scaled."""
+    """(dK, dV) after a tile of queries, dK not yet scaled.
+
+    ``fixed`` is what all tiles of a head share.
+    """
     total_k, total_v = totals
+    operands, memory, bars, place, rows, plane, scale, call = fixed
     k, v = operands
     b, h, n, M, N = place
     _, _, q_s, g_s = memory
@@ -190,54 +187,22 @@ def _sum(
     mbarrier.wait(held.index(c), 0)
     k = k_s.index(c).reshape([HALF, FORM.HEAD_DIM])
     v = v_s.index(c).reshape([HALF, FORM.HEAD_DIM])
+    totals = (total_k, total_v)
     before = n0 * 0  # tiles of the heads that came before
     for member in range(group):
         h = key_head * group + member
         row_head = head_of(rows, row_strides, b, h, 0)
-        where = (b, h, n, M, N)
         walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
         count = walk[1] + walk[2]
+        fixed = (k, v), memory, bars, (b, h, n, M, N), row_head, plane, scale, call
         for j in range(walk[1]):
             m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
-            total_k, total_v = _step(
-                before + j,
-                m0,
-                (total_k, total_v),
-                (k, v),
-                memory,
-                bars,
-                where,
-                row_head,
-                plane,
-                scale,
-                call,
-                SEEN,
-                SCORE,
-                GAIN,
-                True,
-                FORM,
-            )
+            totals = _step(before + j, m0, totals, fixed, SEEN, SCORE, GAIN, True, FORM)
         for j in range(walk[1], count):
             m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
-            total_k, total_v = _step(
-                before + j,
-                m0,
-                (total_k, total_v),
-                (k, v),
-                memory,
-                bars,
-                where,
-                row_head,
-                plane,
-                scale,
-                call,
-                None,
-                SCORE,
-                GAIN,
-                False,
-                FORM,
-            )
+            totals = _step(before + j, m0, totals, fixed, None, SCORE, GAIN, False, FORM)
         before += count
+    total_k, total_v = totals
     # Keys and values were multiplied for the last time: their memory takes their gradients.
     k.store((total_k * scale).to(k.dtype))
     v.store(total_v.to(v.dtype))

@@ -110,18 +110,17 @@ def _step(
     j,
     n0,
     state,
-    q,
-    memory,
-    bars,
-    place,
-    scale,
-    captured,
+    fixed,
     SEEN: gl.constexpr,
     MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    """(out, top, total, p) after the scores of tile ``j`` and the values of the tile before it."""
+    """(out, top, total, p) after the scores of tile ``j`` and the values of the tile before it.
+
+    ``fixed`` is what all tiles of a group share.
+    """
     out, top, total, p = state
+    q, memory, bars, place, scale, captured = fixed
     _, k_s, v_s = memory
     _, k_full, k_empty, v_full, v_empty = bars
     S_LAYOUT: gl.constexpr = top.type.layout.parent
@@ -212,38 +211,15 @@ def _attend_rows(
     )
     out = gl.full([HALF, FORM.D], 0.0, gl.float32, O_LAYOUT)
     p = gl.convert_layout(p.to(KIND), P_LAYOUT)
+    state = (out, top, total, p)
+    fixed = q, memory, bars, where, scale, captured
     for j in range(1, partial):
         n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
-        out, top, total, p = _step(
-            j,
-            n0,
-            (out, top, total, p),
-            q,
-            memory,
-            bars,
-            where,
-            scale,
-            captured,
-            SEEN,
-            True,
-            FORM,
-        )
+        state = _step(j, n0, state, fixed, SEEN, True, FORM)
     for j in range(gl.maximum(partial, 1), partial + whole):
         n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
-        out, top, total, p = _step(
-            j,
-            n0,
-            (out, top, total, p),
-            q,
-            memory,
-            bars,
-            where,
-            scale,
-            captured,
-            None,
-            False,
-            FORM,
-        )
+        state = _step(j, n0, state, fixed, None, False, FORM)
+    out, top, total, p = state
     last = partial + whole - 1
     place_of = last % FORM.STAGES
     mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -124,7 +125,8 @@ def test_the_stride_of_one_item_means_nothing() -> None:
 def test_keys_beyond_what_int32_counts() -> None:
     """Batch items that lie 2^31 numbers and more apart, in steps of one number."""
     step = 2**31 + 9
-    memory = torch.empty(step + 32, dtype=torch.float16)  # of which four pages are touched
+    # Of which four pages are touched: torch.empty would fill all of it with NaN here.
+    memory = torch.from_numpy(np.zeros(step + 32, dtype=np.float16))
     k = memory.as_strided((2, 1, 4, 8), (step, 8, 8, 1)).copy_(torch.randn(2, 1, 4, 8))
     q, lists = torch.randn(2, 4, 3, 8).half(), torch.tensor([3, 1]).expand(2, 1, 3, 2)
     due = tilewise.attention(q, k.contiguous(), k.contiguous(), keys=lists)

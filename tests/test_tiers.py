@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import runpy
 from itertools import product
 from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.cases import FLOATS, TABLE
-from tests.tiers import sample
+from tests.tiers import LONG, TESTS, sample
 
 pytest_plugins = ["pytester"]
 
@@ -68,3 +71,55 @@ def test_marks(pytester: pytest.Pytester) -> None:
     assert "test_more" not in names
     assert 5 <= sum(name.startswith("test_many") for name in names) <= 6
     assert not any(name.endswith(("-0]", "-3]")) for name in names)
+
+
+def test_long_tests_are_left_out_and_others_stand_for_their_cases(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest(
+        "import pytest\n"
+        "from pathlib import Path\n"
+        "from tests import tiers\n"
+        "tiers.TESTS, tiers.LONG = Path(__file__).parent, Path(__file__).parent / 'long.txt'\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    tiers.mark_thorough(items)\n"
+    )
+    monkeypatch.setattr(tiers, "LONG", LONG)  # given back after the run in this process
+    monkeypatch.setattr(tiers, "TESTS", TESTS)
+    pytester.makepyfile(
+        test_some="""
+        import pytest
+        @pytest.mark.parametrize("b", [1, 2, 3])
+        @pytest.mark.parametrize("a", [1, 2])
+        def test_many(a, b): pass
+        def test_long(): pass
+        def test_long_of_every_day(): pass
+    """
+    )
+    long = ["test_long", "test_many[1-1]", "test_many[1-2]", "test_many[1-3]"]
+    lines = [f"test_some.py::{name}" for name in long]
+    text = "\n".join([*lines, "!test_some.py::test_long_of_every_day"])
+    (pytester.path / "long.txt").write_text(text)
+    ran = pytester.inline_run("-m", "not thorough").listoutcomes()[0]
+    names = [report.nodeid.partition("::")[2] for report in ran]
+    assert names == [f"test_many[2-{b}]" for b in (1, 2, 3)] + ["test_long_of_every_day"]
+
+
+def test_the_long_tests_are_there() -> None:
+    """A test that is renamed or deleted leaves the list."""
+    functions: dict[str, set[str]] = {}
+    for line in LONG.read_text().splitlines():
+        module, _, name = line.removeprefix("!").partition("::")
+        if module not in functions:
+            tree = ast.parse((TESTS / module).read_text())
+            functions[module] = {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+        assert name.partition("[")[0] in functions[module], line
+
+
+def test_the_list_follows_a_run() -> None:
+    """What did not run stays, what became short goes, what is wanted every day is not put in."""
+    updated = runpy.run_path(str(TESTS.parent / "scripts" / "long_tests.py"))["updated"]
+    before = ["!a::wanted", "a::long", "a::not run", "a::now short"]
+    seconds = {"a::wanted": 9.0, "a::long": 2.0, "a::now short": 0.1, "a::new": 2.0, "a::short": 1}
+    assert updated(before, seconds, 2.0) == ["!a::wanted", "a::long", "a::new", "a::not run"]

@@ -4,8 +4,11 @@ A test function with many cases is thorough in all but a sample of them. In the 
 each parameter occurs at least once: each dtype, each named case. Fields of a parameter, such as the
 dtype of a ``Case``, are parameters of their own. Instruction sets are the exception: each runs its
 share of the suite, not of each function. Which values meet is drawn from the names of the tests, so
-the sample is the same in every process. A test or a case that takes
-long for what it adds has the marker in its file.
+the sample is the same in every process.
+
+A test that takes long is thorough too: ``long_tests.txt`` names those, from a measured run
+(scripts/long_tests.py). The sample is drawn from the others. A test that adds little for its time
+may also have the marker in its file.
 """
 
 from __future__ import annotations
@@ -14,13 +17,21 @@ import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).resolve().parent
+LONG = TESTS / "long_tests.txt"
+
 
 def mark_thorough(items: list[pytest.Item]) -> None:
-    """Mark the cases that are not in the sample of their test function."""
+    """Mark long tests, and the cases that are not in the sample of their test function."""
+    long = set(LONG.read_text().splitlines())
+    for item in items:
+        if name_of(item) in long:
+            item.add_marker(pytest.mark.thorough)
     for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         named = {case.nodeid: case for case in cases}
         parameters = {
@@ -31,6 +42,12 @@ def mark_thorough(items: list[pytest.Item]) -> None:
         }
         for name in parameters.keys() - sample(parameters):
             named[name].add_marker(pytest.mark.thorough)
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return the name of a test in the list of long ones: kernels/test_exact.py::test_case[one]."""
+    within = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else item.path
+    return f"{within.as_posix()}::{item.name}"
 
 
 def sample(cases: Mapping[str, Mapping[str, Any]]) -> set[str]:

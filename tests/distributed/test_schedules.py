@@ -41,7 +41,7 @@ LENGTHS = [(9, 9), (0, 0), (1, 4), (30, 30), (5, 0), (0, 3), (17, 20), (2, 2)]
 
 
 @ways
-@pytest.mark.parametrize("name", NAMES)
+@names
 def test_every_variant(ranks: Ranks, name: str, way: str) -> None:
     """In float64, against the formula in plain torch: outputs and every gradient."""
     expected = Call(NAMES[name], torch.float64, SIZES).plain()

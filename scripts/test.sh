@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The tests: the ordinary suite, and those of the GPU kernels in Triton's interpreter, where Triton is installed.
 #
-#   scripts/test.sh PYTHON [--all] [PYTEST_ARGUMENT...]
+#   scripts/test.sh PYTHON [--all | --part K/N] [PYTEST_ARGUMENT...]
 #
-# Without --all the thorough tests are left out (tests/tiers.py). A -m among the arguments overrides that choice.
+# Without --all the thorough tests are left out (tests/tiers.py); with --part all but one part of them. A -m among the arguments overrides that choice.
 # Triton decides when it is imported whether it interprets. So the interpreted tests have a process of their own, with the
 # same arguments; there tests/conftest.py looks at tests/kernels/gpu only. An exit code of 5 means that the arguments chose
 # no test.
@@ -16,7 +16,14 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 python=$1
 shift
 tier="not slow and not thorough"
-if [ "${1:-}" = --all ]; then tier="not slow"; shift; fi
+case ${1:-} in
+  --all) tier="not slow"; shift ;;
+  --part)
+    tier="not slow"
+    export TILEWISE_PART=${2:?--part takes such as 2/3}
+    shift 2
+    ;;
+esac
 whole=
 if [ $# = 0 ]; then
   whole=1

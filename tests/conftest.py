@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 import torch  # before the core: the core borrows torch's OpenMP runtime
 
-from tests.tiers import mark_thorough
+from tests.tiers import leave_out_other_parts, mark_thorough
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -121,6 +121,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; run one process's tests only."""
     mark_thorough(items)
+    if part := os.environ.get("TILEWISE_PART"):
+        leave_out_other_parts(config, items, part)
     if INTERPRETED:
         kept = [item for item in items if item.path.is_relative_to(INTERPRETED_FOLDER)]
         others = [item for item in items if not item.path.is_relative_to(INTERPRETED_FOLDER)]

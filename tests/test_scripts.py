@@ -127,7 +127,8 @@ case "$*" in
   *cpu_count*) echo 3; exit 0 ;;
   -c*) exit "$NO_TRITON" ;;
 esac
-printf '%s %s\\n' "${TRITON_INTERPRET:-0}" "$*" >>"$CALLS"
+part=${TILEWISE_PART:+ of part $TILEWISE_PART}
+printf '%s %s%s\\n' "${TRITON_INTERPRET:-0}" "$*" "$part" >>"$CALLS"
 if [ "${TRITON_INTERPRET:-0}" = 1 ]; then echo interpreted; exit "$INTERPRETED"; fi
 echo ordinary
 exit "$ORDINARY"
@@ -165,14 +166,17 @@ def test_tests_that_are_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "tier"), [((), ESSENTIAL), (("--all",), "not slow")], ids=["essential", "all"]
+    ("arguments", "tier", "part"),
+    [((), ESSENTIAL, ""), (("--all",), "not slow", ""), (("--part", "2/3"), "not slow", "2/3")],
+    ids=["essential", "all", "part"],
 )
 def test_whole_tiers_run_in_a_process_a_core(
-    tmp_path: Path, arguments: tuple[str, ...], tier: str
+    tmp_path: Path, arguments: tuple[str, ...], tier: str, part: str
 ) -> None:
     calls, said, done = _test(tmp_path, 0, 0, arguments=arguments)
     # At the same time, so that either may be first; the output is in order.
-    assert sorted(calls) == [f"{way} -m pytest -m {tier} -q -n 3 --dist loadfile" for way in (0, 1)]
+    end = f"-m {tier} -q -n 3 --dist loadfile{part and ' of part '}{part}"
+    assert sorted(calls) == [f"{way} -m pytest {end}" for way in (0, 1)]
     assert [word for word in said if word in ("ordinary", "interpreted")] == [
         "ordinary",
         "interpreted",

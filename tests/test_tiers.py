@@ -106,6 +106,30 @@ def test_long_tests_are_left_out_and_others_stand_for_their_cases(
     assert names == [f"test_many[2-{b}]" for b in (1, 2, 3)] + ["test_long_of_every_day"]
 
 
+def test_parts_share_the_thorough_tests(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in one part; the others in all of them. What is no part is an error."""
+    pytester.makeconftest("from tests.conftest import pytest_collection_modifyitems")
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.thorough
+        @pytest.mark.parametrize("a", range(60))
+        def test_thorough(a): pass
+        def test_every_day(): pass
+    """)
+    parts = []
+    for number in (1, 2, 3):
+        monkeypatch.setenv("TILEWISE_PART", f"{number}/3")
+        outcomes = pytester.inline_run().listoutcomes()[0]
+        parts.append({report.nodeid.partition("::")[2] for report in outcomes})
+        assert len(parts[-1]) > 10
+    assert parts[0] & parts[1] == parts[0] & parts[2] == parts[1] & parts[2] == {"test_every_day"}
+    assert len(parts[0] | parts[1] | parts[2]) == 61
+    monkeypatch.setenv("TILEWISE_PART", "4/3")
+    assert pytester.inline_run().ret == pytest.ExitCode.USAGE_ERROR
+
+
 def test_the_long_tests_are_there() -> None:
     """A test that is renamed or deleted leaves the list."""
     functions: dict[str, set[str]] = {}

@@ -9,6 +9,9 @@ the sample is the same in every process.
 A test that takes long is thorough too: ``long_tests.txt`` names those, from a measured run
 (scripts/long_tests.py). The sample is drawn from the others. A test that adds little for its time
 may also have the marker in its file.
+
+Continuous integration takes turns: ``./run test --part 2/3`` runs the tests for every day and one
+third of the thorough ones.
 """
 
 from __future__ import annotations
@@ -42,6 +45,24 @@ def mark_thorough(items: list[pytest.Item]) -> None:
         }
         for name in parameters.keys() - sample(parameters):
             named[name].add_marker(pytest.mark.thorough)
+
+
+def leave_out_other_parts(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
+    """Deselect the thorough tests of other parts: of "2/3" stay the second third and all others.
+
+    Which part a test is in follows from its name. So each part has its share of every function.
+    """
+    number, _, parts = part.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise pytest.UsageError(f"TILEWISE_PART: got {part!r}; required: such as 2/3")
+    others = {
+        item
+        for item in items
+        if item.get_closest_marker("thorough")
+        and zlib.crc32(name_of(item).encode()) % int(parts) != int(number) - 1
+    }
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 def name_of(item: pytest.Item) -> str:

@@ -13,15 +13,22 @@ from pathlib import Path
 from typing import Any
 
 COUNT = 4
-TIMEOUT_S = 60.0
+# How long torch.distributed waits for a peer, and we for an answer. Long, for a busy machine is no
+# fault; what hangs ends then.
+TIMEOUT_S, ANSWER_S = 300.0, 600.0
 ENDED = object()  # instead of what a rank would have returned
 
 
 class Ranks:
-    """Processes that run functions together, each within ``timeout_s``."""
+    """Processes that run functions together.
+
+    Args:
+        count: how many.
+        timeout_s: how long torch.distributed waits for a peer that says nothing.
+    """
 
     def __init__(self, count: int = COUNT, timeout_s: float = TIMEOUT_S) -> None:
-        self.count, self._timeout_s = count, timeout_s
+        self.count, self._calls = count, 0
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -50,18 +57,26 @@ class Ranks:
     def try_run(self, function: Callable[..., Any], *arguments: Any, count: int = 0) -> list[Any]:
         """As ``run``; ENDED for a rank whose process ended meanwhile."""
         count = count or self.count
+        self._calls += 1
         for pipe in self._pipes[:count]:
-            pipe.send((function, arguments, count))
-        found = []
-        for rank, pipe in enumerate(self._pipes[:count]):
-            assert pipe.poll(self._timeout_s), f"rank {rank} does not answer"
-            try:
-                found.append(pipe.recv())
-            except EOFError:
-                found.append((True, ENDED))
+            pipe.send((self._calls, function, arguments, count))
+        found = [self._answer(rank) for rank in range(count)]
         failed = [text for good, text in found if not good]
         assert not failed, "\n".join(map(str, failed))
         return [each for _, each in found]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Return whether a rank's last call went well, and what it returned."""
+        pipe = self._pipes[rank]
+        while True:
+            assert pipe.poll(ANSWER_S), f"rank {rank} does not answer"
+            try:
+                call, *answer = pipe.recv()
+            except EOFError:
+                return True, ENDED
+            if call == self._calls:  # and not the late answer to a call before
+                good, value = answer
+                return good, value
 
     def close(self) -> None:
         """End the processes."""
@@ -86,16 +101,19 @@ def _serve(rank: int, world: int, store: str, timeout_s: float, pipe: Connection
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s / 2),
+        timeout=timedelta(seconds=ANSWER_S),  # to import torch may take one of them long
     )
-    groups = {count: dist.new_group(list(range(count))) for count in range(1, world + 1)}
+    timeout = timedelta(seconds=timeout_s)
+    groups = {
+        count: dist.new_group(list(range(count)), timeout=timeout) for count in range(1, world + 1)
+    }
     while True:
         try:
-            function, arguments, count = pipe.recv()
+            call, function, arguments, count = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = (True, function(groups[count], *arguments))
+            answer = (call, True, function(groups[count], *arguments))
         except BaseException:
-            answer = (False, f"rank {rank}: {traceback.format_exc()}")
+            answer = (call, False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send(answer)

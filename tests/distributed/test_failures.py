@@ -410,7 +410,7 @@ def end_in(group: dist.ProcessGroup, way: Way, phase: str, sleep: float) -> tupl
 @pytest.fixture
 def some_ranks() -> Iterator[Ranks]:
     """Processes of a test's own: it will not leave them whole."""
-    found = Ranks(count=3)
+    found = Ranks(count=3, timeout_s=30.0)
     yield found
     found.close()
 

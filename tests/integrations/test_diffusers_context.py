@@ -36,7 +36,7 @@ CONFIGS = {"ring": {"ring_degree": 2}, "ulysses": {"ulysses_degree": 2}}
 @pytest.fixture(scope="module", name="two")
 def _two() -> Iterator[Ranks]:
     """As many processes as a config wants: it takes all of the world."""
-    found = Ranks(2, timeout_s=240.0)  # to import diffusers may take a minute
+    found = Ranks(2)
     yield found
     found.close()
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(
     not all(folder.exists() for folder in SOURCES.values()) or find_spec("einops") is None,
     reason="needs the sources of ring-flash-attn and yunchang, and einops: .ci/run integrations",
 )
-TIMEOUT_S = 300.0  # a script of theirs takes seconds, the first one half a minute more
 # What their tests compare differs by what bfloat16 rounds, a unit or two in the last place of the
 # largest; an lse is of sums in float32 of what was rounded.
 ROUNDED, ROUNDED_LSE = 2 * torch.finfo(torch.bfloat16).eps, 2.0**-12
@@ -31,7 +30,7 @@ SILENT = "test_llama3_prepare_cu_seqlens.py"  # it asserts, and compares no atte
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks() -> Iterator[Ranks]:
-    found = Ranks(timeout_s=TIMEOUT_S)
+    found = Ranks()
     yield found
     found.close()
 

@@ -12,6 +12,8 @@
 set -uo pipefail
 # A thread that waits sleeps: beside other work one that spins costs the test minutes.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# Every process would compile the packages and the tests anew: half of the time in which a process finds its tests.
+unset PYTHONDONTWRITEBYTECODE
 
 python=$1
 shift

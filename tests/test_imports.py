@@ -29,6 +29,11 @@ STEPS: dict[str, tuple[str, str, str]] = {
         "[name for name in ops if not hasattr(torch.ops.tilewise, name)]",
         "([], [])",
     ),
+    "nor the IO model, nor second derivatives": (
+        "late = 'tilewise.chips', 'tilewise.plan.traffic', 'tilewise.reference.derivatives'",
+        "[name for name in sys.modules if name.startswith(late)]",
+        "[]",
+    ),
     # A collection of torch's objects takes longer than the imports.
     "nor collects": (
         "pass",

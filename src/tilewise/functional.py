@@ -2,12 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Never, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tilewise.chips import Chip, named
 from tilewise.engine import registry
 from tilewise.engine.call import (
     NO_KEYWORDS,
@@ -26,7 +25,6 @@ from tilewise.engine.pages import PagedStep, packed_or_paged, pages_of
 from tilewise.engine.run import autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.plan.traffic.account import Account, account
 from tilewise.problem import Operands, Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
@@ -34,6 +32,10 @@ from tilewise.variants.float8 import scales_of
 from tilewise.variants.guidance import refuse_keywords
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.values import Mask, Score, as_mask
+
+if TYPE_CHECKING:  # the IO model: imported for those who ask
+    from tilewise.chips import Chip
+    from tilewise.plan.traffic.account import Account
 
 __all__ = [
     "AttentionResult",
@@ -483,6 +485,8 @@ def explain(
         InvalidArgument, InvalidType: as the call. A call that no backend supports is explained, not
             refused.
     """
+    from tilewise.chips import named
+
     if unknown:
         _refuse("explain", unknown)
     packed, pages = packed_or_paged(cu_seqlens_q, cu_seqlens_k, block_table, key_lengths, dropout_p)
@@ -512,7 +516,7 @@ def explain(
     return Explanation(made, tuple(reasons), notes + unpredicted, found, row)
 
 
-def _same_kind(row: Chip, device: torch.device) -> Chip:
+def _same_kind(row: "Chip", device: torch.device) -> "Chip":
     if (row.kind == "cpu") != (device.type == "cpu"):
         raise InvalidArgument(
             "chip",
@@ -523,8 +527,12 @@ def _same_kind(row: Chip, device: torch.device) -> Chip:
     return row
 
 
-def _account(made: Plan, operands: Operands) -> tuple[Account | None, tuple[tuple[str, str], ...]]:
+def _account(
+    made: Plan, operands: Operands
+) -> "tuple[Account | None, tuple[tuple[str, str], ...]]":
     """Return the account of what a call moves, or None and why it is not predicted."""
+    from tilewise.plan.traffic.account import account
+
     assert made.loops is not None
     try:
         return account(made.problem, made.loops, operands), ()

@@ -14,9 +14,10 @@ from tilelab.counted import fills
 from tilewise.engine import registry
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import backend
+from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Candidate, Choice, choose
 from tilewise.plan.traffic import plain
-from tilewise.plan.traffic.account import Account, Loops, account, cached, cost
+from tilewise.plan.traffic.account import Account, account, cached, cost
 from tilewise.plan.traffic.count import Traffic
 from tilewise.variants import masks, scores
 

@@ -30,8 +30,6 @@ from tilewise.engine.modes import refuse_beyond_first
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result
-from tilewise.reference.derivatives import second, tangents
-from tilewise.reference.jets import direction
 
 
 def attend(operands: Operands, plan: Plan) -> Result:
@@ -102,6 +100,8 @@ def _plain_arithmetic(call: Call) -> torch.autocast:
 
 
 def _toward(operands: Operands, u: Sequence[Any]) -> Operands:
+    from tilewise.reference.jets import direction
+
     q, k, v, sinks, *score_tensors = u
     return direction(operands, q, k, v, sinks, score_tensors)
 
@@ -226,6 +226,8 @@ class Tangents(torch.autograd.Function):
         call: Call, out: Tensor, lse: Tensor, stats: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Walk over the tiles."""
+        from tilewise.reference.derivatives import tangents  # few calls want them
+
         u, x = split(call, rest)
         operands = call.operands(x)
         with _plain_arithmetic(call):
@@ -278,6 +280,8 @@ class Second(torch.autograd.Function):
         *rest: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Walk over the tiles."""
+        from tilewise.reference.derivatives import second
+
         u, x = split(call, rest)
         operands = call.operands(x)
         toward = _toward(operands, u)

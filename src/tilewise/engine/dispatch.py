@@ -8,7 +8,6 @@ from threading import Lock
 from tilewise.engine import registry
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.plan.plan import Candidate, Choice, Plan, choose
-from tilewise.plan.traffic.account import cost
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
 
@@ -58,6 +57,8 @@ def _choose(considered: list[Candidate], problem: Problem) -> Choice:
     able = [each for each in considered if not each.reasons and not each.last_resort]
     if len(able) < 2:
         return choose(considered)
+    from tilewise.plan.traffic.account import cost
+
     loops = {each.name: registry.load(each.name).loops(problem) for each in able}
     priced = [
         each._replace(cost=cost(problem, loops[each.name])) if each.name in loops else each

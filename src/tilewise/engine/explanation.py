@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilewise.chips import Chip, named, row_of
 from tilewise.plan.plan import Plan, Tiles
-from tilewise.plan.traffic.account import Account
-from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
 from tilewise.variants.formula import mask_formula, score_formula
+
+if TYPE_CHECKING:  # the IO model: imported for those who ask
+    from tilewise.chips import Chip
+    from tilewise.plan.traffic.account import Account
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9
@@ -44,6 +45,8 @@ class Explanation(NamedTuple):
             found = described(plan.problem, plan.backend, plan.tiles, *texts)
         found += _aligned(self.notes)
         if self.account is not None:
+            from tilewise.plan.traffic.report import lines
+
             found += _aligned(lines(self.account, self.chip))
         for name, why in self.reasons:
             found.append(f"not {name}:")
@@ -86,6 +89,8 @@ def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def chip_of(device: torch.device) -> Chip | None:
     """Return the row of the chip of a device; None where the table has none."""
+    from tilewise.chips import named, row_of
+
     if device.type == "cpu":
         return named()
     if device.type != "cuda" or not torch.cuda.is_available():

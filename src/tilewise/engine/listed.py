@@ -3,14 +3,15 @@
 A call takes a millisecond and more, so eager calls too can pay for an op written in Python.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from tilewise.chips import Chip
 from tilewise.engine import registry
 from tilewise.engine.call import Keywords, build_problem
 from tilewise.engine.define import define
@@ -26,13 +27,15 @@ from tilewise.engine.pages import Pages
 from tilewise.engine.shared_lists import MOST_ROWS, may_share
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.plan.traffic.gathered import InPlace, gathered_account
 from tilewise.problem import Needs, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
 from tilewise.variants.lower import lower_score
 from tilewise.variants.program import RAW, encode, fitted
+
+if TYPE_CHECKING:
+    from tilewise.chips import Chip
 
 
 def attend_lists(
@@ -120,6 +123,8 @@ def explain_lists(
     Raises:
         InvalidArgument, Unsupported: as the call.
     """
+    from tilewise.plan.traffic.gathered import InPlace, gathered_account
+
     _refuse_others(problem.dtype, keywords)
     indices, block, rows = checked_key_lists(lists, problem, device)
     many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Tiles
-from tilewise.plan.traffic.account import Loops
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
 from tilewise.reference.programs import Grid, covers
 from tilewise.variants.program import RAW

@@ -5,11 +5,16 @@ decides how rows are rounded. So its cost (``plan.traffic.account.cost``) may de
 sequence, dtype, widths and variant, and never on the batch or the heads.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-from tilewise.plan.traffic.account import Account, Loops, cached
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilewise.plan.loops import Loops
 from tilewise.problem import Problem
+
+if TYPE_CHECKING:
+    from tilewise.plan.traffic.account import Account
 
 
 class Tiles(NamedTuple):
@@ -63,6 +68,9 @@ class Plan(NamedTuple):
             InvalidArgument: the mask or score has tensors, or the result depends on the lengths of
                 the sequences. Use ``tilewise.explain`` of the call instead.
         """
+        # Few calls ask what they move: the model is imported for those.
+        from tilewise.plan.traffic.account import cached
+
         assert self.loops is not None
         return cached(self.problem, self.loops)
 

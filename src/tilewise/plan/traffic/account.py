@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from tilewise.chips import Chip
+from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import memory, plain, tiled
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, predict
 from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem
-
-BackwardOrder: TypeAlias = Literal["by_tiles", "keys_outside", "rows_outside"]
-
-
-class Loops(NamedTuple):
-    """Which loops a backend runs, in tiles of (queries, keys).
-
-    Args:
-        forward: of the forward pass, queries outside.
-        order: of the backward: a function of ``plan.traffic.tiled``.
-        backward: of the backward; where it has two walks, of that for dQ.
-        keys: of the walk for dK and dV, where there is one; None for ``backward``.
-        split_keys: keys that one program of the forward walks over, whose result is then merged
-            with the others'; 0 for all of them.
-        shared: whether a group of query heads walks together in such a forward.
-        products: the dtype in which the forward multiplies, e.g. "float16", where it is not that of
-            the operands.
-    """
-
-    forward: tuple[int, int]
-    order: BackwardOrder
-    backward: tuple[int, int]
-    keys: tuple[int, int] | None = None
-    split_keys: int = 0
-    shared: bool = False
-    products: str = ""
 
 
 class Comparison(NamedTuple):

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import plain
-from tilewise.plan.traffic.account import Account, Comparison, Loops, account
+from tilewise.plan.traffic.account import Account, Comparison, account
 from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tilewise.problem import Problem
 from tilewise.variants.program import Instr, Program
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def is_run(mask: Program) -> bool:

@@ -111,8 +111,8 @@ def test_neighbours_share_what_they_all_read(heads: int, alike: bool) -> None:
     lists = lists_of(SIZES, heads, alike=alike)
     flat = KeyBlocks(lists, 1)
     lengths = torch.full((SIZES.batch * SIZES.queries,), SIZES.keys)
-    sets = listed(flat, lengths).indices.view(SIZES.batch, SIZES.queries, heads, -1)
-    rows = rows_together(sets, torch.full((SIZES.batch,), SIZES.keys), 2)
+    queries, keys = (torch.full((SIZES.batch,), each) for each in (SIZES.queries, SIZES.keys))
+    rows = rows_together(listed(flat, lengths).indices, queries, keys, 2)
     assert rows == [8 if alike else 1] * SIZES.batch
 
 
@@ -127,8 +127,9 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
     same = near[:, :, 1:2].expand_as(near)
     lists = torch.cat([near, apart, same, other, torch.full_like(near, -1)])
     flat = torch.full((sizes.batch * sizes.queries,), sizes.keys)
-    sets = listed(KeyBlocks(lists, 1), flat).indices.view(5, few.queries, 1, -1)
-    rows = rows_together(sets, torch.full((5,), sizes.keys), 2)
+    sets = listed(KeyBlocks(lists, 1), flat).indices
+    queries, keys = (torch.full((5,), each) for each in (few.queries, few.keys))
+    rows = rows_together(sets, queries, keys, 2)
     assert len(set(rows)) > 2, f"all items share alike: {rows}"
     leaves = _leaves(torch.float32, sizes)
 
@@ -150,12 +151,12 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
 def test_the_default_dtype_changes_no_choice(dtype: torch.dtype) -> None:
     """The groups that are looked at are counted in whole numbers: bfloat16 rounds 999 to 1000."""
     sets = lists_of(Sizes(1, 4, 16, 64), 1, 8, alike=True).sort(-1).values
-    sets = torch.where(sets < 0, 64, sets).transpose(1, 2).int().repeat(1, 1000, 1, 1)
-    limits = torch.tensor([64])
-    due = rows_together(sets, limits, 2)
+    sets = torch.where(sets < 0, 64, sets).transpose(1, 2).int().repeat(1, 1000, 1, 1)[0]
+    queries, keys = torch.tensor([len(sets)]), torch.tensor([64])
+    due = rows_together(sets, queries, keys, 2)
     torch.set_default_dtype(dtype)
     try:
-        assert rows_together(sets, limits, 2) == due
+        assert rows_together(sets, queries, keys, 2) == due
     finally:
         torch.set_default_dtype(torch.float32)
 

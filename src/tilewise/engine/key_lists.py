@@ -180,6 +180,48 @@ class Groups(NamedTuple):
     keys: Tensor
 
 
+def row_groups(
+    queries: Tensor, keys: Tensor, rows: int, items: Tensor | None = None, total: int | None = None
+) -> Groups:
+    """Return the groups of so many rows, item after item; the last of an item may have fewer.
+
+    Args:
+        queries: int64 [B], rows of each batch item or sequence.
+        keys: int64 [B], its keys.
+        rows: of a group.
+        items: int64 [some], which; None for all.
+        total: how many groups there are, where it is known: nobody then waits for a device.
+    """
+    if items is None:
+        items = torch.arange(len(queries), device=queries.device)
+    many = (queries[items] + (rows - 1)).div(rows, rounding_mode="floor")
+    item, before = (
+        each.repeat_interleave(many, output_size=total) for each in (items, many.cumsum(0) - many)
+    )
+    first = (torch.arange(len(item), device=item.device) - before) * rows
+    return Groups(item, first, queries[item], keys[item])
+
+
+class Rows(NamedTuple):
+    """The query rows of groups, of all that lie item after item; [T, rows] each.
+
+    Args:
+        places: int64, which row; any where there is none.
+        there: bool, whether the item has that row.
+    """
+
+    places: Tensor
+    there: Tensor
+
+    @staticmethod
+    def of(groups: Groups, queries: Tensor, rows: int) -> Rows:
+        """Return the rows of groups of so many; ``queries`` [B] are the lengths of all items."""
+        at = groups.first[:, None] + torch.arange(rows)
+        there = at < groups.queries[:, None]
+        starts = queries.cumsum(0) - queries
+        return Rows(torch.where(there, at + starts[groups.item, None], 0), there)
+
+
 class Paging(NamedTuple):
     """What finds key n of sequence b in pages: row n % size of page table[b, n // size]."""
 

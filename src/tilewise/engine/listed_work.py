@@ -8,7 +8,16 @@ from torch.nn import functional
 
 from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
 from tilewise.engine.gathered import Gathering, Variant
-from tilewise.engine.key_lists import Groups, KeyBlocks, Listed, Lists, Paging, listed
+from tilewise.engine.key_lists import (
+    Groups,
+    KeyBlocks,
+    Listed,
+    Lists,
+    Paging,
+    Rows,
+    listed,
+    row_groups,
+)
 from tilewise.engine.ops import OpCall
 from tilewise.engine.pages import Pages
 from tilewise.engine.shared_lists import may_share, shared
@@ -28,24 +37,37 @@ class OfLists(NamedTuple):
 
 
 class Part:
-    """Batch items whose query rows are brought together in one way.
+    """Batch items or sequences whose query rows are brought together in one way.
 
     Args:
         problem: of the call.
         items: int64 [some], which; None for all of them.
         rows: query rows that share a list.
+        packed: the rows of a packed call's groups; None if each row is a group, in their order.
     """
 
     gathering: Gathering
 
-    def __init__(self, problem: Problem, items: Tensor | None, rows: int) -> None:
-        self.problem, self.items, self.rows = problem, items, rows
+    def __init__(
+        self, problem: Problem, items: Tensor | None, rows: int, packed: Rows | None = None
+    ) -> None:
+        self.problem, self.items, self.rows, self.packed = problem, items, rows, packed
+
+    @property
+    def places(self) -> Tensor | None:
+        """Return where ``ungrouped`` has its batch items or packed rows; None if it has all."""
+        return self.items if self.packed is None else self.packed.places[self.packed.there]
 
     def grouped(self, x: Tensor) -> Tensor:
         """Return rows [B, Hq, M, W] or [Tq, Hq, W] by groups: [T, Hk, rows of a group, W]."""
         heads, width = self.problem.kv_heads, x.shape[-1]
         if self.problem.layout == "varlen":
-            return x.reshape(x.shape[0], heads, x.shape[1] // heads, width)
+            x = x.reshape(x.shape[0], heads, x.shape[1] // heads, width)
+            if self.packed is None:
+                return x
+            found = x[self.packed.places]
+            found[~self.packed.there] = 0
+            return found.transpose(1, 2).flatten(2, 3)
         x = x if self.items is None else x[self.items]
         batch, all_heads, queries, _ = x.shape
         share, many = all_heads // heads, -(-queries // self.rows)
@@ -54,9 +76,12 @@ class Part:
         return x.reshape(batch * many, heads, self.rows * share, width)
 
     def ungrouped(self, x: Tensor) -> Tensor:
-        """Return the inverse of ``grouped``, of these batch items."""
+        """Return the inverse of ``grouped``, of these batch items; packed rows as ``places``."""
         problem, width = self.problem, x.shape[-1]
         if problem.layout == "varlen":
+            if self.packed is not None:
+                x = x.view(len(x), problem.kv_heads, self.rows, -1, width)
+                x = x.transpose(1, 2)[self.packed.there]
             return x.reshape(x.shape[0], problem.heads, width)
         share, many = problem.heads // problem.kv_heads, -(-problem.queries // self.rows)
         batch = problem.batch if self.items is None else len(self.items)
@@ -115,12 +140,16 @@ class ListedWork:
         lists = Lists(self.listed, groups, blocks.block, starts, paging)
         self.parts: list[Part] = []
         if not alone and may_share(problem, rows, self._q.device):
-            for each in shared(self.listed, problem, self._counts, lists.block):
-                whole = len(each.items) == problem.batch
-                part = Part(problem, None if whole else each.items, each.rows)
-                own = self._groups(each.rows, each.items)
-                of_part = lists._replace(listed=each.listed, groups=own, readers=each.readers)
-                self._add(part, k, v, of_part, keywords)
+            share = problem.heads // problem.kv_heads
+            queries = self._queries()
+            for each in shared(self.listed, share, queries, self._counts, lists.block):
+                items = None if len(each.items) == problem.batch else each.items
+                packed = None
+                if problem.layout == "varlen":
+                    packed = Rows.of(each.groups, queries, each.rows)
+                part = Part(problem, items, each.rows, packed)
+                own = lists._replace(listed=each.listed, groups=each.groups, readers=each.readers)
+                self._add(part, k, v, own, keywords)
         if not self.parts:
             self._add(Part(problem, None, rows), k, v, lists, keywords)
 
@@ -144,24 +173,22 @@ class ListedWork:
         if keywords.pages is not None:
             return keywords.pages.key_lengths.to(device, torch.int64)
         if starts is not None:
-            return starts.to(device).diff()
+            return starts.to(device, torch.int64).diff()
         return torch.full((self._problem.batch,), self._problem.keys, device=device)
 
-    def _groups(self, rows: int, items: Tensor | None = None) -> Groups:
-        """Return groups of so many rows, of all batch items or some."""
-        problem, device, counts = self._problem, self._q.device, self._counts
-        if items is None:
-            items = torch.arange(problem.batch, device=device)
-        if self._operands.cu_seqlens_q is None:
-            of_item = -(-problem.queries // rows)
-            item = items.repeat_interleave(of_item)
-            first = torch.arange(of_item, device=device).repeat(len(items)) * rows
-            return Groups(item, first, torch.full_like(item, problem.queries), counts[item])
-        starts = self._operands.cu_seqlens_q.to(device)
-        lengths = starts.diff()
-        item = items.repeat_interleave(lengths, output_size=problem.queries)
-        first = torch.arange(problem.queries, device=device) - starts[item]
-        return Groups(item, first, lengths[item], counts[item])
+    def _queries(self) -> Tensor:
+        """Return the query rows of each sequence, int64 [B]."""
+        starts = self._operands.cu_seqlens_q
+        if starts is None:
+            return torch.full_like(self._counts, self._problem.queries)
+        return starts.to(self._q.device, torch.int64).diff()
+
+    def _groups(self, rows: int) -> Groups:
+        """Return groups of so many rows, of all batch items; of packed rows each is one."""
+        problem = self._problem
+        many = -(-problem.queries // rows)
+        many *= problem.batch if self._operands.cu_seqlens_q is None else 1
+        return row_groups(self._queries(), self._counts, rows, total=many)
 
     def forward(self, statistics: Statistics, for_backward: bool) -> Result:
         """Return the result in the form of the call: out of q's, numbers of rows of lse's."""
@@ -173,9 +200,10 @@ class ListedWork:
             found.append(Result(part.ungrouped(out), part.back(lse), rows, *others))
         if len(found) == 1:
             return found[0]
-        order = self._order()
+        # Of numbers of packed rows the last axis is the rows', of others the first batch items.
+        order, packed = self._order(), self._problem.layout == "varlen"
 
-        def whole(name: str, axis: int = 0) -> Tensor:
+        def whole(name: str, axis: int = -1 if packed else 0) -> Tensor:
             of_parts = [getattr(each, name) for each in found]
             return torch.cat(of_parts, axis).index_select(axis, order)
 
@@ -183,8 +211,8 @@ class ListedWork:
             None if each is None else whole(name)
             for name, each in zip(Result._fields[3:], found[0][3:], strict=True)
         )
-        stats = whole("stats", 1)
-        return Result(whole("out"), whole("lse"), stats, max_logit, entropy, top_key)
+        stats = whole("stats", -1 if packed else 1)
+        return Result(whole("out", 0), whole("lse"), stats, max_logit, entropy, top_key)
 
     def backward(
         self,
@@ -226,9 +254,9 @@ class ListedWork:
         return whole, by_k, by_v, sums.of_score
 
     def _order(self) -> Tensor:
-        """Return where each batch item is, in what the parts have one after the other."""
-        items = [part.items for part in self.parts if part.items is not None]
-        return torch.cat(items).argsort()
+        """Return where each item or packed row is, in what the parts have one after the other."""
+        places = [part.places for part in self.parts]
+        return torch.cat([each for each in places if each is not None]).argsort()
 
 
 def _keywords(call: OpCall, of_lists: OfLists) -> Keywords:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures what benchmarks/README.md shows of the suites, one after the other: scripts/bench_suites.sh FOLDER [PYTHON]
-# Minutes are budgets: a suite that has spent its own leaves out what is longest, and says so. Together some 35, on a
+# Minutes are budgets: a suite that has spent its own leaves out what is longest, and says so. Together some 45, on a
 # machine that does nothing else. A suite that fails ends it; what is done is kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,6 +21,7 @@ bench models --minutes 9 --dtype bfloat16 --lengths 512,2048 --no-flex
 bench variants --minutes 4 --dtype float32
 bench widths --minutes 4
 bench lists --minutes 6 --dtype float32 --lengths 65536 --no-flex
+bench list-memory --minutes 10 --dtype float32 --lengths 4096,8192,16384,32768
 
 # Of every page the figures that the README shows.
 drawn=$(mktemp -d)

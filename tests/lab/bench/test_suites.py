@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.lab.pages import Page
+from tests.variants_catalogue import assert_all_close
 from tilelab.bench import children, command, compare, main
 from tilelab.bench.children import STEPS
 from tilelab.bench.memory import CURE, DOUBLE, predicted
@@ -26,10 +27,12 @@ from tilelab.bench.sentences import crossing, crossings_in_words, sentences
 from tilelab.bench.steps import Step
 from tilelab.bench.suites import FEW, catalogue, layer
 from tilelab.bench.tables import suite_tables
+from tilelab.cases.case import Case
 from tilelab.cases.table import rows
+from tilelab.cases.variants import seen_by
 from tilelab.common.record import COMPLETE, INTERRUPTED
 from tilelab.peers.flex import flex_mask, flex_score
-from tilelab.peers.methods import OURS, own_masks, rivals
+from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, own_masks, rivals
 from tilelab.peers.work import Work, draw, flops, work_of
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
@@ -182,6 +185,39 @@ def test_variants(tmp_path: Path) -> None:
     names = {each.name for each in catalogue(64, "cpu")}
     assert ours == {f"{name}, {words}" for name in names for words in ("forward", "backward")}
     assert "Time over no variant, forward" in (tmp_path / "variants.md").read_text()
+
+
+@pytest.mark.slow
+@needs_core
+def test_list_memory(tmp_path: Path) -> None:
+    """Twice the keys are twice the bytes by lists, and four times by a mask."""
+    values = run("list-memory", tmp_path, "--lengths", "2048,4096")
+    held = {(p["case"], p["method"], p["length"]): p["samples"][0] for p in values["points"]}
+    for case in ("forward", "training"):
+        by_lists, by_mask = (
+            held[case, method, 4096] / held[case, method, 2048]
+            for method in ("tilewise, key lists", "sdpa, mask")
+        )
+        assert by_lists < 2.5 < by_mask
+    text = (tmp_path / "list-memory.md").read_text()
+    assert "- forward, sdpa, mask: " in text
+
+
+def test_lists_and_their_mask_name_the_same_keys() -> None:
+    """Each row has as many distinct keys, in ascending order, or all where there are fewer."""
+    case = Case("", heads=2, queries=70, keys=40, listed=7, dtype=torch.float64)
+    work = work_of(case, "list-memory")
+    lists = work.drawn_lists
+    assert lists.shape == (70, 7)
+    assert bool((lists.diff(dim=1) > 0).all())
+    assert torch.equal(seen_by(lists, 40).nonzero()[:, 1].view(70, 7), lists.long())
+    assert work_of(replace(case, listed=50)).drawn_lists.shape == (70, 40)
+    given = draw(work)
+    by_lists, by_mask = (
+        {"out": method.make(work, given)(given.q, given.k, given.v)}
+        for method in (by_drawn_lists(), masked_by_lists())
+    )
+    assert_all_close(by_lists, by_mask)
 
 
 @needs_core

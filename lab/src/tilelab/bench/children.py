@@ -46,7 +46,7 @@ _WARM = 64  # rows of a small call that loads code and workspaces
 
 
 Job = dict[str, Any]  # of a process, for JSON
-_SENT = ("name", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
+_SENT = ("name", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim", "listed")
 
 
 def job_of(work: Work, method: str, rows: int = 0) -> Job:

@@ -228,6 +228,8 @@ ABOUT = {
     "variants": "Masks and scores of the catalogue, beside plain attention and FlexAttention.",
     "lists": "Each row reads some keys; 64 heads of width 128 share them. tilewise reads by key "
     "lists, the others by a mask. tilewise over all keys computes something else: see its error.",
+    "list-memory": "Peak memory of one pass beyond q, k, v and the output's gradient; lists and "
+    "masks count. Each row reads 512 keys. tilewise over all keys computes something else.",
     "widths": "Causal attention with heads of other widths than 64 and 128. Latent: 16 heads over "
     "keys of 576 whose first 512 numbers are the values.",
 }

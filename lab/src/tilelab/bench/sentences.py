@@ -124,6 +124,7 @@ def sentences(record: SuiteRecord, suite: str) -> list[str]:
         "memory": (_memory, _double, _cure),
         "accuracy": (_accuracy,),
         "variants": (_faster, _extra),
+        "list-memory": (_grown,),
     }.get(suite, (_faster,))
     return [*_wrong(points), *(line for maker in makers for line in maker(points))]
 
@@ -250,6 +251,17 @@ def _memory(points: Sequence[Point]) -> list[str]:
         f"{each.other / each.ours:.3g} times less."
         for each in _held(points)
     ]
+
+
+def _grown(points: Sequence[Point]) -> list[str]:
+    """Return what each method holds at the shortest and at the longest length that it did."""
+    found = []
+    for case, method in dict.fromkeys((p.case, p.method) for p in points if p.median):
+        own = {p.length: p.median or 0 for p in points if (p.case, p.method) == (case, method)}
+        held = {length: amount_of(own[length], "bytes") for length in own if own[length]}
+        first, last = min(held), max(held)
+        found.append(f"{case}, {method}: {held[first]} at {first} keys, {held[last]} at {last}.")
+    return found
 
 
 def _sparse(points: Sequence[Point]) -> list[str]:

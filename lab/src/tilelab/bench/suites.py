@@ -5,7 +5,8 @@ error of every exact method, and what the 2x rule allows. ``paper``: the runtime
 Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
 ``models``: one attention layer of well-known models, from its input to its output. ``variants``:
 masks and scores of the table, against none and against others. ``lists``: some keys of each row,
-by lists and by masks. ``widths``: other widths of heads than 64 and 128, and latent attention.
+by lists and by masks. ``list-memory``: the peaks of these. ``widths``: other widths of heads than
+64 and 128, and latent attention.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from tilelab.cases.variants import listed, softcap, window
 from tilelab.peers.methods import (
     OURS,
     Method,
+    by_drawn_lists,
     by_lists,
     exact,
     flex,
+    masked_by_lists,
     over_all_keys,
     rivals,
     sdpa,
@@ -297,6 +300,25 @@ def lists(settings: Settings) -> list[Step]:
     ]
     methods = [by_lists(), over_all_keys(), sdpa(), written_out()]
     return timed(works, [*methods, *([flex()] if settings.flex else [])])
+
+
+LISTED = 512  # keys of a row's list: fewer than there are from here on
+LIST_MEMORY_HEADS = 4  # that share a key head and lists
+
+
+def list_memory(settings: Settings) -> list[Step]:
+    """Return steps that weigh key lists of one width, along the length: four heads of width 64."""
+    methods = [by_drawn_lists(), over_all_keys(), masked_by_lists()]
+    ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
+    found = []
+    for length, dtype in product(settings.lengths, settings.dtypes):
+        sizes = {"heads": LIST_MEMORY_HEADS, "kv_heads": 1, "listed": LISTED}
+        works = [
+            settings.work("list-memory", Case(words, passes=way), length, dtype, **sizes)
+            for way, words in ways
+        ]
+        found.append(Step(f"lists' memory, {length}, {dtype}", partial(weigh, works, methods)))
+    return found
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:

@@ -90,13 +90,34 @@ def _dense(*dims: int) -> Maker:
     return make
 
 
+_ROWS = 64  # of lists that are drawn at a time: never M x N numbers
+
+
+def listed_keys(draw: Draw, many: int) -> Tensor:
+    """Return so many keys of each row, int32 [M, K], drawn at random, in ascending order."""
+    many = min(many, draw.keys)
+    found = torch.empty(draw.queries, many, dtype=torch.int32, device=draw.device)
+    for start in range(0, draw.queries, _ROWS):
+        rows = found[start : start + _ROWS]
+        rows.copy_(draw.uniform(len(rows), draw.keys).topk(many).indices.sort(dim=1).values)
+    return found
+
+
+def seen_by(lists: Tensor, keys: int) -> Tensor:
+    """Return which keys lists [M, K] name, bool [M, N]."""
+    seen = torch.zeros(len(lists), keys, dtype=torch.bool, device=lists.device)
+    for start in range(0, len(lists), _ROWS):
+        rows = slice(start, start + _ROWS)
+        seen[rows].scatter_(1, lists[rows].long(), True)
+    return seen
+
+
 def listed(share: int) -> Maker:
     """Return a maker of masks in which each row sees one in ``share`` keys, drawn at random."""
 
     def make(draw: Draw) -> Mask:
-        order = draw.uniform(draw.queries, draw.keys).topk(max(1, draw.keys // share)).indices
-        seen = torch.zeros(draw.queries, draw.keys, dtype=torch.bool, device=draw.device)
-        return masks.dense(seen.scatter(1, order, True))
+        lists = listed_keys(draw, max(1, draw.keys // share))
+        return masks.dense(seen_by(lists, draw.keys))
 
     return make
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from tilelab.cases.variants import seen_by
 from tilelab.common.torch_private import keep_buffers
 from tilelab.peers.approximations import (
     Operands,
@@ -101,6 +102,30 @@ def by_lists() -> Method:
         return lambda q, k, v: tilewise.attention(q, k, v, keys=keys)
 
     return Method(OURS, make)
+
+
+def by_drawn_lists() -> Method:
+    """tilewise.attention by the lists of a work that has some, which never were a mask."""
+
+    def make(work: Work, _: Given) -> Attend:
+        keys = work.drawn_lists.expand(work.batch, 1, -1, -1)
+        return lambda q, k, v: tilewise.attention(q, k, v, keys=keys)
+
+    return Method(f"{OURS}, key lists", make)
+
+
+def masked_by_lists() -> Method:
+    """Torch's scaled_dot_product_attention with the lists of a work as a mask."""
+
+    def make(work: Work, _: Given) -> Attend:
+        mask = seen_by(work.drawn_lists, work.keys)
+        grouped = work.heads != work.kv_heads
+        return lambda q, k, v: scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=grouped
+        )
+
+    # The mask, and the same in the operands' dtype.
+    return Method("sdpa, mask", make, matrices=lambda work: 1.25 / (work.batch * work.heads))
 
 
 def over_all_keys() -> Method:
@@ -195,7 +220,8 @@ def written_out() -> Method:
 
 def method_named(name: str, device: str, rows: int = 0) -> Method:
     """Return the method of that name."""
-    every = [sdpa(), *exact(device), *rivals()]
+    lists = [by_drawn_lists(), over_all_keys(), masked_by_lists()]
+    every = [sdpa(), *exact(device), *rivals(), *lists]
     if rows:
         every = [*cures(rows), *every]
     return next(method for method in every if method.name == name)

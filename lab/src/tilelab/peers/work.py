@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilelab.cases.case import Case
 from tilelab.cases.inputs import variant_of
-from tilelab.cases.variants import uneven
+from tilelab.cases.variants import Draw, listed_keys, uneven
 from tilewise import visible_pairs
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
@@ -44,6 +44,14 @@ class Work(Case):
     def drawn_score(self) -> Any:
         """What ``tilewise.attention`` takes as the score."""
         return self._variant[1]
+
+    @property
+    def drawn_lists(self) -> Tensor:
+        """As many keys for each row as ``listed`` says, int32 [M, K], the same for all heads."""
+        device = torch.device(self.device)
+        generator = torch.Generator(device).manual_seed(SEED)
+        sizes = self.batch, self.heads, self.queries, self.keys, self.keys
+        return listed_keys(Draw(*sizes, self.dtype, device, generator), self.listed)
 
     @property
     def timer(self) -> str:

@@ -2,10 +2,11 @@
 
 ``docs/speed.svg`` shows how many times faster than torch attention is on one core,
 ``docs/study.svg`` what each choice of the study ``ladder`` does to the loss, by the text that was
-read, and ``docs/key-lists.svg`` the time of a row by the keys that it reads, all three from stored
-results. ``docs/long-context.svg`` shows what ``tilewise.distributed.forecast`` predicts. They
-follow the reader's light or dark theme. With ``--check`` nothing is written, and the exit status is
-1 where a picture does not show what is stored, or predicted.
+read, ``docs/key-lists.svg`` the time of a row by the keys that it reads, and
+``docs/key-lists-memory.svg`` the memory of lists by the length, all four from stored results.
+``docs/long-context.svg`` shows what ``tilewise.distributed.forecast`` predicts. They follow the
+reader's light or dark theme. With ``--check`` nothing is written, and the exit status is 1 where a
+picture does not show what is stored, or predicted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tilelab.bench.points import SuiteRecord
-from tilelab.bench.suites import LIST_ROWS
+from tilelab.bench.suites import LIST_ROWS, LISTED
 from tilelab.common.svg import (
     INK,
     RULE,
@@ -39,7 +40,7 @@ from tilelab.common.svg import (
     spread,
     standalone,
 )
-from tilelab.peers.methods import OURS, over_all_keys
+from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_all_keys
 from tilelab.study.recipes.ladder import EFFECT_BITS_PER_BYTE
 from tilelab.study.report.content import gather
 from tilelab.study.report.ladders import effect_chart
@@ -51,6 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
 LADDER = ROOT / "benchmarks/studies/ladder"
 LISTS = ROOT / "benchmarks/amd-epyc-25-1/suites/lists.json"
+LIST_MEMORY = LISTS.with_name("list-memory.json")
 # Names in the record, and what the picture calls them.
 CASES = {
     "forward full 2k D64": "forward, 2k tokens",
@@ -150,6 +152,47 @@ def key_lists() -> str:
     return standalone(finish(figure, "lists", f"Time of a row. {'. '.join(told)}"))
 
 
+def key_list_memory() -> str:
+    """Two panels, forward and training: a line for each method, the peak by the length."""
+    record = SuiteRecord.read(LIST_MEMORY)
+    figure = canvas(_WIDTH, 320)
+    panels = place(figure, 62, 48, 392, 34), place(figure, 366, 48, 88, 34)
+    titles = {"forward": "forward", "training": "forward and backward"}
+    names = {
+        by_drawn_lists().name: "key lists",
+        over_all_keys().name: "all keys",
+        masked_by_lists().name: "torch, mask",
+    }
+    told, most = [], max(point.median or 0 for point in record.points) / 1e6
+    for axes, (case, title) in zip(panels, titles.items(), strict=True):
+        ends = {}
+        for index, (method, name) in enumerate(names.items()):
+            held = {
+                point.length: point.median / 1e6
+                for point in record.points
+                if (point.case, point.method) == (case, method) and point.median
+            }
+            colour = arm_colour(index + 1)
+            axes.plot(list(held), list(held.values()), color=colour, marker="o", zorder=4)
+            ends[name] = max(held), held[max(held)], colour
+            values = ", ".join(f"{length:,}: {count:,.0f} MB" for length, count in held.items())
+            told.append(f"{title}, {name}: {values}")
+        for name, (length, count, colour) in ends.items():
+            beside(axes, (length, count), name, colour=colour)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(2, 2 * most)
+        lengths = sorted({point.length for point in record.points})
+        axes.set_xticks(lengths, [f"{each // 1024}k" for each in lengths])
+        axes.set_xlabel("queries and keys", color=SOFT, labelpad=7)
+        axes.set_title(title, color=INK, loc="left", fontsize=12.5)
+        axes.yaxis.set_major_formatter(
+            lambda value, _: f"{value:g} MB" if value < 1000 else f"{value / 1000:g} GB"
+        )
+    summary = f"Memory at the highest, lists of {LISTED} keys. {'. '.join(told)}"
+    return standalone(finish(figure, "list-memory", summary))
+
+
 def _forecast(length: int, ranks: int, schedule: Any) -> Forecast:
     """A layer of Llama 3 8B in training."""
     shapes = [(1, heads, length, 128) for heads in (32, 8, 8)]
@@ -214,6 +257,7 @@ def main(arguments: list[str]) -> int:
             ROOT / "docs/speed.svg": speed(),
             ROOT / "docs/study.svg": study(),
             ROOT / "docs/key-lists.svg": key_lists(),
+            ROOT / "docs/key-lists-memory.svg": key_list_memory(),
             ROOT / "docs/long-context.svg": long_context(),
         }
     if arguments == ["--check"]:

@@ -3,8 +3,8 @@
 The text between the two ``measured`` marks (of the bench) and between the two ``studied`` marks (of
 the study) of docs/measured.md belongs to this script, that between the two ``sparse`` and the two
 ``suites`` marks of benchmarks/README.md, that between the two ``counted`` marks of docs/io-model.md
-and that between the two ``lists`` marks of docs/key-lists.md. With ``--check`` nothing is written,
-and the exit status is 1 where a page differs from benchmarks/.
+and those between the ``lists`` and the ``list-memory`` marks of docs/key-lists.md. With ``--check``
+nothing is written, and the exit status is 1 where a page differs from benchmarks/.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from pathlib import Path
 
 from tilelab import bench
 from tilelab.bench.command import SUITES
-from tilelab.bench.points import SuiteRecord
+from tilelab.bench.points import SuiteRecord, amount_of
 from tilelab.bench.sentences import sentences
-from tilelab.bench.suites import LIST_HEADS, LIST_ROWS, LIST_WIDTH
+from tilelab.bench.suites import (
+    LIST_HEADS,
+    LIST_MEMORY_HEADS,
+    LIST_ROWS,
+    LIST_WIDTH,
+    LISTED,
+)
 from tilelab.bench.tables import suite_heading
 from tilelab.counted.cases import Row, verdict
 from tilelab.counted.cases import table as tabulated
-from tilelab.peers.methods import OURS
+from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
@@ -117,6 +123,38 @@ def lists(stored: Path) -> str:
     )
 
 
+def list_memory(stored: Path) -> str:
+    """What the suite ``list-memory`` found: a line for each pass and length."""
+    record = SuiteRecord.read(stored)
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for point in record.points:
+        held = "too much" if point.median is None else amount_of(point.median, point.quantity)
+        found.setdefault((point.case, point.length), {})[point.method] = held
+    titles = {
+        by_drawn_lists().name: "by lists",
+        over_all_keys().name: "tilewise, all keys",
+        masked_by_lists().name: "torch with a mask",
+    }
+    heading = ["", "queries and keys", *titles.values()]
+    lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
+    for (case, length), held in sorted(found.items()):
+        words = "forward" if case == "forward" else "forward and backward"
+        row = [words, f"{length:,}", *(held[method] for method in titles)]
+        lines.append(f"| {' | '.join(row)} |")
+    machine, *_ = suite_heading(record)
+    longest = max(
+        (point for point in record.points if point.method == by_drawn_lists().name),
+        key=lambda point: point.length,
+    )
+    own = 4 * longest.length * LISTED  # bytes of the int32 lists themselves
+    times = (longest.median or math.nan) / own
+    return (
+        f"{LIST_MEMORY_HEADS} heads of width 64 that share one key head, float32, lists of "
+        f"{LISTED} keys that all heads share. {machine}. At {longest.length:,} keys a call by "
+        f"lists needs {times:.1f} times the size of its lists.\n\n" + "\n".join(lines)
+    )
+
+
 def counted(stored: Path) -> str:
     """Predicted bytes beside counted ones."""
     rows = [Row.read(each) for each in json.loads(stored.read_text())["rows"]]
@@ -153,6 +191,10 @@ def pages() -> dict[Path, str]:
     for stored_lists in sorted((ROOT / "benchmarks").glob("*/suites/lists.json")):
         page = ROOT / "docs" / "key-lists.md"
         found[page] = filled(page.read_text(), "lists", lists(stored_lists))
+    for stored_peaks in sorted((ROOT / "benchmarks").glob("*/suites/list-memory.json")):
+        page = ROOT / "docs" / "key-lists.md"
+        before = found.get(page) or page.read_text()
+        found[page] = filled(before, "list-memory", list_memory(stored_peaks))
     counts = ROOT / "benchmarks" / "cachegrind" / "counted.json"
     if counts.exists():
         found[account] = filled(found[account], "counted", counted(counts))

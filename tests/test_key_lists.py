@@ -16,6 +16,7 @@ from tests.peak import only_linux, printed
 from tests.plain import attend
 from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
 from tilewise import KeyBlocks, masks, scores
+from tilewise.engine import shared_lists
 from tilewise.engine.key_lists import listed
 from tilewise.engine.shared_lists import rows_together
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -23,6 +24,12 @@ from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 SIZES = Sizes()  # 2 batch items, 4 heads (of keys: 2), 37 queries, 53 keys
 LISTED = 11
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.fixture(autouse=True)
+def short_lists_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long ones are: the calls here are small."""
+    monkeypatch.setattr(shared_lists, "_LEAST_KEYS", 0)
 
 
 def lists_of(
@@ -145,6 +152,20 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
         alone = of(tuple(x[one].detach().requires_grad_() for x in leaves), lists[one])
         for number, (mine, all_of_them) in enumerate(zip(alone, together, strict=True)):
             assert_same_bits(mine, all_of_them[one], f"item {item}, result {number}")
+
+
+def test_few_listed_keys_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making unions would take longer than it saves: keys count, also those of blocks."""
+    monkeypatch.undo()
+    lists = torch.arange(512, dtype=torch.int32).expand(16, 1, -1)
+
+    def of(rows: int, width: int, block: int = 1) -> list[int]:
+        sets, limits = lists[:rows, :, :width], torch.tensor([1000])
+        return rows_together(sets, torch.tensor([rows]), limits, 2, block)
+
+    assert of(16, 512) == [16]
+    assert of(15, 512) == of(16, 511) == of(16, 64) == [1]
+    assert of(16, 64, block=8) == [16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -15,12 +15,19 @@ from tests.plain import attend
 from tests.test_key_lists import both, lists_of, seen_by
 from tests.variants_catalogue import Sizes, assert_all_close
 from tilewise import KeyBlocks, masks
+from tilewise.engine import shared_lists
 from tilewise.engine.shared_lists import Shared, shared
 
 # Rows and keys: whole groups and not, none of either, fewer than a group, one; a long one.
 LENGTHS = ((37, 53), (0, 20), (5, 9), (16, 53), (20, 0), (1, 30), (90, 300), (3, 4), (45, 60))
 LISTED = 11
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.fixture(autouse=True)
+def short_lists_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long ones are: the calls here are small."""
+    monkeypatch.setattr(shared_lists, "_LEAST_KEYS", 0)
 
 
 class Packed(NamedTuple):

@@ -29,6 +29,8 @@ MOST_ROWS = 16  # a row is a bit of ``readers``
 _WORTH = 0.8  # of the cost of lists for single rows: what a union must stay below
 _MARKED = 8  # blocks of a sequence for each listed one of a union, at most
 _LOOKED_AT = 4  # groups of rows that the choice is made by
+# Listed keys of an item from which on its rows may share: making unions takes 2 to 4 ms of a call.
+_LEAST_KEYS = 1 << 13
 _NUMBERS = 1 << 20  # of marks at a time (one for each key of a sequence), and of listed keys
 # The width of a union is a multiple of 16, and has so many bits beyond the first.
 _LEAST_UNIT, _EIGHTHS = 16, 3
@@ -92,7 +94,7 @@ def shared(
         block: keys in a block.
     """
     limits = block_counts(lengths, block)
-    every = rows_together(listed.indices, queries, limits, heads)
+    every = rows_together(listed.indices, queries, limits, heads, block)
     if max(every, default=1) == 1:
         return []
     found: list[Shared] = []
@@ -109,7 +111,9 @@ def shared(
     return found
 
 
-def rows_together(sets: Tensor, queries: Tensor, limits: Tensor, heads: int) -> list[int]:
+def rows_together(
+    sets: Tensor, queries: Tensor, limits: Tensor, heads: int, block: int = 1
+) -> list[int]:
     """Return how many neighbouring rows of each batch item should share a list: powers of two.
 
     It depends on the lists of the item alone.
@@ -119,13 +123,14 @@ def rows_together(sets: Tensor, queries: Tensor, limits: Tensor, heads: int) -> 
         queries: int64 [B], rows of each batch item or sequence.
         limits: int32 [B], its blocks.
         heads: that share a key head.
+        block: keys in a block.
     """
     width = sets.shape[-1]
     items, firsts, ends = [], [], []
     for number, (many, limit) in enumerate(zip(queries.tolist(), limits.tolist(), strict=True)):
         most = min(MOST_ROWS, 1 << max(many, 1).bit_length() - 1)
         # A union looks at a mark for each block of the sequence.
-        if most == 1 or limit > _MARKED * most * width:
+        if most == 1 or limit > _MARKED * most * width or many * width * block < _LEAST_KEYS:
             continue
         # Some groups of the most rows, evenly from all of them.
         whole = many // most

@@ -224,6 +224,18 @@ def test_a_score_with_gradients_over_blocks_of_keys(chosen: list[list[Shared]]) 
     assert_all_close(got, due)
 
 
+def test_all_rows_share_beside_a_sequence_without_any(chosen: list[list[Shared]]) -> None:
+    """The part of the sequences whose rows have lists of their own then has no rows."""
+    q, k = torch.randn(16, 4, 8, requires_grad=True), torch.randn(50, 2, 8, requires_grad=True)
+    ends = torch.tensor([0, 0, 16]), torch.tensor([0, 20, 50])
+    lists = torch.arange(9).expand(1, 16, -1)
+    out = tilewise.attention_varlen(q, k, k, *ends, keys=lists)
+    grads = torch.autograd.grad(out.sum(), (q, k))
+    assert [(part.rows, len(part.groups.item)) for part in chosen[0]] == [(1, 0), (16, 1)]
+    alone = tilewise.attention_varlen(q, k[20:], k[20:], *(x[1:] - x[1] for x in ends), keys=lists)
+    assert_all_same_bits([alone, *torch.autograd.grad(alone.sum(), (q, k))], [out, *grads], "rows")
+
+
 @pytest.mark.parametrize("at", [0, 3])
 def test_other_sequences_may_hold_anything(at: int) -> None:
     """NaN in one sequence reaches no row and no gradient of another."""

@@ -80,7 +80,8 @@ class Part:
         problem, width = self.problem, x.shape[-1]
         if problem.layout == "varlen":
             if self.packed is not None:
-                x = x.view(len(x), problem.kv_heads, self.rows, -1, width)
+                share = problem.heads // problem.kv_heads
+                x = x.view(len(x), problem.kv_heads, self.rows, share, width)
                 x = x.transpose(1, 2)[self.packed.there]
             return x.reshape(x.shape[0], problem.heads, width)
         share, many = problem.heads // problem.kv_heads, -(-problem.queries // self.rows)

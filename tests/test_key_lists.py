@@ -167,6 +167,13 @@ def test_few_listed_keys_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert of(15, 512) == of(16, 511) == of(16, 64) == [1]
     assert of(16, 64, block=8) == [16]
 
+    def explained(width: int) -> str:
+        q, k = torch.empty(1, 2, 16, 8), torch.empty(1, 1, 1000, 8)
+        return str(tilewise.explain(q, k, k, keys=lists[:, 0, :width][None, None]))
+
+    assert "neighbours" in explained(512)
+    assert "neighbours" not in explained(511)
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_changes_no_choice(dtype: torch.dtype) -> None:

@@ -135,7 +135,7 @@ def explain_lists(
     of_blocks = f" in blocks of {block}" if block > 1 else ""
     text = f"{many} of {width} keys{of_blocks}, each for {small.queries} rows of a key head"
     notes = (("lists", text), *keywords.mask.notes())
-    if may_share(problem, rows, device):
+    if may_share(problem, rows, width, device):
         text = f"up to {MOST_ROWS} neighbours whose lists name mostly the same keys are one problem"
         notes += (("shared", text),)
     alone = problem.layout == "dense" and not problem.page_size

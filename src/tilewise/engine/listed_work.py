@@ -140,7 +140,8 @@ class ListedWork:
             k, v = (x.transpose(0, 1)[None] for x in (k, v))
         lists = Lists(self.listed, groups, blocks.block, starts, paging)
         self.parts: list[Part] = []
-        if not alone and may_share(problem, rows, self._q.device):
+        width = blocks.indices.shape[-1] * blocks.block
+        if not alone and may_share(problem, rows, width, self._q.device):
             share = problem.heads // problem.kv_heads
             queries = self._queries()
             for each in shared(self.listed, share, queries, self._counts, lists.block):

@@ -69,13 +69,15 @@ class _Union(NamedTuple):
     sizes: Tensor
 
 
-def may_share(problem: Problem, rows: int, device: torch.device) -> bool:
+def may_share(problem: Problem, rows: int, width: int, device: torch.device) -> bool:
     """Return whether rows of a call may share lists; ``rows`` do already.
 
-    On a device nobody waits to know what lists name.
+    On a device nobody waits to know what lists name. ``width`` is how many keys a list has room
+    for.
     """
     few = problem.heads // problem.kv_heads < 2 * _PACKING
-    return few and rows == 1 < problem.queries and device.type == "cpu"
+    enough = problem.queries * width >= _LEAST_KEYS
+    return few and enough and rows == 1 < problem.queries and device.type == "cpu"
 
 
 def shared(

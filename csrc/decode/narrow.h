@@ -1,5 +1,5 @@
-// Rows in 8 bits, without their scales: as rows of a wider type, or widened in registers where products take pairs of
-// bfloat16 and bytes come from tables.
+// Rows in 8 bits, without their scales: as rows of a wider type; or widened in registers, as pairs of bfloat16 where
+// bytes come from tables, or as float32.
 #pragma once
 
 #include "base/eight_bits.h"
@@ -96,6 +96,42 @@ TW_NOINLINE static void widen_rows(Stored stored, const u8* const* rows, int cou
 }
 
 // ---- in registers
+
+#if TILEWISE_VECTOR_BYTES == 32
+// Products in float32: a key is widened once for 8 rows, and nothing is written.
+template <class E, Stored kStored>
+struct NarrowWords : PlainMode<E, float> {};
+
+template <class E, Stored kStored>
+struct RowVectors<NarrowWords<E, kStored>> {
+  using Elem = E;
+  using Key = u8;
+  using Acc = float;
+  static constexpr int unit = kStored == Stored::e4m3 ? 2 : 1, step = unit * kLanes<float>, sums = unit;
+
+  TW_INLINE void of_key(const u8* p, i64 count, Vec<float>* to) {
+    if constexpr (kStored == Stored::int8) {
+      to[0] = number_of<kStored>(load8(p, count));
+    } else {
+      __m128i x{};
+      if (count >= step)
+        std::memcpy(&x, p, step);
+      else if (count > 0)
+        std::memcpy(&x, p, static_cast<std::size_t>(count));
+      e4m3_pair(x, to);
+    }
+  }
+  template <class Rows>
+  TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to) {
+    of_key(rows[j] + column, count, to);
+  }
+  TW_INLINE void in_order(Vec<float>*) {}
+  static void weights(float*, int) {}
+  static void pack(const E* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {
+    pack_rows(from, row, col, rows, depth, stride, to);
+  }
+};
+#endif
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 template <Stored kStored>

@@ -17,6 +17,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 python=$1
 shift
+unset TILEWISE_PART # of a run that this one is a test of
 tier="not slow and not thorough"
 case ${1:-} in
   --all) tier="not slow"; shift ;;

@@ -205,6 +205,7 @@ def _test(
         env=os.environ
         | {
             "TRITON_INTERPRET": "1",  # a caller's own does not reach the ordinary process
+            "TILEWISE_PART": "9/9",  # nor does this: only --part says it
             "CALLS": str(calls),
             "ORDINARY": str(ordinary),
             "INTERPRETED": str(interpreted),

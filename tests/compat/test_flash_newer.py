@@ -96,7 +96,7 @@ def checked(
         grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape)
         grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
         results.append([out.detach(), lse.detach(), *grads])
-    names = ("out", "lse", "dq", "dk", "dv", "dqv or dsink")
+    names = ("out", "lse", "dq", "dk", "dv", "dqv or dsink", "dsink")
     for name, *three in zip(names, *results, strict=False):
         assert_exact(three[0], three[1], three[2], name)
 
@@ -136,7 +136,7 @@ def test_the_third_version(flags: Flags, chunk: int, part: str) -> None:
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("part", ["all", "used"])
 def test_the_fourth_version(flags: Flags, part: str) -> None:
-    """With a sink, which has a gradient."""
+    """With a sink, which has a gradient, and with qv, beside which the lse has the heads last."""
     tensors, starts = drawn()
     rows, keys = zip(*LENGTHS, strict=True)
     used = (USED_Q, USED_K) if part == "used" else (rows, keys)
@@ -144,11 +144,13 @@ def test_the_fourth_version(flags: Flags, part: str) -> None:
     window = tuple(None if each < 0 else each for each in flags.window_size)
     sink = torch.linspace(-1, 2, 4)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
-        return FOURTH.flash_attn_varlen_func(
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+        *qv, sink = rest
+        out, lse = FOURTH.flash_attn_varlen_func(
             q,
             k,
             v,
+            qv[0] if qv else None,
             *starts,
             seqused_q=asked[0],
             seqused_k=asked[1],
@@ -159,8 +161,11 @@ def test_the_fourth_version(flags: Flags, part: str) -> None:
             softcap=flags.softcap,
             return_lse=True,
         )
+        return out, lse.T if qv else lse
 
-    checked(call, [*tensors[:3], sink], lambda x: reference(x[:3], flags, used, sink=x[3]))
+    for count in (3, 4):
+        leaves = [*tensors[:count], sink]
+        checked(call, leaves, lambda x: reference(x[:-1], flags, used, sink=x[-1]))
 
 
 def test_dense_calls_are_those_of_one_sequence_each() -> None:
@@ -176,6 +181,9 @@ def test_dense_calls_are_those_of_one_sequence_each() -> None:
     out, none = FOURTH.flash_attn_func(q, k, v, causal=True)
     assert none is None
     torch.testing.assert_close(out, THIRD.flash_attn_func(q, k, v, causal=True))
+    out, lse = FOURTH.flash_attn_func(q, k, v, qv, causal=True, return_lse=True)
+    torch.testing.assert_close(out, third[0])
+    torch.testing.assert_close(lse, third[1].transpose(1, 2))
     heads = torch.cat([q, k, k], 2)
     found = THIRD.flash_attn_qkvpacked_func(heads, causal=True, num_heads_q=4)
     torch.testing.assert_close(found, THIRD.flash_attn_func(q, k, k, causal=True))
@@ -203,10 +211,10 @@ def test_descales_are_of_the_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> N
 def test_keys_that_are_not_used_may_hold_anything() -> None:
     (q, k, v, _), starts = drawn()
     used = torch.tensor(USED_K)
-    expected = FOURTH.flash_attn_varlen_func(q, k, v, *starts, seqused_k=used, causal=True)[0]
+    expected = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, seqused_k=used, causal=True)[0]
     k, v = k.clone(), v.clone()
     k[11:20], v[11:20] = torch.nan, torch.nan
-    found = FOURTH.flash_attn_varlen_func(q, k, v, *starts, seqused_k=used, causal=True)[0]
+    found = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, seqused_k=used, causal=True)[0]
     torch.testing.assert_close(found, expected)
 
 
@@ -273,7 +281,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "^num_heads_q: ",
     ),
     "one start": (
-        lambda: FOURTH.flash_attn_varlen_func(ROWS, ROWS, ROWS, torch.tensor([0, 3])),
+        lambda: FOURTH.flash_attn_varlen_func(ROWS, ROWS, ROWS, cu_seqlens_q=torch.tensor([0, 3])),
         InvalidArgument,
         "^cu_seqlens_k: got None beside the other",
     ),
@@ -292,6 +300,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: FOURTH.flash_attn_func(Q, Q, Q, mask_mod=lambda *_: True),
         Unsupported,
         "mask_mod of FlashAttention-4.*\n.*tilewise.attention",
+    ),
+    "lists of keys": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, torch.zeros(1, 3, 2, dtype=torch.int32)),
+        Unsupported,
+        "gather_kv_indices of FlashAttention-4, of lists of keys.*\n.*pass keys to tilewise",
+    ),
+    "lists of keys, backward": (
+        lambda: FOURTH.flash_attn_varlen_func(Q, Q, Q, gather_bwd_recompute_p=True),
+        Unsupported,
+        "gather_bwd_recompute_p of FlashAttention-4",
     ),
     "cache": (
         lambda: THIRD.flash_attn_with_kvcache(Q, Q, Q, qv=Q),

@@ -62,6 +62,9 @@ _FLAGS_4 = (
     "softmax_scale=None causal=False window_size=(None,None) learnable_sink=None softcap=0.0 "
     f"{_SPLITS}"
 )
+_MODS_4 = "score_mod=None score_mod_bwd=None mask_mod=None"
+_GATHER_4 = "gather_bwd_recompute_p=False gather_bwd_token_chunk=None"
+# Of the interface of Hopper's folder in 2026, and of flash-attn-4 4.0.0b36.
 NEWER: dict[Any, str] = {
     version_3.flash_attn_func: f"q k v {_FLAGS_3}",
     version_3.flash_attn_varlen_func: f"q k v {PACKING} {_USED} {_FLAGS_3}",
@@ -72,12 +75,14 @@ NEWER: dict[Any, str] = {
     "cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
     f"{_DESCALES} softmax_scale=None causal=False {_WINDOWS} rotary_interleaved=True "
     "scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
-    cute.flash_attn_func: f"q k v {_FLAGS_4} mask_mod=None full_block_cnt=None "
-    "full_block_idx=None mask_block_cnt=None mask_block_idx=None block_size=None return_lse=False",
-    cute.flash_attn_varlen_func: "q k v cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
-    f"max_seqlen_k=None {_USED} page_table=None {_FLAGS_4} score_mod=None mask_mod=None "
-    "block_sparse_tensors=None cu_total_m_blocks=None cu_total_n_blocks=None aux_tensors=None "
-    "return_lse=False",
+    cute.flash_attn_func: f"q k v qv=None gather_kv_indices=None {_FLAGS_4} {_MODS_4} "
+    "aux_tensors=None aux_scalars=None block_sparse_tensors=None block_sparse_tensors_bwd=None "
+    f"return_lse=False {_GATHER_4}",
+    cute.flash_attn_varlen_func: "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None "
+    f"max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None {_USED} gather_kv_indices=None "
+    f"page_table=None {_FLAGS_4} {_MODS_4} block_sparse_tensors=None aux_tensors=None "
+    "aux_scalars=None return_lse=False scheduler_metadata=None seqlen_k_per_split=None "
+    f"disable_scheduler_metadata=False {_GATHER_4}",
 }
 EVERY = [
     *((getattr(flash_attn, name), text) for name, text in OPEN.items()),

@@ -109,8 +109,12 @@ def refuse(**given: object) -> None:
     """Refuse arguments that are not None."""
     for name, value in given.items():
         if value is not None:
-            fix = "pass a mask, score or BlockMask to tilewise.attention"
-            raise Unsupported(f"{name} of FlashAttention-4, which its own compiler reads", fix=fix)
+            listed = "gather" in name
+            why = "of lists of keys" if listed else "which its own compiler reads"
+            ours = "keys" if listed else "a mask, score or BlockMask"
+            raise Unsupported(
+                f"{name} of FlashAttention-4, {why}", fix=f"pass {ours} to tilewise.attention"
+            )
 
 
 def _check_used(name: str, used: Tensor | None, starts: Tensor | None, rows: Tensor) -> None:

@@ -120,6 +120,13 @@ def test_wheels_are_built_for_each_version_of_python() -> None:
     assert tool["cibuildwheel"]["build"] == [f"cp{oldest[0]}{oldest[1]}-*", f"{stable}-*"]
 
 
+def test_the_containers_of_wheels_see_the_settings_of_their_job() -> None:
+    """cibuildwheel builds and tests for Linux in a container, with the variables that it names."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    assert workflow["jobs"]["wheels"]["env"].keys() == set(tool["linux"]["environment-pass"])
+
+
 @pytest.mark.parametrize("folder", ["", "lab"])
 def test_the_packages_ask_for_the_oldest_versions_that_the_readme_names(folder: str) -> None:
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]

@@ -120,6 +120,16 @@ def test_wheels_are_built_for_each_version_of_python() -> None:
     assert tool["cibuildwheel"]["build"] == [f"cp{oldest[0]}{oldest[1]}-*", f"{stable}-*"]
 
 
+def test_the_hosted_run_has_the_tools_that_steps_would_be_skipped_without() -> None:
+    """.ci/run installs them as root only."""
+    wanted = re.findall(r"\bhave \S+ ([a-z][\w+-]*)", (ROOT / ".ci/run").read_text())
+    assert len(wanted) == 4
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step["run"] for step in workflow["jobs"]["whole"]["steps"] if "run" in step]
+    before = " ".join(steps[: steps.index("bash .ci/run")]).split()
+    assert set(wanted) <= set(before)
+
+
 def test_the_containers_of_wheels_see_the_settings_of_their_job() -> None:
     """cibuildwheel builds and tests for Linux in a container, with the variables that it names."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())

@@ -47,7 +47,8 @@ highlight_language = "none"  # of indented blocks: commands and formulas
 # ---- the reference
 autosummary_context = {"pages": MODULES}
 autosummary_ignore_module_all = False
-autodoc_mock_imports = ["transformers"]  # whose TrainerCallback tilelab.huggingface extends
+# Their classes are extended: by tilelab.huggingface and by tilewise.integrations.vllm.
+autodoc_mock_imports = ["transformers", "vllm"]
 autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -108,6 +108,19 @@ def test_importing(name: str, said: dict[str, str]) -> None:
     assert said[name] == STEPS[name][2]
 
 
+def test_flash_attn_needs_torch_alone() -> None:
+    """The Hugging Face kernel is these calls and the modules under them (scripts/hf_kernel.py)."""
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import torch, tilewise.compat.flash_attn as flash\n"
+        "q, cu = torch.ones(1, 5, 2, 8, requires_grad=True), torch.tensor([0, 2, 5])\n"
+        "flash.flash_attn_func(q, q, q, causal=True).sum().backward()\n"
+        "flash.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 3, 3).sum().backward()\n"
+        "print(q.grad.isfinite().all().item())"
+    )
+    assert ran(sys.executable, "-W", "ignore", "-c", program).stdout == "True\n"
+
+
 # The goal: what ``import tilewise`` may add to ``import torch``, in milliseconds of processor time.
 # It holds where torch takes 0.9 s or less; where torch takes longer, so may tilewise.
 ADDED_MS = 60

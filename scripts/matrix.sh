@@ -61,8 +61,10 @@ prepare() { # prepare FOLDER TORCH BASE: the environment, and the package with i
   python=$(python_of "$folder")
   # The pinned versions, but for what the pair decides: torch, and the Triton that it brings.
   grep -Ev '^(torch|triton|setuptools)==' "$root/constraints.txt" >"$folder/constraints.txt"
+  # A file, and no <(...): a Python of Windows cannot open what bash names there.
+  "$python" -c "$needs" "$root/pyproject.toml" "$root/lab/pyproject.toml" >"$folder/requirements.txt" || return 1
   "$python" -m pip install --disable-pip-version-check --quiet -c "$folder/constraints.txt" "torch==$torch" \
-    numpy setuptools -r <("$python" -c "$needs" "$root/pyproject.toml" "$root/lab/pyproject.toml") || return 1
+    numpy setuptools -r "$folder/requirements.txt" || return 1
   PATH=$(dirname "$python"):$PATH "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
     --config-settings=build-dir="$root/build/matrix-$(basename "$folder")" -e "$root" &&
     "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e "$root/lab"

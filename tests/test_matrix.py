@@ -120,6 +120,13 @@ def test_wheels_are_built_for_each_version_of_python() -> None:
     assert tool["cibuildwheel"]["build"] == [f"cp{oldest[0]}{oldest[1]}-*", f"{stable}-*"]
 
 
+def test_the_script_names_no_file_that_only_bash_can_open() -> None:
+    """It runs on Windows too, whose Python opens no ``/proc/self/fd``; bash itself may read one."""
+    text = (ROOT / "scripts/matrix.sh").read_text()
+    code = [line.partition("# ")[0] for line in text.splitlines()]
+    assert [line for line in code if re.search(r"(?<!< )[<>]\(", line)] == []
+
+
 def test_the_hosted_run_has_the_tools_that_steps_would_be_skipped_without() -> None:
     """.ci/run installs them as root only."""
     wanted = re.findall(r"\bhave \S+ ([a-z][\w+-]*)", (ROOT / ".ci/run").read_text())

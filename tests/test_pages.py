@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import json
@@ -42,6 +43,9 @@ GIVEN = {
 }
 # Blocks that another test runs, with more around them.
 ELSEWHERE = {
+    ("CONTRIBUTING.md", 1): "tests/lab/study/choices/test_registry.py",
+    ("docs/install.md", 0): "tests/integrations/test_hf_kernel.py",
+    ("docs/install.md", 1): "tests/integrations/test_hf_kernel.py",
     ("docs/model-libraries.md", 3): "tests/integrations/test_diffusers_processor.py",
     ("docs/model-libraries.md", 4): "tests/integrations/test_diffusers_context.py",
     ("docs/studies.md", 0): "tests/lab/study/test_studies_page.py",
@@ -99,6 +103,15 @@ def test_the_blocks_of_a_page_run(page: str) -> None:
         assert names["verdict"].label == "worse"
 
 
+def is_python(code: str) -> bool:
+    """Whether some text is Python that does something."""
+    try:
+        found = ast.walk(ast.parse(code))
+    except SyntaxError:
+        return False
+    return any(isinstance(each, ast.Call | ast.Assign | ast.Import) for each in found)
+
+
 def test_every_block_is_run_somewhere() -> None:
     assert len(BLOCKS) > 40
     assert ELSEWHERE.keys() | NEEDS.keys() <= PLACES
@@ -107,7 +120,9 @@ def test_every_block_is_run_somewhere() -> None:
     for page, text in TEXTS.items():
         kinds = set(re.findall(r"^```(\S+)$", text, re.M))
         assert kinds <= {"python", "py", "{toctree}", "{eval-rst}"}, page
-        # Python that is indented is no block: nobody would run it.
+        # Nobody would run Python in a block without a language, or Python that is indented.
+        for plain in re.findall(r"^```\n(.*?)^```", text, re.M | re.S):
+            assert not is_python(plain), f"{page}: {plain}"
         indented = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
         assert not re.findall(r"^    (?:import|from) .*", indented, re.M), page
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.compat.flash_reference import Flags, attend
 from tests.conftest import ran
 from tests.contract import assert_all_exact, assert_exact
+from tests.test_pages import BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(
@@ -50,6 +51,10 @@ torch.save(done, place / "outputs.pt")
 """
 
 
+# Of docs/install.md: how the kernel is loaded, and how a model takes it.
+SHOWN = [block.code for block in BLOCKS if block.page == "docs/install.md"]
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that scripts/hf_kernel.py makes of the core of this environment."""
@@ -60,7 +65,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(code: str, kernel: Path, place: Path) -> str:
     environment = os.environ | {"KERNEL": str(kernel), "PLACE": str(place), "HF_HUB_OFFLINE": "1"}
-    environment |= {"LOCAL_KERNELS": f"anyone/tilewise-attention={kernel}"}
+    environment |= {"LOCAL_KERNELS": f"me/tilewise-attention={kernel}"}
     done = ran(sys.executable, "-W", "ignore", "-c", code, timeout=None, env=environment)
     return done.stdout.strip()
 
@@ -92,6 +97,12 @@ def test_a_process_without_tilewise_and_numpy(kernel: Path, tmp_path: Path) -> N
         plain, truth = (by_formula(cut, dtype) for dtype in (torch.float32, torch.float64))
         for one, other, oracle, name in zip(packed, plain, truth, names, strict=True):
             assert_exact(one[rows], other, oracle, name)
+
+
+def test_the_call_that_the_page_shows(kernel: Path, tmp_path: Path) -> None:
+    code = SHOWN[0].replace('"KERNEL"', repr(str(kernel)))
+    given = "import torch\nq = k = v = torch.ones(1, 5, 2, 8)\n"
+    assert run(f"{ABSENT}{given}{code}\nprint(out.shape)", kernel, tmp_path).endswith("5, 2, 8])")
 
 
 def test_beside_tilewise(kernel: Path, tmp_path: Path) -> None:
@@ -130,7 +141,7 @@ ids = torch.randint(0, 99, (3, 17))
 mask = torch.ones_like(ids)
 mask[0, :5] = mask[2, 11:] = 0
 done = []
-for name, dtype in (("anyone/tilewise-attention", torch.float32), ("sdpa", torch.float32),
+for name, dtype in (("me/tilewise-attention", torch.float32), ("sdpa", torch.float32),
                     ("sdpa", torch.float64)):
     model.to(dtype).set_attn_implementation(name, allow_all_kernels=True)
     assert model.config._attn_implementation == name
@@ -140,6 +151,7 @@ for name, dtype in (("anyone/tilewise-attention", torch.float32), ("sdpa", torch
     done.append([logits.detach(), torch.cat([x.flatten() for x in grads])])
 torch.save(done, Path(os.environ["PLACE"]) / "outputs.pt")
 """
+        f"{SHOWN[1]}assert model.config._attn_implementation == 'me/tilewise-attention'\n"
     )
     run(code, kernel, tmp_path)
     ours, plain, truth = torch.load(tmp_path / "outputs.pt")

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field
 
+from tests.test_pages import BLOCKS
 from tilelab.study.ask import values as registry
+from tilelab.study.ask.run_config import Schedule
 from tilelab.study.ask.values import Kind, Share, find, names, nearest, register, resolve
+from tilelab.study.choices.schedules import Progress, factor
 from tilewise.errors import InvalidArgument
 
 
@@ -44,6 +47,14 @@ def made_up() -> Iterator[str]:
     yield "made-up"
     registry._ENTRIES.clear()
     registry._ENTRIES.update(before)
+
+
+def test_the_schedule_of_the_page(made_up: str) -> None:
+    """CONTRIBUTING.md's: a choice like those that there are. The fixture removes it again."""
+    (block,) = (each for each in BLOCKS if each[:2] == ("CONTRIBUTING.md", 1))
+    exec(block.code, {"Progress": Progress, "Share": Share, "register": register})
+    made = Schedule(name="parabola", floor=0.2)
+    assert [factor(made, step, 4) for step in range(4)] == pytest.approx([1.0, 0.65, 0.4, 0.25])
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -107,28 +107,49 @@ struct RowVectors<NarrowWords<E, kStored>> {
   using Elem = E;
   using Key = u8;
   using Acc = float;
-  static constexpr int unit = kStored == Stored::e4m3 ? 2 : 1, step = unit * kLanes<float>, sums = unit;
+  // Keys lie as those in 16 bits do, even places and odd ones for bfloat16: so the bits of a sum are the same.
+  static constexpr bool turned = std::is_same_v<E, Bf16>, pairs = kStored == Stored::e4m3;
+  static constexpr int unit = turned || pairs ? 2 : 1, step = unit * kLanes<float>, sums = pairs ? 2 : 1;
 
   TW_INLINE void of_key(const u8* p, i64 count, Vec<float>* to) {
-    if constexpr (kStored == Stored::int8) {
+    if constexpr (unit == 1) {
       to[0] = number_of<kStored>(load8(p, count));
     } else {
-      __m128i x{};
-      if (count >= step)
-        std::memcpy(&x, p, step);
-      else if (count > 0)
-        std::memcpy(&x, p, static_cast<std::size_t>(count));
-      e4m3_pair(x, to);
+      __m128i x = first_16(p, count);
+      if constexpr (turned)
+        x = _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+      numbers(x, to);
     }
   }
   template <class Rows>
   TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to) {
-    of_key(rows[j] + column, count, to);
+    if constexpr (pairs)
+      numbers(first_16(rows[j] + column, count), to);
+    else
+      to[0] = number_of<kStored>(load8(rows[j] + column, count));
   }
   TW_INLINE void in_order(Vec<float>*) {}
   static void weights(float*, int) {}
   static void pack(const E* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {
-    pack_rows(from, row, col, rows, depth, stride, to);
+    if constexpr (turned)
+      RowVectors<PlainMode<E, float>>::pack(from, row, col, rows, depth, stride, to);
+    else
+      pack_rows(from, row, col, rows, depth, stride, to);
+  }
+
+ private:
+  TW_INLINE __m128i first_16(const u8* p, i64 count) {
+    __m128i x{};
+    if (count >= 16)
+      std::memcpy(&x, p, 16);
+    else if (count > 0)
+      std::memcpy(&x, p, static_cast<std::size_t>(count));
+    return x;
+  }
+  TW_INLINE void numbers(__m128i x, Vec<float>* to) {
+    if constexpr (pairs) return e4m3_pair(x, to);
+    to[0] = (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+    to[1] = (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
   }
 };
 #endif

@@ -45,7 +45,7 @@ def test_blocks_with_transformers() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("transformers_with_tilewise")
 def test_the_block_with_pages_of_transformers() -> None:
-    shown = block("serving", 3)
+    shown = block("serving", 4)
     code = shown.code.replace("from_pretrained(...,", "from_pretrained('llama',")
     names = run([shown._replace(code=code)], {"AutoModelForCausalLM": AutoModelForCausalLM})
     assert [0 < len(each) <= 100 for each in names["tokens"]] == [True, True]

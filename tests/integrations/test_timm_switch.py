@@ -133,7 +133,7 @@ def test_a_call_that_is_left_to_torch() -> None:
     report = enable(model)
     torch.testing.assert_close(model(given), expected)
     (reason,) = report.left
-    assert "D = 600 is over its limit of 512" in reason
+    assert "D = 600 is over its limit of 576" in reason
     assert (report.taken, report.left[reason]) == (0, 2)
 
 

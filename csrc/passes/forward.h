@@ -76,9 +76,9 @@ class ForwardKernel {
 
  private:
   struct Memory {
-    Word *q, *keys, *values, *kept_p;
+    Word *q, *keys, *values, *kept_p = nullptr;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *kept_s, *row_max, *row_sum, *alpha, *peak;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -91,8 +91,7 @@ class ForwardKernel {
       scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      kept_s = carve.take<Acc>(Mode::keeps_references ? 2 * kRoomKeys * kQueries : 0);
-      kept_p = carve.take<Word>(Mode::keeps_references ? kRoomKeys * kQueries : 0);
+      if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(p_keys(f.value_dim) * kQueries / 2);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
@@ -245,24 +244,23 @@ class ForwardKernel {
         const Block now{masked,
                         {packed.keys.data + skip * packed.keys.stride, packed.keys.stride},
                         {Mode::skip_rows(packed.values, skip), packed.values.stride}};
-        const auto computed = [&](const Block& x) { step(tile, seq, h, x, chain, memory, ahead); };
         if constexpr (Mode::keeps_references) {
-          if (keeps_references(tile, masked)) {
-            flow(tile, now, memory, stream, computed, ahead);
+          if (stays_in_order()) {
+            // A guess: mostly the next block of this tile is the one behind.
+            const i64 after = now.masked.end, more = min(blocks.size, packed.end - after);
+            flow(tile, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
             continue;
           }
-          drain(tile, memory, stream, computed, ahead);
         }
-        computed(now);
+        step(tile, seq, h, now, chain, memory, ahead);
       }
-      if constexpr (Mode::keeps_references)
-        drain(tile, memory, stream, [&](const Block& x) { step(tile, seq, h, x, chain, memory, ahead); }, ahead);
+      if constexpr (Mode::keeps_references) add_values(tile, memory, stream, ahead);
     }
   }
 
   // Keys and values of a block, as the products read them.
   struct Packed {
-    i64 begin = -1;
+    i64 begin = -1, end = -1;
     Words<Word> keys{}, values{};
   };
   void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Packed& packed) const {
@@ -270,7 +268,7 @@ class ForwardKernel {
     const int rows = static_cast<int>(all.end - all.begin);
     const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, all.begin, rows, f_.head_dim, memory.key_rows);
     const StoredRows v = stored(f_.v, f_.v_scales, seq, kv_head, all.begin, rows, f_.value_dim, memory.value_rows);
-    packed = {all.begin, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
+    packed = {all.begin, all.end, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
   }
 
@@ -281,84 +279,77 @@ class ForwardKernel {
     int count() const { return static_cast<int>(masked.end - masked.begin); }
   };
 
-  // Blocks whose softmax takes the references of a tile's rows as they are (see TileMode). Three are on their way: the
-  // scores of one are made while the probabilities of the one before are, and while the values of the one before that
-  // are added up. Scores and probabilities have two rooms each, taken in turn.
+  // Blocks whose probabilities wait for their values: these are added up while the scores of a later block are made, by
+  // one run of products, and of several blocks in one go.
   struct Stream {
-    Block scored, waiting;  // has scores; has probabilities
-    bool has_scored = false, has_waiting = false;
-    int s = 0, p = 0;  // the rooms of these
+    Words<Word> values{};
+    i64 end = 0;    // key
+    int count = 0;  // keys
   };
-  Acc* score_room(const Memory& memory, int room) const { return memory.kept_s + room * kRoomKeys * kQueries; }
-  Word* p_room(const Memory& memory, int room) const { return memory.kept_p + room * kRoomKeys / 2 * kQueries; }
-
-  // Takes in a block. `computed`: has the ordinary step done, for a block in which a row's reference has to grow.
-  template <class Step>
-  void flow(const QueryTile<Mode>& tile, const Block& now, const Memory& memory, Stream& x, const Step& computed,
-            Ahead* ahead) const {
-    const int count = now.count(), width = tile.width;
-    if (x.has_scored && x.has_waiting && x.scored.count() == count && x.waiting.count() == count) {
-      const typename Mode::Fused fused{now.keys.data,
-                                       now.keys.stride,
-                                       tile.q,
-                                       score_room(memory, !x.s),
-                                       score_room(memory, x.s),
-                                       tile.row_max,
-                                       tile.row_sum,
-                                       units_.to_base2,
-                                       p_room(memory, !x.p),
-                                       x.waiting.values.data,
-                                       x.waiting.values.stride,
-                                       p_room(memory, x.p),
-                                       tile.out};
-      bool kept = false;
-      if (Mode::fused_step(f_.head_dim, f_.value_dim, count, width, fused, kept)) {
-        x.has_waiting = kept;
-        if (kept) {
-          x.waiting = x.scored, x.scored = now;
-          x.s = !x.s, x.p = !x.p;
-          return;
-        }
-        x.has_scored = false;
-        computed(x.scored);
-      }
-    }
-    settle(tile, memory, x, computed, ahead);
-    Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
-                                                              Mode::words(f_.head_dim), width, score_room(memory, x.s),
-                                                              width, nullptr, nullptr, ahead);
-    x.scored = now, x.has_scored = true;
+  static constexpr i64 p_keys(int value_dim) {
+    if constexpr (Mode::keeps_references) return Mode::value_keys(value_dim) + kRoomKeys;
+    return 0;
   }
-  // From scores to probabilities, those of the block before being used up first.
-  template <class Step>
-  void settle(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, const Step& computed, Ahead* ahead) const {
+
+  // Whether the softmax of a block is the same whatever else the call asks for.
+  bool stays_in_order() const { return f_.dropout <= 0 && f_.entropy.data == nullptr; }
+
+  // Takes in a block with references that the rows have (see TileMode). `more`: keys that lie behind it.
+  void flow(const QueryTile<Mode>& tile, const Block& now, const ScoreChain<Acc>& chain, const Memory& memory,
+            Stream& x, int more, Ahead* ahead) const {
+    const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
+    Acc* s = memory.scores;
+    // Those that wait make room, or are none of whose rows this block's are the next.
+    if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
+      Product::run_two({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
+                       {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0,
+                        (x.count + 1) / 2, width, tile.out, width},
+                       ahead);
+      x.count = 0;
+    } else {
+      Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
+                                                                depth, width, s, width, nullptr, nullptr, ahead);
+    }
+    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, now.masked.begin, count, {});
+    if (!now.masked.plain) exclude(s, width, count, now.masked.bits);
+    if (!Mode::settled(tile.row_max, width)) raise(tile, s, count, memory, x, ahead);
+    if (x.count == 0) x.values = now.values;
+    Word* p = memory.kept_p + x.count / 2 * width;
+    typename Mode::Near near;
+    if (more >= count && now.keys.stride == depth) {
+      near.keys = now.keys.data + count * now.keys.stride;
+      near.values = now.values.data, near.value_stride = now.values.stride;
+    }
+    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth)) {
+      raise(tile, s, count, memory, x, ahead);
+      x.values = now.values;
+      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0);
+    }
+    x.count += count;
+    x.end = now.masked.end;
+  }
+  void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
+             Ahead* ahead) const {
     add_values(tile, memory, x, ahead);
-    if (!x.has_scored) return;
-    x.has_scored = false;
-    x.has_waiting = Mode::softmax_kept(score_room(memory, x.s), tile.width, x.scored.count(), tile.row_max,
-                                       tile.row_sum, units_.to_base2, p_room(memory, x.p), tile.out, f_.value_dim);
-    x.waiting = x.scored;
-    if (!x.has_waiting) computed(x.scored);
+    Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
-    if (!x.has_waiting) return;
-    x.has_waiting = false;
-    Product::template run<AOrder::column_major, Into::add>(x.waiting.values.data, x.waiting.values.stride,
-                                                           p_room(memory, x.p), tile.width, f_.value_dim,
-                                                           (x.waiting.count() + Mode::per_word - 1) / Mode::per_word,
-                                                           tile.width, tile.out, tile.width, nullptr, nullptr, ahead);
+    if (x.count == 0) return;
+    Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
+                                                           f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
+                                                           tile.width, nullptr, nullptr, ahead);
+    x.count = 0;
   }
-  template <class Step>
-  void drain(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, const Step& computed, Ahead* ahead) const {
-    settle(tile, memory, x, computed, ahead);
-    add_values(tile, memory, x, ahead);
+  // Pairs that the mask excludes become -inf.
+  static void exclude(Acc* s, int width, int count, const u64* bits) {
+    const Vec<Acc> none = set(-static_cast<Acc>(__builtin_inf()));
+    for (int j = 0; j < count; j++) {
+      if (bits[j] == ~u64{0}) continue;
+      for (int i = 0; i < width; i += lanes)
+        store(s + j * width + i, select_bits<Acc>(bits[j] >> i, load(s + j * width + i), none));
+    }
   }
 
-  // Whether a tile's softmax can be tried with the references that its rows have.
-  bool keeps_references(const QueryTile<Mode>& tile, const MaskedTile& masked) const {
-    return !units_.chain && masked.plain && f_.dropout <= 0 && f_.entropy.data == nullptr &&
-           Mode::settled(tile.row_max, tile.width);
-  }
   void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block, const ScoreChain<Acc>& chain,
             const Memory& memory, Ahead* ahead) const {
     const MaskedTile& masked = block.masked;
@@ -479,15 +470,17 @@ class ForwardKernel {
   void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
                const Memory& memory) const {
     const Acc factor = units_.to_base2;
-    Vec<Acc> top[kV], sum[kV], moment[kV];
+    Vec<Acc> sum[kV], moment[kV];
+    typename Mode::Reference row[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
       const Vec<Acc> now = Mode::reference(before, load(memory.peak + i), factor);
       // A row that has seen no key yet has no maximum to subtract.
-      top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
-      const Vec<Acc> change = (before - top[v]) * factor, alpha = exp2<5>(change, Acc{});
+      const Vec<Acc> top = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
+      row[v] = typename Mode::Reference(top, factor);
+      const Vec<Acc> change = (before - top) * factor, alpha = exp2<5>(change, Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
       sum[v] = moment[v] = Vec<Acc>{};
@@ -514,7 +507,7 @@ class ForwardKernel {
             TW_UNROLL(4)
             for (int x = 0; x < Mode::step; x++) {
               if (x > 0 && j + x >= count) break;
-              const Vec<Acc> t = (load(s + static_cast<i64>(j + x) * width + i) - top[v]) * factor;
+              const Vec<Acc> t = row[v].exponent(load(s + static_cast<i64>(j + x) * width + i));
               e[x] = Mode::power(t);
               if constexpr (kMoment) moment[v] = fused(e[x], vmax(set(kFar<Acc>), t), moment[v]);
             }
@@ -538,7 +531,7 @@ class ForwardKernel {
           for (int v = 0; v < kV; v++) {
             const int i = column + v * lanes;
             Acc* p = s + static_cast<i64>(j) * width + i;
-            const Vec<Acc> x = (load(p) - top[v]) * factor;
+            const Vec<Acc> x = row[v].exponent(load(p));
             Vec<Acc> e = Mode::power(x);
             piece[v] += e;
             if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);

@@ -15,6 +15,18 @@ struct Words {
   i64 stride;
 };
 
+// What turns the scores of a row into the exponents of its probabilities, in base-2 units.
+template <class C>
+struct PlainReference {
+  Vec<C> top{};
+  C factor{};
+  template <bool kNear = false>
+  __attribute__((always_inline)) Vec<C> exponent(Vec<C> score) const {
+    return (score - top) * factor;
+  }
+  static bool all_near(const C*, int, C) { return true; }
+};
+
 // Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
 template <class E, class C>
 struct PlainMode {
@@ -24,11 +36,13 @@ struct PlainMode {
   using Dot = PlainDot<C>;
   using Product = Gemm<Dot>;
   using Session = NoSession;
+  using Reference = PlainReference<C>;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
+  static constexpr int grad_tiles = 1;   // of queries, that the backward pass takes at once
 
   TW_INLINE Vec<C> power(Vec<C> x) { return exp2<exp2_degree>(x, C{}); }
   // What a row subtracts from its scores, from a block of keys on whose largest score is `peak`.
@@ -75,12 +89,14 @@ struct PairMode {
   using Dot = PairDot;
   using Product = Gemm<Dot>;
   using Session = NoSession;
+  using Reference = PlainReference<float>;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int step = 2;  // rows of P and dS that are written at once
   static constexpr int exp2_degree = 3;
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;
+  static constexpr int grad_tiles = 1;
 
   TW_INLINE Vec<float> power(Vec<float> x) { return exp2<exp2_degree>(x, float{}); }
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float) { return vmax(peak, before); }

@@ -5,8 +5,10 @@
 //   pairs of rows. S^T = K Q^T and dP^T = V dO^T read keys and values where they lie; O^T = V^T P^T and dQ^T = K^T dS^T
 //   read them transposed, packed once for all tiles of queries; dV = P^T dO and dK = dS^T Q read P and dS as the
 //   softmax left them.
-// - A block of C is 2 x 2 tiles: then each tile that is loaded meets two others. A store takes as long as a product and
-//   waits for it, so blocks of C are few and their sums long.
+// - A block of C is 2 x 2 tiles: then each tile that is loaded meets two others.
+// - A store takes as long as a product and waits for it, and what follows waits for the store. So the sums of a block
+//   stay in their registers until the first products of the next block: each register is stored just before that block
+//   needs it, and the products of the others hide the store.
 // - A tile instruction adds up 32 products and then adds these to C: chains of additions are short, so C itself may be
 //   loaded, and added to, by tiles.
 // - What is no whole tile (rows, or the depth) is copied, zeros around it. A hidden number never meets a zero, so that
@@ -61,6 +63,73 @@ struct TileGemm {
       multiply_tiles<2, 5, 6>();
     }
     if constexpr (kR == 2 && kC == 2) multiply_tiles<3, 5, 7>();
+  }
+
+  // A block of 2 x 2 tiles whose sums are still in their registers.
+  struct Pending {
+    float* c = nullptr;
+    i64 stride = 0;
+  };
+  template <int kTile>
+  static float* place(float* c, i64 stride) {
+    return c + kTile / 2 * kSide * stride + kTile % 2 * kSide;
+  }
+  static void flush(Pending& last) {
+    if (last.c == nullptr) return;
+    const i64 sum = last.stride * 4;
+    store_tile<0>(place<0>(last.c, last.stride), sum);
+    store_tile<1>(place<1>(last.c, last.stride), sum);
+    store_tile<2>(place<2>(last.c, last.stride), sum);
+    store_tile<3>(place<3>(last.c, last.stride), sum);
+    last.c = nullptr;
+  }
+
+  // C (+)= A B of whole blocks of 2 x 2 tiles. Stores what is pending; the last block becomes pending. Strides in words.
+  template <bool kAdd>
+  TW_NOINLINE static void grid(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int steps, int width, float* c,
+                               i64 ldc, Pending& last, Ahead* ahead = nullptr) {
+    const i64 row = lda * 4, word = ldb * 4;
+    for (int column = 0; column < width; column += 2 * kSide) {
+      for (int r = 0; r < rows; r += 2 * kSide) {
+        const Word *left = a + r * lda, *right = b + column;
+        float* to = c + r * ldc + column;
+        if (last.c != nullptr)
+          first_step<true, kAdd>(left, row, right, word, lda, to, ldc, last);
+        else
+          first_step<false, kAdd>(left, row, right, word, lda, to, ldc, last);
+        for (int k = 1; k < steps; k++) add_step<2, 2>(left + k * kStep, row, right + k * kStep * ldb, word, lda);
+        last = {to, ldc};
+        if (ahead != nullptr)
+          for (int x = 0; x < kAhead; x++) ahead->step();
+      }
+    }
+  }
+  template <bool kStore, bool kAdd>
+  TW_INLINE void first_step(const Word* a, i64 row, const Word* b, i64 word, i64 lda, float* c, i64 ldc,
+                            const Pending& last) {
+    const auto turn = [&](auto number) __attribute__((always_inline)) {
+      constexpr int tile = decltype(number)::value;
+      if constexpr (kStore) store_tile<tile>(place<tile>(last.c, last.stride), last.stride * 4);
+      if constexpr (kAdd)
+        load_tile<tile>(place<tile>(c, ldc), ldc * 4);
+      else
+        clear_tile<tile>();
+    };
+    load_tile<6>(b, word);
+    load_tile<4>(a, row);
+    turn(Int<0>{});
+    multiply_tiles<0, 4, 6>();
+    load_tile<7>(b + kSide, word);
+    turn(Int<1>{});
+    multiply_tiles<1, 4, 7>();
+    load_tile<5>(a + kSide * lda, row);
+    turn(Int<2>{});
+    multiply_tiles<2, 5, 6>();
+    turn(Int<3>{});
+    multiply_tiles<3, 5, 7>();
+  }
+  static bool whole(int rows, int depth, int width) {
+    return rows % (2 * kSide) == 0 && depth % kStep == 0 && width % (2 * kSide) == 0;
   }
 
   // Rows [0, rows) and words [0, words) of a tile's place, zeros around them.
@@ -165,6 +234,13 @@ struct TileGemm {
   template <bool kAdd, bool kPeak>
   static void multiply(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int depth, int width, float* c,
                        i64 ldc, float* peak, Ahead* ahead) {
+    if constexpr (!kPeak) {
+      if (whole(rows, depth, width)) {
+        Pending last;
+        grid<kAdd>(a, lda, b, ldb, rows, depth / kStep, width, c, ldc, last, ahead);
+        return flush(last);
+      }
+    }
     int column = 0;
     for (; column + 2 * kSide <= width; column += 2 * kSide)
       columns<2, kAdd, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, kPeak ? peak + column : nullptr,
@@ -172,6 +248,30 @@ struct TileGemm {
     if (column < width)
       columns<1, kAdd, kPeak>(a, lda, b + column, ldb, rows, depth, c + column, ldc, kPeak ? peak + column : nullptr,
                               ahead);
+  }
+
+  // A product, as grid() has it.
+  struct Operands {
+    const Word* a;
+    i64 lda;
+    const Word* b;
+    i64 ldb;
+    int rows, depth, width;
+    Acc* c;
+    i64 ldc;
+  };
+  // C = A B of one, then C += A B of another, which may have no rows. In one run where both are of whole blocks.
+  static void run_two(const Operands& x, const Operands& y, Ahead* ahead) {
+    if (!whole(x.rows, x.depth, x.width) || !whole(y.rows, y.depth, y.width)) {
+      multiply<false, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr, ahead);
+      if (y.rows > 0)
+        multiply<true, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr, ahead);
+      return;
+    }
+    Pending last;
+    grid<false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth / kStep, x.width, x.c, x.ldc, last, ahead);
+    grid<true>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth / kStep, y.width, y.c, y.ldc, last, ahead);
+    flush(last);
   }
 
   // As Gemm::run. What that reads with its columns along the rows of C is transposed here (TileMode::along_rows), so

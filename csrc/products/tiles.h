@@ -10,189 +10,161 @@ struct TileMode : PairMode {
   using Product = TileGemm;
   static constexpr int kWhole = 32;  // numbers of a row of a tile
   // Half as many queries at a time: their scores stay in the nearest cache.
-  static constexpr int tile_queries = 32, query_tiles = 16;
+  static constexpr int tile_queries = 32, query_tiles = 32;
+  static constexpr int grad_tiles = 2;
 
-  // Its registers' shapes, all alike, while a thread has tasks.
+  // Its registers' shapes, all alike, while a thread has tasks. Results below the normal range are 0 meanwhile, as tile
+  // instructions have it: an exponential that ends there would take 150 cycles.
   struct Session {
-    Session() {
+    Session() : control(_mm_getcsr()) {
       TileShapes shapes;
       for (int tile = 0; tile < 8; tile++) shapes.set(tile, TileGemm::kSide, 64);
       shapes.use();
+      _mm_setcsr(control | 0x8000);
     }
-    ~Session() { release_tiles(); }
+    ~Session() {
+      _mm_setcsr(control);
+      release_tiles();
+    }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
+    unsigned control;
   };
 
-  // A row's reference grows where a score is more than this above it, in base-2 units. Probabilities up to 2^8 have as
-  // many digits as those up to 1, and the sums of values are seldom scaled anew.
-  static constexpr float kRoom = 8;
+  // One operation makes an exponent: score * factor - top * factor. The second product is rounded, alike for all keys of
+  // a row, so that it is the row's true reference. Where it is so large that what was lost would count, the difference
+  // comes first.
+  struct Reference {
+    Vec<float> shift, bias;
+    float factor;
+    Reference() : Reference(Vec<float>{}, 0.0f) {}
+    Reference(Vec<float> top, float factor) : factor(factor) {
+      const Vec<float> whole = top * factor;
+      const u64 near = near_lanes(whole);
+      shift = select_bits<float>(near, Vec<float>{}, top);
+      bias = select_bits<float>(near, -whole, Vec<float>{});
+    }
+    // kNear: for rows of which all_near() is true.
+    template <bool kNear = false>
+    __attribute__((always_inline)) Vec<float> exponent(Vec<float> score) const {
+      return fused(kNear ? score : score - shift, set(factor), bias);
+    }
+    static bool all_near(const float* top, int width, float factor) {
+      u64 near = ~u64{0};
+      for (int i = 0; i < width; i += kLanes<float>) near &= near_lanes(load(top + i) * factor);
+      return near == 0xffff || width <= 0;
+    }
+    static u64 near_lanes(Vec<float> whole) {
+      constexpr float kLargest = 4096;
+      return 0xffff & ~bits_not_below((Vec<float>)((Vec<u32>)whole & 0x7fffffff), kLargest);
+    }
+  };
+
+  // A row's reference grows where a probability would be more than 2^8. Those up to 2^8 have as many digits as those up
+  // to 1, and the sums of values are seldom scaled anew. It is asked of the words, which takes one operation for two
+  // vectors; a NaN is more than 2^8.
+  static constexpr int kRoomWord = 0x4380;  // 2^8
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
-    return (peak - before) * factor > kRoom ? peak : before;
+    const Vec<i32> word = pair(power(Reference(before, factor).exponent(peak)), Vec<float>{});
+    const Vec<float> none = set(-__builtin_inff());
+    return before == none ? peak : word > kRoomWord && peak > before ? peak : before;
   }
-  // Most blocks leave all references as they are. Then nothing waits for the largest score: probabilities are made from
-  // the scores as they come, to a place of their own, and thrown away where a row's reference has to grow after all.
-  // The sums are those of the ordinary softmax to the bit.
+
+  // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
+  // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
+  // `last`. Meanwhile the nearest cache takes in what the next products read.
   static constexpr bool keeps_references = true;
-  TW_NOINLINE static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum,
-                                       float factor, i32* p, const float* out, int value_dim) {
-    return width == 2 * kLanes<float> ? softmax_kept<2>(s, count, row_max, row_sum, factor, p, out, value_dim)
-                                      : softmax_kept<1>(s, count, row_max, row_sum, factor, p, out, value_dim);
+  // Keys whose values are added up in one go: more of them load and store the sums less often, where the nearest cache
+  // does not hold those as well.
+  static constexpr int value_keys(int value_dim) { return value_dim <= 64 ? 64 : kMostValueKeys; }
+  static constexpr int kMostValueKeys = 512;
+
+  // What the next products read, brought into the nearest cache during the softmax of 64 keys: keys one after the other,
+  // and values of as many keys. Null where there is none, or too much to stay there.
+  struct Near {
+    const Word *keys = nullptr, *values = nullptr;
+    i64 value_stride = 0;
+  };
+  static constexpr int kNearKeys = 64;
+  // With each two keys of the softmax.
+  template <int kWords>
+  TW_INLINE void fetch(Near& near) {
+    constexpr int kLines = kWords / kLanes<Word> * 2;
+    TW_UNROLL(8)
+    for (int x = 0; x < kLines; x++) __builtin_prefetch(near.keys + x * kLanes<Word>, 0, 3);
+    near.keys += kLines * kLanes<Word>;
+    if constexpr (kWords == 32) {
+      TW_UNROLL(2)
+      for (int x = 0; x < 2; x++, near.values += near.value_stride) {
+        __builtin_prefetch(near.values, 0, 3);
+        __builtin_prefetch(near.values + kLanes<Word>, 0, 3);
+      }
+    }
   }
-  template <int kV>
-  TW_INLINE bool outgrown(const Vec<float> (&most)[kV]) {
-    u64 grows = 0;
-    TW_UNROLL(2)
-    for (int v = 0; v < kV; v++) grows |= bits_of_mask<i32>((Vec<i32>)(most[v] > kRoom));
-    return grows != 0;
+  static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
+                           i32* p, bool last, Near fetched, int words) {
+    float top[tile_queries];
+    for (int i = 0; i < width; i += kLanes<float>) {
+      // A row that has seen no key yet has no maximum to subtract.
+      const Vec<float> before = load(row_max + i);
+      store(top + i, before == set(-__builtin_inff()) ? Vec<float>{} : before);
+    }
+    const bool near = Reference::all_near(top, width, factor), wide = width == 2 * kLanes<float>;
+    if (wide && near && fetched.keys != nullptr && count == kNearKeys) {
+      if (words == 32) return softmax_columns<2, true, 32>(s, count, top, row_sum, factor, p, last, fetched);
+      if (words == 64) return softmax_columns<2, true, 64>(s, count, top, row_sum, factor, p, last, fetched);
+    }
+    auto* const run = near   ? wide ? &softmax_columns<2, true, 0> : &softmax_columns<1, true, 0>
+                      : wide ? &softmax_columns<2, false, 0>
+                             : &softmax_columns<1, false, 0>;
+    return run(s, count, top, row_sum, factor, p, last, fetched);
   }
-  template <int kV>
-  TW_INLINE bool softmax_kept(const float* s, int count, const float* row_max, float* row_sum, float factor, i32* p,
-                              const float* out, int value_dim) {
+  template <int kV, bool kNear, int kFetched>
+  TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* top, float* row_sum, float factor,
+                                          i32* p, bool last, Near fetched) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
-    Vec<float> top[kV], sum[kV], most[kV];
+    Reference row[kV];
+    Vec<float> sum[kV];
+    __m512i most[kV];
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++) top[v] = load(row_max + v * lanes), sum[v] = most[v] = Vec<float>{};
-    // The sums of values that these probabilities are for come nearer meanwhile.
-    const int lines = kV * value_dim / max(count / 2, 1);
-    const float* near = out;
+    for (int v = 0; v < kV; v++)
+      row[v] = Reference(load(top + v * lanes), factor), sum[v] = Vec<float>{}, most[v] = __m512i{};
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
-      const int whole = count - first >= kSubKeys ? kSubKeys : (count - first) / 2 * 2;
-      for (int j = first; j < first + whole; j += 2) {
-        for (int x = 0; x < lines; x++, near += kLanes<float>) __builtin_prefetch(near, 1, 3);
+      const int end = first + kSubKeys <= count ? first + kSubKeys : count;
+      int j = first;
+      TW_UNROLL(2)
+      for (; j + 2 <= end; j += 2) {
+        if constexpr (kFetched != 0) fetch<kFetched>(fetched);
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
-          const float* from = s + j * width + v * lanes;
-          const Vec<float> x = (load(from) - top[v]) * factor, y = (load(from + width) - top[v]) * factor;
-          most[v] = vmax(y, vmax(x, most[v]));
-          const Vec<float> a = power(x), b = power(y);
+          const float* from = s + static_cast<i64>(j) * width + v * lanes;
+          const Vec<float> a = power(row[v].template exponent<kNear>(load(from))),
+                           b = power(row[v].template exponent<kNear>(load(from + width)));
           piece[v] += a + b;
-          store(p + j / 2 * width + v * lanes, pair(a, b));
+          const Vec<i32> words = pair(a, b);
+          most[v] = _mm512_max_epu16(most[v], (__m512i)words);
+          store(p + static_cast<i64>(j / 2) * width + v * lanes, words);
         }
       }
       TW_UNROLL(2)
       for (int v = 0; v < kV; v++) {
-        if (whole < kSubKeys && count % 2 != 0) {
-          const Vec<float> x = (load(s + (count - 1) * width + v * lanes) - top[v]) * factor, a = power(x);
-          most[v] = vmax(x, most[v]);
+        if (j < end) {
+          const Vec<float> a = power(row[v].template exponent<kNear>(load(s + j * width + v * lanes)));
+          const Vec<i32> words = pair(a, Vec<float>{});
           piece[v] += a;
-          store(p + count / 2 * width + v * lanes, pair(a, Vec<float>{}));
+          most[v] = _mm512_max_epu16(most[v], (__m512i)words);
+          store(p + j / 2 * width + v * lanes, words);
         }
         sum[v] += piece[v];
       }
     }
-    if (__builtin_expect(outgrown(most), 0)) return false;
+    u64 grows = 0;
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v++) grows |= _mm512_cmpgt_epu16_mask(most[v], _mm512_set1_epi16(kRoomWord));
+    if (__builtin_expect(grows != 0, 0) && !last) return false;
     TW_UNROLL(2)
     for (int v = 0; v < kV; v++) store(row_sum + v * lanes, load(row_sum + v * lanes) + sum[v]);
-    return true;
-  }
-  // Three steps of three blocks at once, where tiles and vectors take turns: the scores of one, the softmax of the one
-  // before (as softmax_kept), the values of the one before that. All blocks have as many keys.
-  struct Fused {
-    const i32* keys;
-    i64 key_stride;
-    const i32* q;
-    float* made;     // the scores that are made
-    const float* s;  // those that become probabilities
-    const float* row_max;
-    float* row_sum;
-    float factor;
-    i32* p;
-    const i32* values;
-    i64 value_stride;
-    const i32* before;  // the probabilities that are used
-    float* out;
-  };
-  // False, and nothing done, for shapes that have no such step. `kept`: as softmax_kept has it; scores and sums of
-  // values are made in any case.
-  static bool fused_step(int head_dim, int value_dim, int count, int width, const Fused& x, bool& kept) {
-    if (width != 2 * kLanes<float> || head_dim != value_dim) return false;
-    if (head_dim == 64 && count == 64) return kept = fused_step<64, 64>(x), true;
-    if (head_dim == 128 && count == 128) return kept = fused_step<128, 128>(x), true;
-    return false;
-  }
-  template <int kDepth, int kKeys>
-  TW_NOINLINE static bool fused_step(const Fused& x) {
-    constexpr int lanes = kLanes<float>, side = TileGemm::kSide, kScoreSteps = kDepth / kWhole;
-    constexpr int kValueSteps = kKeys / kWhole;
-    // A block of 2 x 2 tiles goes with 16 keys, two by two, of the softmax.
-    constexpr int kPairs = kSubKeys / 2, kPerStep = kPairs / kScoreSteps;
-    static_assert(kScoreSteps == kValueSteps && kPairs % kScoreSteps == 0 && kKeys == kDepth);
-    const Vec<float> top[2] = {load(x.row_max), load(x.row_max + lanes)};
-    const float factor = x.factor;
-    Vec<float> sum[2] = {}, most[2] = {}, piece[2] = {};
-    const float* s = x.s;
-    i32* p = x.p;
-    const auto soften = [&](int turn) __attribute__((always_inline)) {  // the share of a product, of four to a step
-      constexpr int each = kPerStep > 3 ? kPerStep / 4 : 1;
-      if (kPerStep < 4 && turn % (4 / kPerStep) != 4 / kPerStep - 1) return;
-      TW_UNROLL(4)
-      for (int i = 0; i < each; i++, s += 4 * lanes, p += 2 * lanes) {
-        TW_UNROLL(2)
-        for (int v = 0; v < 2; v++) {
-          const Vec<float> a = (load(s + v * lanes) - top[v]) * factor,
-                           b = (load(s + (2 + v) * lanes) - top[v]) * factor;
-          most[v] = vmax(b, vmax(a, most[v]));
-          const Vec<float> first = power(a), second = power(b);
-          piece[v] += first + second;
-          store(p + v * lanes, pair(first, second));
-        }
-      }
-    };
-    const auto add_piece = [&]() __attribute__((always_inline)) {
-      TW_UNROLL(2)
-      for (int v = 0; v < 2; v++) sum[v] += piece[v], piece[v] = Vec<float>{};
-    };
-    const auto multiply = [&](const i32* a, i64 a_stride, const i32* b) __attribute__((always_inline)) {
-      constexpr i64 b_row = 2 * lanes * 4;
-      load_tile<6>(b, b_row);
-      load_tile<4>(a, a_stride * 4);
-      multiply_tiles<0, 4, 6>();
-      soften(0);
-      load_tile<7>(b + side, b_row);
-      multiply_tiles<1, 4, 7>();
-      soften(1);
-      load_tile<5>(a + side * a_stride, a_stride * 4);
-      multiply_tiles<2, 5, 6>();
-      soften(2);
-      multiply_tiles<3, 5, 7>();
-      soften(3);
-    };
-    const auto store_block = [&](float* c) __attribute__((always_inline)) {
-      constexpr i64 row = 2 * lanes * 4;
-      store_tile<0>(c, row);
-      store_tile<1>(c + side, row);
-      store_tile<2>(c + 2 * side * side, row);
-      store_tile<3>(c + 2 * side * side + side, row);
-    };
-    for (int n = 0; n < kKeys; n += 2 * side) {
-      clear_tile<0>();
-      clear_tile<1>();
-      clear_tile<2>();
-      clear_tile<3>();
-      TW_UNROLL(4)
-      for (int k = 0; k < kScoreSteps; k++)
-        multiply(x.keys + n * x.key_stride + k * side, x.key_stride, x.q + k * side * 2 * lanes);
-      store_block(x.made + n * 2 * lanes);
-      add_piece();
-    }
-    for (int d = 0; d < kDepth; d += 2 * side) {
-      float* c = x.out + d * 2 * lanes;
-      constexpr i64 row = 2 * lanes * 4;
-      load_tile<0>(c, row);
-      load_tile<1>(c + side, row);
-      load_tile<2>(c + 2 * side * side, row);
-      load_tile<3>(c + 2 * side * side + side, row);
-      TW_UNROLL(4)
-      for (int k = 0; k < kValueSteps; k++)
-        multiply(x.values + d * x.value_stride + k * side, x.value_stride, x.before + k * side * 2 * lanes);
-      store_block(c);
-      add_piece();
-    }
-    if (__builtin_expect(outgrown(most), 0)) return false;
-    TW_UNROLL(2)
-    for (int v = 0; v < 2; v++) store(x.row_sum + v * lanes, load(x.row_sum + v * lanes) + sum[v]);
     return true;
   }
 
@@ -203,24 +175,43 @@ struct TileMode : PairMode {
       none |= bits_of_mask<i32>((Vec<i32>)(load(row_max + i) == -__builtin_inff()));
     return none == 0;
   }
+  // Lets the references of rows grow to the largest scores of a block, and scales what the rows have so far.
+  TW_NOINLINE static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
+                                float* out, int value_dim) {
+    for (int i = 0; i < width; i += kLanes<float>) {
+      Vec<float> peak = set(-__builtin_inff());
+      for (int j = 0; j < count; j++) peak = vmax(load(s + j * width + i), peak);
+      const Vec<float> before = load(row_max + i), now = reference(before, peak, factor);
+      const u64 grown = bits_of_mask<i32>((Vec<i32>)(now != before));
+      if (grown == 0) continue;
+      store(row_max + i, now);
+      if (bits_of_mask<i32>((Vec<i32>)(before != -__builtin_inff())) == 0) continue;  // nothing so far
+      const Vec<float> one = set(1.0f), top = now == -__builtin_inff() ? Vec<float>{} : now;
+      const Vec<float> alpha = select_bits<float>(grown, exp2<5>((before - top) * factor, float{}), one);
+      store(row_sum + i, load(row_sum + i) * alpha);
+      for (int d = 0; d < value_dim; d++) store(out + d * width + i, load(out + d * width + i) * alpha);
+    }
+  }
 
   static constexpr i64 packed_keys = 2048;
-  static int block_keys(int head_dim, int value_dim) { return head_dim <= 64 && value_dim <= 64 ? 64 : kBlockKeys; }
+  static int block_keys(int, int) { return 64; }
 
   // 2^x from its whole part down: the scaling instruction takes that by itself. Relative error 9e-5, 7e-6 on average.
+  // What ends below the normal range is 0, as a session has it.
   TW_INLINE Vec<float> power(Vec<float> x) {
     const Vec<float> part = (Vec<float>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     Vec<float> p = set(7.706724107e-02f);
     p = fused(p, part, set(2.276449800e-01f));
     p = fused(p, part, set(6.951166391e-01f));
     p = fused(p, part, set(1.0f));
-    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
+    return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)x);
   }
   // By integers, which do not wait for the port that floats and tiles share; halves are rounded up.
   TW_INLINE Vec<i32> pair(Vec<float> first, Vec<float> second) {
-    const Vec<u32> low = ((Vec<u32>)first + 0x8000) >> 16, high = (Vec<u32>)second + 0x8000;
-    return (Vec<i32>)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)high);
+    alignas(64) static constexpr u16 kUpper[32] = {1,  1,  3,  3,  5,  5,  7,  7,  9,  9,  11, 11, 13, 13, 15, 15,
+                                                   17, 17, 19, 19, 21, 21, 23, 23, 25, 25, 27, 27, 29, 29, 31, 31};
+    const Vec<u32> low = (Vec<u32>)first + 0x8000, high = (Vec<u32>)second + 0x8000;
+    return (Vec<i32>)_mm512_mask_permutexvar_epi16((__m512i)high, 0x55555555u, _mm512_load_si512(kUpper), (__m512i)low);
   }
 
   static int words(int depth) { return static_cast<int>(round_up(depth, kWhole) / 2); }

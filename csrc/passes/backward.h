@@ -17,6 +17,8 @@
 #include "passes/key_sums.h"
 #include "passes/tile_gradients.h"
 
+#include <array>
+
 namespace tilewise::TILEWISE_ISA {
 
 constexpr int kPartialShare = 4;  // memory of partial dQs, in multiples of the operands'
@@ -54,16 +56,24 @@ class BackwardKernel {
 
  private:
   struct Memory {
-    typename Tiles::Memory tile;
+    std::array<typename Tiles::Memory, Mode::grad_tiles> tile;
     Word *keys, *key_rows, *values;
-    Acc *grad_k, *grad_v, *total_k, *total_v, *grad_q, *sums;
+    Acc *grad_k, *grad_v, *total_k, *total_v, *sums;
+    Acc* grad_q[Mode::grad_tiles];
     typename KeySum::Block *blocks_k, *blocks_v;
     SoFar* so_far;
     Memory(const Backward& f, void* base, i64 tiles, std::size_t* bytes = nullptr)
         : Memory(f, Carver(base), tiles, bytes) {}
 
    private:
-    Memory(const Backward& f, Carver carve, i64 tiles, std::size_t* bytes) : tile(f, carve) {
+    static auto tile_rooms(const Backward& f, Carver& carve) {
+      const typename Tiles::Memory first(f, carve);
+      if constexpr (Mode::grad_tiles == 1)
+        return std::array{first};
+      else
+        return std::array{first, typename Tiles::Memory(f, carve, first, 1)};
+    }
+    Memory(const Backward& f, Carver carve, i64 tiles, std::size_t* bytes) : tile(tile_rooms(f, carve)) {
       const Chunks chunks(f.keys);
       const i64 room = chunks.room();
       blocks_k = carve.take<typename KeySum::Block>(chunks.per_chunk);
@@ -76,7 +86,7 @@ class BackwardKernel {
       grad_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       total_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       total_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
-      grad_q = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
+      for (Acc*& one : grad_q) one = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
       sums = carve.take<Acc>(tiles * kTileQueries * static_cast<i64>(f.head_dim));
       if (bytes) *bytes = carve.used();
     }
@@ -149,11 +159,11 @@ class BackwardKernel {
       const Chunks all = chunks(seq);
       std::memset(memory.so_far, 0, static_cast<std::size_t>(tiles));
       for (i64 c = 0; c < all.count; c++) {
-        chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows& table, bool any) {
-          if (all.count == 1) return write_share(seq, h, tile, any, memory.grad_q);
+        chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows& table, bool any, Acc* grad_q) {
+          if (all.count == 1) return write_share(seq, h, tile, any, grad_q);
           const i64 at = (h - kv_head * group_) * tile_count(seq.queries) + tile;
           const bool last = c + 1 == all.count || table.skips(all.end(c), all.blocks.limit);
-          add_share(seq, h, tile, any, last, memory.sums + at * tile_size(), memory.so_far[at], memory.grad_q);
+          add_share(seq, h, tile, any, last, memory.sums + at * tile_size(), memory.so_far[at], grad_q);
         });
       }
     });
@@ -221,11 +231,11 @@ class BackwardKernel {
       const i64 at = task - first_task[b], kv_head = at / all.count, c = at % all.count;
       const i64 slot = group_ * tile_count(seq.queries) * tile_size();
       const i64 first = all.count > 1 ? first_sum[b] + (c * f_.kv_heads + kv_head) * slot : 0;
-      chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows&, bool any) {
-        if (all.count == 1) return write_share(seq, h, tile, any, memory.grad_q);
+      chunk(seq, kv_head, all, c, memory, [&](i64 h, i64 tile, const TableRows&, bool any, Acc* grad_q) {
+        if (all.count == 1) return write_share(seq, h, tile, any, grad_q);
         const i64 at = (h - kv_head * group_) * tile_count(seq.queries) + tile;
         touched[first / tile_size() + at] = any;
-        if (any) std::memcpy(partial + first + at * tile_size(), memory.grad_q, tile_bytes(width_of(seq, tile)));
+        if (any) std::memcpy(partial + first + at * tile_size(), grad_q, tile_bytes(width_of(seq, tile)));
       });
     });
   }
@@ -290,8 +300,8 @@ class BackwardKernel {
     unpack_transposed(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
   }
 
-  // All queries of a group against one chunk of keys: dK and dV of the chunk. share(h, tile, table, any) is called of
-  // each tile of queries, with the chunk's share of dQ in memory.grad_q if there is any.
+  // All queries of a group against one chunk of keys: dK and dV of the chunk. share(h, tile, table, any, grad_q) is
+  // called of each tile of queries, with the chunk's share of dQ if there is any.
   template <class Share>
   void chunk(const Sequence& seq, i64 kv_head, const Chunks& all, i64 c, Memory& memory, const Share& share) const {
     const i64 n0 = all.begin(c), n1 = all.end(c);
@@ -311,16 +321,21 @@ class BackwardKernel {
             KeySum(memory.grad_k, memory.total_k, depth_, memory.blocks_k, all, c),
             KeySum(memory.grad_v, memory.total_v, value_, memory.blocks_v, all, c)};
     for (i64 h = kv_head * group_; h < (kv_head + 1) * group_; h++) {
-      const Mask mask(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
-      const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys, memory.tile.expr);
-      for (i64 tile = 0; tile < tile_count(seq.queries); tile++) {
-        const TableRows table = table_rows(seq, mask, tile);
-        const bool any = !table.skips(n0, n1) && query_tile(x, h, tile, table, mask, chain, memory);
-        if (any) {
-          x.sum_k.count_tile();
-          x.sum_v.count_tile();
+      const Mask mask(f_, seq.b, h, seq.queries, seq.keys, memory.tile[0].expr);
+      const ScoreChain<Acc> chain(f_, seq.b, h, seq.queries, seq.keys, memory.tile[0].expr);
+      const i64 tiles = tile_count(seq.queries);
+      for (i64 tile = 0, many; tile < tiles; tile += many) {
+        many = min(min(Mode::grad_tiles, x.sum_k.tiles_left()), tiles - tile);
+        Tile group[Mode::grad_tiles];
+        for (i64 t = 0; t < many; t++) group[t].table = table_rows(seq, mask, tile + t);
+        query_tiles(x, h, tile, group, static_cast<int>(many), mask, chain, memory);
+        for (i64 t = 0; t < many; t++) {
+          if (group[t].visited > 0) {
+            x.sum_k.count_tile();
+            x.sum_v.count_tile();
+          }
+          share(h, tile + t, group[t].table, group[t].visited > 0, memory.grad_q[t]);
         }
-        share(h, tile, table, any);
       }
     }
     const Acc drop = static_cast<Acc>(1 / (1 - f_.dropout));
@@ -351,36 +366,72 @@ class BackwardKernel {
     return from;
   }
 
-  // One tile of queries against a chunk: adds to the chunk's dK and dV, leaves the tile's dQ in memory.grad_q.
-  bool query_tile(Chunk& x, i64 h, i64 tile, const TableRows& table, const Mask& mask, const ScoreChain<Acc>& chain,
-                  Memory& memory) const {
+  // What became of a tile of queries.
+  struct Tile {
+    TableRows table{};
+    MaskedTile masked{};
+    int visited = 0;  // blocks
+    bool here = false;
+  };
+
+  // Tiles of queries side by side against a chunk: adds to the chunk's dK and dV, leaves the tiles' dQ in memory.grad_q.
+  void query_tiles(Chunk& x, i64 h, i64 tile, Tile* group, int many, const Mask& mask, const ScoreChain<Acc>& chain,
+                   Memory& memory) const {
     const KeyBlocks& blocks = x.all.blocks;
-    const i64 m0 = tile * kTileQueries, n0 = x.all.begin(x.c), last = x.all.last_block(x.c);
-    const int rows = rows_of(x.seq, tile);
-    int visited = 0;
-    for (i64 block = next_block(x, table, x.all.first_block(x.c)), next = 0; block < last; block = next) {
-      next = next_block(x, table, block + 1);
-      MaskedTile masked;
-      masked.bits = memory.tile.bits;
-      if (!masked.resolve(mask, m0, rows, blocks.begin(block), blocks.end(block))) continue;
-      if (visited++ == 0) {
-        tiles_.open(x.seq, h, m0, memory.tile);
-        std::memset(memory.grad_q, 0, tile_bytes(memory.tile.tile.width));
-      }
+    const i64 n0 = x.all.begin(x.c), last = x.all.last_block(x.c);
+    const auto next_of = [&](i64 from) {
+      i64 first = last;
+      for (int t = 0; t < many; t++)
+        if (!group[t].table.skips(n0, x.all.end(x.c))) first = min(first, next_block(x, group[t].table, from));
+      return first;
+    };
+    for (i64 block = next_of(x.all.first_block(x.c)), next = 0; block < last; block = next) {
+      next = next_of(block + 1);
+      Tile& bottom = group[many - 1];
       Ahead ahead;
-      if (next == last)
-        look_down(x, h, tile, mask, visited, ahead);
-      else if (next > block + 1)
-        look_ahead(x, next, ahead);
+      int here = 0;
+      for (int t = 0; t < many; t++) {
+        Tile& own = group[t];
+        const i64 m0 = (tile + t) * kTileQueries;
+        const typename Tiles::Memory& rooms = memory.tile[t];
+        own.masked.bits = rooms.bits;
+        own.here = !own.table.skips(blocks.begin(block), blocks.end(block)) &&
+                   own.masked.resolve(mask, m0, rows_of(x.seq, tile + t), blocks.begin(block), blocks.end(block));
+        if (!own.here) continue;
+        if (own.visited++ == 0) {
+          tiles_.open(x.seq, h, m0, memory.tile[t]);
+          std::memset(memory.grad_q[t], 0, tile_bytes(rooms.tile.width));
+        }
+        if (here++ == 0) {
+          if (next == last)
+            look_down(x, h, tile + many - 1, mask, max(own.visited, bottom.visited), ahead);
+          else if (next > block + 1)
+            look_ahead(x, next, ahead);
+        }
+        Ahead* fetched = ahead.any() ? &ahead : nullptr;
+        const i64 skip = own.masked.begin - n0;
+        const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
+        const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
+        tiles_.compute(x.seq, h, own.masked, k, v, chain, rooms, 0, nullptr, fetched);
+        add_grad_q(own.masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride}, rooms, memory.grad_q[t],
+                   fetched);
+      }
+      if (here == 0) continue;
       Ahead* fetched = ahead.any() ? &ahead : nullptr;
-      const i64 skip = masked.begin - n0, at = masked.begin - blocks.begin(block);
-      const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
-      const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
-      tiles_.compute(x.seq, h, masked, k, v, chain, memory.tile, 0, nullptr, fetched);
-      products(masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride}, x.sum_k.part(block) + at * depth_,
-               x.sum_v.part(block) + at * value_, memory, fetched);
+      const auto sums = [&](const Tile& own, const typename Tiles::Memory& rooms, int queries) {
+        const i64 at = own.masked.begin - blocks.begin(block);
+        add_key_gradients(own.masked, rooms, queries, x.sum_k.part(block) + at * depth_,
+                          x.sum_v.part(block) + at * value_, fetched);
+      };
+      // Tiles that see the same keys of the block are one long contraction, in their order.
+      if (many == 2 && group[0].here && group[1].here && group[0].masked.begin == group[1].masked.begin &&
+          group[0].masked.end == group[1].masked.end) {
+        sums(group[0], memory.tile[0], static_cast<int>(kTileQueries) + memory.tile[1].tile.rows);
+        continue;
+      }
+      for (int t = 0; t < many; t++)
+        if (group[t].here) sums(group[t], memory.tile[t], memory.tile[t].tile.rows);
     }
-    return visited > 0;
   }
 
   // What a tile reads of a block of keys.
@@ -412,23 +463,35 @@ class BackwardKernel {
     }
   }
 
-  void products(const MaskedTile& masked, Words<Word> key_rows, Acc* grad_k, Acc* grad_v, Memory& memory,
-                Ahead* ahead) const {
-    const GradTile<Mode>& tile = memory.tile.tile;
-    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
-    const int queries = (tile.rows + Mode::per_word - 1) / Mode::per_word;
-    const Word* p = Mode::paired ? memory.tile.p_rows : reinterpret_cast<const Word*>(memory.tile.scores);
-    const Word* ds = Mode::paired ? memory.tile.ds_rows : reinterpret_cast<const Word*>(memory.tile.grads);
-    const i64 row = width / Mode::per_word;
-    Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
-                                                        queries, static_cast<int>(value_), grad_v, value_, nullptr,
-                                                        nullptr, ahead);
-    Product::template run<AOrder::row_major, Into::add>(ds, row, tile.q_rows.data, tile.q_rows.stride, count, queries,
-                                                        static_cast<int>(depth_), grad_k, depth_, nullptr, nullptr,
-                                                        ahead);
-    Product::template run<AOrder::column_major, Into::add>(
-        key_rows.data, key_rows.stride, reinterpret_cast<const Word*>(memory.tile.grads), width, f_.head_dim,
-        (count + Mode::per_word - 1) / Mode::per_word, width, memory.grad_q, width, nullptr, nullptr, ahead);
+  // dV += P^T dO and dK += dS^T Q of the keys of a block, over `queries` of a tile and those beside it.
+  void add_key_gradients(const MaskedTile& masked, const typename Tiles::Memory& rooms, int queries, Acc* grad_k,
+                         Acc* grad_v, Ahead* ahead) const {
+    const GradTile<Mode>& tile = rooms.tile;
+    const int count = static_cast<int>(masked.end - masked.begin), depth = (queries + Mode::per_word - 1) / Mode::per_word;
+    const Word* p = Mode::paired ? rooms.p_rows : reinterpret_cast<const Word*>(rooms.scores);
+    const Word* ds = Mode::paired ? rooms.ds_rows : reinterpret_cast<const Word*>(rooms.grads);
+    const i64 row = Tiles::row_words(tile.width);
+    if constexpr (Mode::grad_tiles > 1) {
+      Product::template run_two<Into::add, Into::add>(
+          {p, row, tile.grad_rows.data, tile.grad_rows.stride, count, depth, static_cast<int>(value_), grad_v, value_},
+          {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_}, ahead);
+    } else {
+      Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
+                                                          depth, static_cast<int>(value_), grad_v, value_, nullptr,
+                                                          nullptr, ahead);
+      Product::template run<AOrder::row_major, Into::add>(ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth,
+                                                          static_cast<int>(depth_), grad_k, depth_, nullptr, nullptr,
+                                                          ahead);
+    }
+  }
+  // dQ += dS K, transposed.
+  void add_grad_q(const MaskedTile& masked, Words<Word> key_rows, const typename Tiles::Memory& rooms, Acc* grad_q,
+                  Ahead* ahead) const {
+    const int count = static_cast<int>(masked.end - masked.begin), width = rooms.tile.width;
+    const Word* ds = Mode::paired ? rooms.ds_columns : reinterpret_cast<const Word*>(rooms.grads);
+    Product::template run<AOrder::column_major, Into::add>(key_rows.data, key_rows.stride, ds, width, f_.head_dim,
+                                                           (count + Mode::per_word - 1) / Mode::per_word, width, grad_q,
+                                                           width, nullptr, nullptr, ahead);
   }
 
   // Keys n0 .. n1 - 1 of a gradient; zeros where there is no sum.

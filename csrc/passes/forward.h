@@ -301,7 +301,7 @@ class ForwardKernel {
     Acc* s = memory.scores;
     // Those that wait make room, or are none of whose rows this block's are the next.
     if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
-      Product::run_two({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
+      Product::template run_two<Into::overwrite, Into::add>({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
                        {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0,
                         (x.count + 1) / 2, width, tile.out, width},
                        ahead);

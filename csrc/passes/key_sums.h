@@ -57,6 +57,8 @@ class KeySums {
   void count_tile() {
     if (++pending_ == kTilesPerSum) sum_++, pending_ = 0;
   }
+  // Tiles whose shares still go into the same sum.
+  i64 tiles_left() const { return kTilesPerSum - pending_; }
   // The sum of a block; null where it is zero.
   const Acc* finish(i64 block) {
     Block& x = state_[block - first_];

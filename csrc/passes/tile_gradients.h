@@ -19,6 +19,7 @@ struct GradTile {
   Acc* absent;           // the sink's probability: what those of the keys lack to 1
   Acc *slope, *center;   // of the entropy's gradient, see open_entropy
   Acc* grad_lse;
+  bool near;       // for Reference
   bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
 };
 
@@ -32,6 +33,10 @@ class TileGradients {
   static constexpr int lanes = kLanes<Acc>;
 
  public:
+  // Words from row to row of P and dS in pairs of lanes.
+  static constexpr i64 kRowWords = Mode::grad_tiles * kTileQueries / 2;
+  static i64 row_words(int width) { return Mode::grad_tiles > 1 ? kRowWords : width / Mode::per_word; }
+
   explicit TileGradients(const Backward& f) : f_(f), units_(f) {
     for (int i = 0; i < f.score_length; i++)
       bends_ |= f.score[i].op == ScoreOp::softcap || (f.score[i].op == ScoreOp::expr && !adds(*f.score[i].slope));
@@ -41,10 +46,36 @@ class TileGradients {
     GradTile<Mode> tile{};
     Word *q_room, *grad_room;
     Acc *scores, *grads, *gain;
-    Word *p_rows, *ds_rows;  // of the paired mode: the lanes packed in pairs
+    // Of the paired mode: P and dS with the lanes packed in pairs, rows of `row_words`; and dS in pairs of keys.
+    Word *p_rows, *ds_rows, *ds_columns;
     u64 *bits, *kept;
     char* expr;
     Memory(const Backward& f, Carver& carve) {
+      open_rooms(f, carve);
+      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
+      grads = carve.take<Acc>(kRoomKeys * kTileQueries);
+      gain = carve.take<Acc>(kRoomKeys * kTileQueries);
+      p_rows = carve.take<Word>(kRoomKeys * kRowWords);
+      ds_rows = carve.take<Word>(kRoomKeys * kRowWords);
+      // Over dP where that is all there before the first of it is written.
+      ds_columns = Mode::grad_tiles > 1 ? carve.take<Word>(kRoomKeys * kTileQueries / 2) : reinterpret_cast<Word*>(grads);
+      bits = carve.take<u64>(kRoomKeys);
+      kept = carve.take<u64>(kRoomKeys + 4);
+      expr = carve.take<char>(f.expr_room);
+    }
+    // Of a tile beside another one: all but its queries' own rooms are the same.
+    Memory(const Backward& f, Carver& carve, const Memory& first, int number) : Memory(first) {
+      open_rooms(f, carve);
+      // Rows of queries are behind those of the first tile: a product takes both.
+      q_room = first.q_room + number * kTileQueries / Mode::per_word * round_up(f.head_dim, lanes);
+      grad_room = first.grad_room + number * kTileQueries / Mode::per_word * round_up(f.value_dim, lanes);
+      p_rows += number * kTileQueries / 2;
+      ds_rows += number * kTileQueries / 2;
+      bits = carve.take<u64>(kRoomKeys);
+    }
+
+   private:
+    void open_rooms(const Backward& f, Carver& carve) {
       const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
       tile.q = carve.take<Word>(kTileQueries * depth);
       tile.grad_out = carve.take<Word>(kTileQueries * value);
@@ -59,14 +90,6 @@ class TileGradients {
       tile.slope = carve.take<Acc>(kTileQueries);
       tile.center = carve.take<Acc>(kTileQueries);
       tile.grad_lse = carve.take<Acc>(kTileQueries);
-      scores = carve.take<Acc>(kRoomKeys * kTileQueries);
-      grads = carve.take<Acc>(kRoomKeys * kTileQueries);
-      gain = carve.take<Acc>(kRoomKeys * kTileQueries);
-      p_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
-      ds_rows = carve.take<Word>(kRoomKeys * kTileQueries / 2);
-      bits = carve.take<u64>(kRoomKeys);
-      kept = carve.take<u64>(kRoomKeys + 4);
-      expr = carve.take<char>(f.expr_room);
     }
   };
 
@@ -108,6 +131,7 @@ class TileGradients {
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
       tile.absent[i] = static_cast<Acc>(share < sum ? share / sum : 1);  // an infinite share is all of it
     }
+    tile.near = Mode::Reference::all_near(tile.row_max, tile.width, units_.to_base2);
     if (f_.grad_entropy.data) open_entropy(seq, h, row, tile);
   }
 
@@ -156,20 +180,29 @@ class TileGradients {
                Ahead* ahead = nullptr) const {
     const GradTile<Mode>& tile = memory.tile;
     const int count = static_cast<int>(masked.end - masked.begin);
-    Acc* gain = bends_ ? memory.gain : nullptr;
-    const u64* kept = products(seq, h, masked, keys, values, chain, memory, {gain, from, raw}, ahead);
+    const u64* kept = dropped(seq, h, masked, memory);
     const u64* bits = masked.plain ? nullptr : masked.bits;
-    if (f_.grad_lse.data || f_.grad_entropy.data)
-      return differentiate_statistics<kFloat>(count, memory, bits, kept, gain);
-    const bool special = bits || kept || gain;
-    for_columns<Acc>(tile.width, [&](auto vectors, int column) {
-      constexpr int kV = decltype(vectors)::value;
-      if (tile.one_block) refine_delta<kV>(column, count, memory, bits, kept);
-      if (special)
-        differentiate<kV, true, kFloat, false>(column, count, memory, bits, kept, gain);
-      else
-        differentiate<kV, false, kFloat, false>(column, count, memory, nullptr, nullptr, nullptr);
-    });
+    const Part whole{memory.scores, memory.grads, bends_ ? memory.gain : nullptr, tile.width, 0, tile.width, 0, count};
+    // All keys of a row are looked at before dS of the first is known.
+    const bool at_once = kFloat || raw != nullptr || tile.one_block || Mode::grad_tiles == 1;
+    if (at_once) {
+      products(seq, masked, keys, values, chain, memory, whole, {whole.gain, from, raw}, ahead);
+      if (tile.one_block)
+        for_columns<Acc>(tile.width, [&](auto vectors, int column) {
+          refine_delta<decltype(vectors)::value>(column, count, memory, bits, kept);
+        });
+      return differentiate<kFloat>(memory, whole, bits, kept);
+    }
+    // In parts that the nearest cache holds.
+    constexpr int kKeys = 64, kQueries = 32;
+    for (int n = 0; n < count; n += kKeys) {
+      for (int i = 0; i < tile.width; i += kQueries) {
+        const int wide = static_cast<int>(min(kQueries, tile.width - i)), deep = static_cast<int>(min(kKeys, count - n));
+        const Part part{memory.scores, memory.grads, whole.gain, wide, i, wide, n, deep};
+        products(seq, masked, keys, values, chain, memory, part, {whole.gain, from, nullptr}, ahead);
+        differentiate<kFloat>(memory, part, bits, kept);
+      }
+    }
   }
 
   // Calls f(masked, keys, values) for each block of keys of which the tile of queries from m0 on sees some, the tile
@@ -202,34 +235,57 @@ class TileGradients {
   // Adds what these keys give to the excess, the sum over the keys of P * (dP - delta), and to the weight, that of P.
   void add_excess(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
                   const ScoreChain<Acc>& chain, const Memory& memory) const {
-    const u64* kept = products(seq, h, masked, keys, values, chain, memory, {}, nullptr);
-    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
-      refine_delta<decltype(vectors)::value, true>(column, static_cast<int>(masked.end - masked.begin), memory,
-                                                   masked.plain ? nullptr : masked.bits, kept);
+    const u64* kept = dropped(seq, h, masked, memory);
+    const int count = static_cast<int>(masked.end - masked.begin), width = memory.tile.width;
+    products(seq, masked, keys, values, chain, memory, {memory.scores, memory.grads, nullptr, width, 0, width, 0, count},
+             {}, nullptr);
+    for_columns<Acc>(width, [&](auto vectors, int column) {
+      refine_delta<decltype(vectors)::value, true>(column, count, memory, masked.plain ? nullptr : masked.bits, kept);
     });
   }
 
  private:
-  // The scores and dP of a tile, in memory.scores and memory.grads. Returns the pairs that dropout keeps, null for all.
-  const u64* products(const Sequence& seq, i64 h, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
-                      const ScoreChain<Acc>& chain, const Memory& memory,
-                      const typename ScoreChain<Acc>::Extras& extras, Ahead* ahead) const {
-    const GradTile<Mode>& tile = memory.tile;
-    const int count = static_cast<int>(masked.end - masked.begin), width = tile.width;
-    const bool few = seq.queries <= kFewQueries;
-    Ahead biases;
-    if (units_.chain) chain.look_ahead(tile.first, tile.rows, masked.begin, count, biases);
-    Product::template run<AOrder::row_major, Into::overwrite>(keys.data, keys.stride, tile.q, width, count,
-                                                              Mode::words(f_.head_dim), width, memory.scores, width,
-                                                              nullptr, nullptr, ahead, few);
-    Product::template run<AOrder::row_major, Into::overwrite>(values.data, values.stride, tile.grad_out, width, count,
-                                                              Mode::words(f_.value_dim), width, memory.grads, width,
-                                                              nullptr, nullptr, biases.any() ? &biases : ahead, few);
-    if (units_.chain) chain.apply(memory.scores, width, tile.first, tile.rows, masked.begin, count, extras);
+  // Some queries of a tile, from lane `lane` on, against some keys of a block, from key `key` on: their scores, dP, and
+  // the derivative of the score chain, in rows of `stride`.
+  struct Part {
+    Acc *scores, *grads, *gain;
+    int stride, lane, width, key, count;
+  };
+
+  // The pairs that dropout keeps, null for all.
+  const u64* dropped(const Sequence& seq, i64 h, const MaskedTile& masked, const Memory& memory) const {
     if (f_.dropout <= 0) return nullptr;
-    dropout_bits(f_, seq.b, h, tile.first, static_cast<int>(round_up(width, kLanes<u32>)), masked.begin, count,
-                 memory.kept);
+    dropout_bits(f_, seq.b, h, memory.tile.first, static_cast<int>(round_up(memory.tile.width, kLanes<u32>)),
+                 masked.begin, static_cast<int>(masked.end - masked.begin), memory.kept);
     return memory.kept;
+  }
+
+  // The scores and dP of a part.
+  void products(const Sequence& seq, const MaskedTile& masked, Words<Word> keys, Words<Word> values,
+                const ScoreChain<Acc>& chain, const Memory& memory, const Part& x,
+                const typename ScoreChain<Acc>::Extras& extras, Ahead* ahead) const {
+    const GradTile<Mode>& tile = memory.tile;
+    const bool few = seq.queries <= kFewQueries;
+    const i64 first = tile.first + x.lane, key = masked.begin + x.key;
+    const int rows = static_cast<int>(min(x.width, tile.rows - x.lane)), words = Mode::words(f_.head_dim);
+    const int value_words = Mode::words(f_.value_dim);
+    const Word *k = keys.data + x.key * keys.stride, *v = values.data + x.key * values.stride;
+    Ahead biases;
+    if (units_.chain) chain.look_ahead(first, rows, key, x.count, biases);
+    if constexpr (Mode::grad_tiles > 1) {
+      Product::template run_two<Into::overwrite, Into::overwrite>(
+          {k, keys.stride, tile.q + x.lane, tile.width, x.count, words, x.width, x.scores, x.stride},
+          {v, values.stride, tile.grad_out + x.lane, tile.width, x.count, value_words, x.width, x.grads, x.stride},
+          biases.any() ? &biases : ahead);
+    } else {
+      Product::template run<AOrder::row_major, Into::overwrite>(k, keys.stride, tile.q, tile.width, x.count, words,
+                                                                x.width, x.scores, x.stride, nullptr, nullptr, ahead,
+                                                                few);
+      Product::template run<AOrder::row_major, Into::overwrite>(v, values.stride, tile.grad_out, tile.width, x.count,
+                                                                value_words, x.width, x.grads, x.stride, nullptr,
+                                                                nullptr, biases.any() ? &biases : ahead, few);
+    }
+    if (units_.chain) chain.apply(x.scores, x.stride, first, rows, key, x.count, extras);
   }
 
   // Whether the derivative of an expression by the score is 1 everywhere.
@@ -239,7 +295,8 @@ class TileGradients {
   }
 
   struct Lane {
-    Vec<Acc> top, inverse, delta, slope{}, center{}, grad_lse{};
+    typename Mode::Reference reference;
+    Vec<Acc> inverse, delta, slope{}, center{}, grad_lse{};
   };
 
   // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
@@ -247,8 +304,8 @@ class TileGradients {
   // With kSums delta is being refined; p keeps the pairs that dropout drops.
   template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
-                      const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
-    const Vec<Acc> exponent = (load(s + at) - lane.top) * factor;
+                      const Acc* gain, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
+    const Vec<Acc> exponent = lane.reference.template exponent<!kSpecial>(load(s + at));
     p = Mode::power(exponent) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
@@ -276,17 +333,17 @@ class TileGradients {
   template <int kV, bool kWeights = false>
   void refine_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
-    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      const Lane lane{{load(tile.row_max + i), units_.to_base2}, load(tile.inverse_sum + i), load(tile.delta + i)};
       Vec<Acc> sum{}, part{}, weight{}, piece{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
         pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
-                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
-                                keep_scale, p, ds);
+                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, keep_scale, p,
+                                ds);
         // In pieces, as the forward pass has its row sums.
         if (j % kSubKeys == 0) {
           sum += part, part = Vec<Acc>{};
@@ -305,79 +362,86 @@ class TileGradients {
     }
   }
 
-  // A function of its own: beside the loops for calls without such gradients it would change how those are compiled.
   template <bool kFloat>
-  TW_NOINLINE void differentiate_statistics(int count, const Memory& memory, const u64* bits, const u64* kept,
-                                            const Acc* gain) const {
-    for_columns<Acc>(memory.tile.width, [&](auto vectors, int column) {
-      constexpr int kV = decltype(vectors)::value;
-      if (memory.tile.one_block) refine_delta<kV>(column, count, memory, bits, kept);
-      differentiate<kV, true, kFloat, true>(column, count, memory, bits, kept, gain);
+  void differentiate(const Memory& memory, const Part& x, const u64* bits, const u64* kept) const {
+    if (f_.grad_lse.data || f_.grad_entropy.data)
+      differentiate_columns<true, kFloat, true>(memory, x, bits, kept);
+    else if (bits || kept || x.gain || !memory.tile.near)
+      differentiate_columns<true, kFloat, false>(memory, x, bits, kept);
+    else
+      differentiate_columns<false, kFloat, false>(memory, x, nullptr, nullptr);
+  }
+  // A function of its own: beside loops for other calls it would be compiled less well.
+  template <bool kSpecial, bool kFloat, bool kStatistics>
+  TW_NOINLINE void differentiate_columns(const Memory& memory, const Part& x, const u64* bits, const u64* kept) const {
+    for_columns<Acc>(x.width, [&](auto vectors, int column) {
+      differentiate<decltype(vectors)::value, kSpecial, kFloat, kStatistics>(column, memory, x, bits, kept);
     });
   }
 
   template <int kV, bool kSpecial, bool kFloat, bool kStatistics>
-  void differentiate(int column, int count, const Memory& memory, const u64* bits, const u64* kept,
-                     const Acc* gain) const {
+  void differentiate(int column, const Memory& memory, const Part& x, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
-    const int width = tile.width;
-    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     Lane lane[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
-      const int i = column + v * lanes;
-      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
+      const int i = x.lane + column + v * lanes;
+      lane[v].reference = typename Mode::Reference(load(tile.row_max + i), units_.to_base2);
+      lane[v].inverse = load(tile.inverse_sum + i), lane[v].delta = load(tile.delta + i);
       if constexpr (kStatistics) {
         lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
         lane[v].grad_lse = load(tile.grad_lse + i);
       }
     }
+    const auto pair_at = [&](int j, int v, Vec<Acc>& p, Vec<Acc>& ds) __attribute__((always_inline)) {
+      const int i = x.lane + column + v * lanes;
+      pair<kSpecial, kStatistics>(x.scores, x.grads, static_cast<i64>(j) * x.stride + column + v * lanes, lane[v],
+                                  kSpecial && bits ? bits[x.key + j] >> i : ~u64{0}, kept,
+                                  kSpecial && kept ? kept[x.key + j] >> i : 0, x.gain, keep_scale, p, ds);
+    };
     if constexpr (Mode::paired && !kFloat) {
       constexpr int step = Mode::step;
-      for (int j = 0; j < count; j += step) {
+      for (int j = 0; j < x.count; j += step) {
+        Vec<Acc> p[kV][step] = {}, ds[kV][step] = {};
         TW_UNROLL(4)
         for (int v = 0; v < kV; v++) {
-          const int i = column + v * lanes;
-          Vec<Acc> p[step] = {}, ds[step] = {};
           TW_UNROLL(4)
-          for (int x = 0; x < step; x++) {
-            if (x > 0 && j + x >= count) break;
-            pair<kSpecial, kStatistics>(memory.scores, memory.grads, static_cast<i64>(j + x) * width + i, lane[v],
-                                        kSpecial && bits ? bits[j + x] >> i : ~u64{0}, kept,
-                                        kSpecial && kept ? kept[j + x] >> i : 0, gain, factor, keep_scale, p[x], ds[x]);
+          for (int y = 0; y < step; y++) {
+            if (y > 0 && j + y >= x.count) break;
+            pair_at(j + y, v, p[v][y], ds[v][y]);
           }
-          store_packed(memory, j, i, p, ds);
+          if constexpr (Mode::grad_tiles == 1 || kV != 2)
+            store_packed(memory, x.key + j, x.lane + column + v * lanes, p[v], ds[v]);
         }
+        if constexpr (Mode::grad_tiles > 1 && kV == 2) store_two(memory, x.key + j, x.lane + column, p, ds);
       }
       return;
     }
-    for (int j = 0; j < count; j++) {
+    for (int j = 0; j < x.count; j++) {
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++) {
-        const int i = column + v * lanes;
-        const i64 at = static_cast<i64>(j) * width + i;
-        const u64 seen = kSpecial && bits ? bits[j] >> i : ~u64{0};
+        const i64 at = static_cast<i64>(j) * x.stride + column + v * lanes;
         Vec<Acc> p, ds;
-        pair<kSpecial, kStatistics>(memory.scores, memory.grads, at, lane[v], seen, kept,
-                                    kSpecial && kept ? kept[j] >> i : 0, gain, factor, keep_scale, p, ds);
-        store(memory.scores + at, p);
-        store(memory.grads + at, ds);
+        pair_at(j, v, p, ds);
+        store(x.scores + at, p);
+        store(x.grads + at, ds);
       }
     }
   }
 
 #if defined(TW_PAIRS)
-  // Rows of P and dS from row j on as bfloat16, lanes side by side: a word is two neighbouring queries. And dS over its
-  // scores as the product over the keys reads it.
+  // Rows of P and dS from row j on as bfloat16, lanes side by side: a word is two neighbouring queries. And dS as the
+  // product over the keys reads it.
   template <int kStep>
   TW_INLINE void store_packed(const Memory& memory, int j, int i, const Vec<float> (&p)[kStep],
                               const Vec<float> (&ds)[kStep]) {
-    const i64 width = memory.tile.width, row = j * width / 2;
-    i32 *p_rows = memory.p_rows + row, *ds_rows = memory.ds_rows + row;
-    i32* columns = reinterpret_cast<i32*>(memory.grads) + row + i;
+    const i64 width = memory.tile.width, words = row_words(memory.tile.width);
+    i32 *p_rows = memory.p_rows + j * words, *ds_rows = memory.ds_rows + j * words;
+    i32* columns = memory.ds_columns + j / 2 * width + i;
     if constexpr (kStep == 2) {
-      PairMode::store_pairs(p_rows + i / 2, p[0]), PairMode::store_pairs(p_rows + (i + width) / 2, p[1]);
-      PairMode::store_pairs(ds_rows + i / 2, ds[0]), PairMode::store_pairs(ds_rows + (i + width) / 2, ds[1]);
+      PairMode::store_pairs(p_rows + i / 2, p[0]), PairMode::store_pairs(p_rows + i / 2 + words, p[1]);
+      PairMode::store_pairs(ds_rows + i / 2, ds[0]), PairMode::store_pairs(ds_rows + i / 2 + words, ds[1]);
       store(columns, PairMode::pair(ds[0], ds[1]));
     } else {
       const Vec<i32> first = Mode::narrowed(ds[0], ds[1]), second = Mode::narrowed(ds[2], ds[3]);
@@ -385,6 +449,28 @@ class TileGradients {
       Mode::store_rows(ds_rows + i, width, first, second);
       Mode::store_columns(columns, width, first, second);
     }
+  }
+#endif
+
+#if defined(TW_PAIRS) && defined(__AVX512BF16__)
+  // The same of two vectors side by side: a row of both is one instruction's result.
+  TW_INLINE void store_two(const Memory& memory, int j, int i, const Vec<float> (&p)[2][2],
+                           const Vec<float> (&ds)[2][2]) {
+    alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const i64 width = memory.tile.width, words = row_words(memory.tile.width), at = j * words + i / 2;
+    const auto row = [](Vec<float> a, Vec<float> b) __attribute__((always_inline)) {
+      return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    };
+    store(memory.p_rows + at, (Vec<i32>)row(p[0][0], p[1][0]));
+    store(memory.p_rows + at + words, (Vec<i32>)row(p[0][1], p[1][1]));
+    const __m512i first = row(ds[0][0], ds[1][0]), second = row(ds[0][1], ds[1][1]);
+    store(memory.ds_rows + at, (Vec<i32>)first);
+    store(memory.ds_rows + at + words, (Vec<i32>)second);
+    i32* columns = memory.ds_columns + j / 2 * width + i;
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    store(columns, (Vec<i32>)_mm512_permutex2var_epi16(first, low, second));
+    store(columns + lanes, (Vec<i32>)_mm512_permutex2var_epi16(first, high, second));
   }
 #endif
 

@@ -260,17 +260,18 @@ struct TileGemm {
     Acc* c;
     i64 ldc;
   };
-  // C = A B of one, then C += A B of another, which may have no rows. In one run where both are of whole blocks.
+  // C (+)= A B of one, then of another, which may have no rows. In one run where both are of whole blocks.
+  template <Into kFirst, Into kSecond>
   static void run_two(const Operands& x, const Operands& y, Ahead* ahead) {
     if (!whole(x.rows, x.depth, x.width) || !whole(y.rows, y.depth, y.width)) {
-      multiply<false, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr, ahead);
+      multiply<kFirst == Into::add, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr, ahead);
       if (y.rows > 0)
-        multiply<true, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr, ahead);
+        multiply<kSecond == Into::add, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr, ahead);
       return;
     }
     Pending last;
-    grid<false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth / kStep, x.width, x.c, x.ldc, last, ahead);
-    grid<true>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth / kStep, y.width, y.c, y.ldc, last, ahead);
+    grid<kFirst == Into::add>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth / kStep, x.width, x.c, x.ldc, last, ahead);
+    grid<kSecond == Into::add>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth / kStep, y.width, y.c, y.ldc, last, ahead);
     flush(last);
   }
 

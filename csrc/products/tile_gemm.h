@@ -89,8 +89,8 @@ struct TileGemm {
   TW_NOINLINE static void grid(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int steps, int width, float* c,
                                i64 ldc, Pending& last, Ahead* ahead = nullptr) {
     const i64 row = lda * 4, word = ldb * 4;
-    for (int column = 0; column < width; column += 2 * kSide) {
-      for (int r = 0; r < rows; r += 2 * kSide) {
+    for (int r = 0; r < rows; r += 2 * kSide) {
+      for (int column = 0; column < width; column += 2 * kSide) {
         const Word *left = a + r * lda, *right = b + column;
         float* to = c + r * ldc + column;
         if (last.c != nullptr)

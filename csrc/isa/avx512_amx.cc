@@ -6,6 +6,7 @@
 namespace tilewise {
 namespace avx512_amx {  // passes_avx512_amx.cc
 bool forward(const Forward& f);
+bool forward_halves(const Forward& f);  // pieces_avx512_amx.cc
 bool backward(const Backward& f);
 bool key_delta(const Backward& f);
 bool bias_backward(const BiasBackward& f);
@@ -19,6 +20,13 @@ template <class Arguments, bool (*kTiles)(const Arguments&), bool (*Kernels::*kO
 bool by_type(const Arguments& f) {
   return f.dtype == DType::bf16 ? kTiles(f) : (kernels_avx512.*kOther)(f);
 }
+// Pieces have neither dropout nor statistics.
+bool forward(const Forward& f) {
+  if (f.dtype == DType::bf16) return avx512_amx::forward(f);
+  const bool plain = f.dropout <= 0 && f.entropy.data == nullptr;
+  if (f.dtype == DType::f16 && plain) return avx512_amx::forward_halves(f);
+  return kernels_avx512.forward(f);
+}
 }  // namespace
 
 const Kernels& kernels_avx512_amx() {
@@ -27,7 +35,7 @@ const Kernels& kernels_avx512_amx() {
     all.name = "avx512_amx";
     all.description = "AVX-512 with matrix tiles (AMX) for bfloat16";
     all.supported = has_tiles;
-    all.forward = by_type<Forward, avx512_amx::forward, &Kernels::forward>;
+    all.forward = forward;
     all.backward = by_type<Backward, avx512_amx::backward, &Kernels::backward>;
     all.key_delta = by_type<Backward, avx512_amx::key_delta, &Kernels::key_delta>;
     all.bias_backward = by_type<BiasBackward, avx512_amx::bias_backward, &Kernels::bias_backward>;

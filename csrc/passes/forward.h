@@ -30,6 +30,7 @@ struct QueryTile {
   i64 first;               // query
   int rows, width;         // width: rows rounded up to whole vectors
   typename Mode::Word* q;  // [words(D)][width]
+  Words<typename Mode::Word> split_q{};  // in pieces, the same with its planes
   Acc* out;                // [Dv][width], not yet divided by the row sum
   Acc* row_max;            // in the units of the scores, see ScoreUnits
   Acc* row_sum;
@@ -47,7 +48,7 @@ class ForwardKernel {
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Product = typename Mode::Product;
-  static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries;
+  static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries, kPieces = Mode::pieces;
 
  public:
   explicit ForwardKernel(const Forward& f) : f_(f), units_(f) {}
@@ -78,7 +79,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values, *kept_p = nullptr;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *part = nullptr, *odd_out = nullptr;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -86,19 +87,27 @@ class ForwardKernel {
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
       const i64 queries = static_cast<i64>(tiles) * kQueries;
-      q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      if constexpr (kPieces == 1)
+        q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      else
+        q = carve.take<Word>(tiles * Mode::query_room(f.head_dim));
       out = carve.take<Acc>(queries * f.value_dim);
       scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(p_keys(f.value_dim) * kQueries / 2);
+      if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(kPieces * p_apart(f.value_dim));
+      if constexpr (kPieces > 1)
+        for (Acc** array : {&part, &odd_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
       const i64 packed = min(Mode::packed_keys * 3 / 2, max(kRoomKeys, f.keys));
-      keys = carve.take<Word>(packed * Mode::words(f.head_dim));
+      if constexpr (kPieces == 1)
+        keys = carve.take<Word>(packed * Mode::words(f.head_dim));
+      else
+        keys = carve.take<Word>(Mode::key_room(packed, f.head_dim));
       values = carve.take<Word>(Mode::rows_room(packed, f.value_dim));
       const bool copied = f.page_size != 0 || f.stored != Stored::plain;
       key_rows = carve.take<Elem>(copied ? packed * f.head_dim : 0);
@@ -168,7 +177,10 @@ class ForwardKernel {
     tile.rows = static_cast<int>(min(kQueries, end - first));
     tile.width = static_cast<int>(round_up(tile.rows, lanes));
     const i64 at = static_cast<i64>(index) * kQueries;
-    tile.q = memory.q + at * Mode::words(f_.head_dim);
+    if constexpr (kPieces == 1)
+      tile.q = memory.q + at * Mode::words(f_.head_dim);
+    else
+      tile.q = memory.q + index * Mode::query_room(f_.head_dim);
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;
@@ -177,7 +189,10 @@ class ForwardKernel {
     tile.best_piece = memory.best_piece + at;
     tile.best_place = memory.best_place + at;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
-    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    if constexpr (kPieces == 1)
+      Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    else
+      tile.split_q = Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
       tile.row_max[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
@@ -242,17 +257,17 @@ class ForwardKernel {
         }
         const i64 skip = masked.begin - packed.begin;
         const Block now{masked,
-                        {packed.keys.data + skip * packed.keys.stride, packed.keys.stride},
-                        {Mode::skip_rows(packed.values, skip), packed.values.stride}};
+                        behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
+                        behind(packed.values, Mode::skip_rows(packed.values, skip), skip)};
         if constexpr (Mode::keeps_references) {
-          if (stays_in_order()) {
+          if (kPieces > 1 || stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
             const i64 after = now.masked.end, more = min(blocks.size, packed.end - after);
             flow(tile, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
             continue;
           }
         }
-        step(tile, seq, h, now, chain, memory, ahead);
+        if constexpr (kPieces == 1) step(tile, seq, h, now, chain, memory, ahead);
       }
       if constexpr (Mode::keeps_references) add_values(tile, memory, stream, ahead);
     }
@@ -270,6 +285,11 @@ class ForwardKernel {
     const StoredRows v = stored(f_.v, f_.v_scales, seq, kv_head, all.begin, rows, f_.value_dim, memory.value_rows);
     packed = {all.begin, all.end, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
+  }
+
+  // What `skip` rows less of an operand are, from `data` on.
+  static Words<Word> behind(const Words<Word>& all, const Word* data, i64 skip) {
+    return {data, all.stride, all.apart, all.odd == nullptr ? nullptr : all.odd + skip};
   }
 
   // A block of keys that a tile of queries sees.
@@ -291,6 +311,8 @@ class ForwardKernel {
     return 0;
   }
 
+  static constexpr i64 p_apart(int value_dim) { return p_keys(value_dim) * kQueries / 2; }  // from a piece to the next
+
   // Whether the softmax of a block is the same whatever else the call asks for.
   bool stays_in_order() const { return f_.dropout <= 0 && f_.entropy.data == nullptr; }
 
@@ -300,7 +322,10 @@ class ForwardKernel {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
     // Those that wait make room, or are none of whose rows this block's are the next.
-    if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
+    const bool full = x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0;
+    if constexpr (kPieces > 1) {
+      split_products(tile, &now, memory, x, full, ahead);
+    } else if (full) {
       Product::template run_two<Into::overwrite, Into::add>({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
                        {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0,
                         (x.count + 1) / 2, width, tile.out, width},
@@ -320,10 +345,12 @@ class ForwardKernel {
       near.keys = now.keys.data + count * now.keys.stride;
       near.values = now.values.data, near.value_stride = now.values.stride;
     }
-    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth)) {
+    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth,
+                            p_apart(f_.value_dim))) {
       raise(tile, s, count, memory, x, ahead);
       x.values = now.values;
-      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0);
+      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0,
+                         p_apart(f_.value_dim));
     }
     x.count += count;
     x.end = now.masked.end;
@@ -335,10 +362,53 @@ class ForwardKernel {
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;
+    if constexpr (kPieces > 1) {
+      split_products(tile, nullptr, memory, x, true, ahead);
+    } else {
     Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
                                                            f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
                                                            tile.width, nullptr, nullptr, ahead);
     x.count = 0;
+    }
+  }
+  // By pieces: the values that wait, where they are to be added now, and the scores of a block, if there is one.
+  void split_products(const QueryTile<Mode>& tile, const Block* now, const Memory& memory, Stream& x, bool add_values,
+                      Ahead* ahead) const {
+    const int width = tile.width, value_dim = f_.value_dim, depth = Mode::words(f_.head_dim);
+    const i64 all = static_cast<i64>(value_dim) * width;
+    add_values = add_values && x.count > 0;
+    typename Product::Pending last;
+    u64 odd[Mode::kColumnWords];
+    bool any_odd = false;
+    if (add_values) {
+      any_odd = Mode::odd_columns(x.values, x.count, value_dim, odd);
+      for (int d = 0; any_odd && d < value_dim; d++) {
+        if ((odd[d / 64] >> d % 64 & 1) == 0) continue;
+        for (int i = 0; i < width; i += lanes)
+          store(memory.odd_out + d * width + i,
+                Mode::first_pieces(x.values.data + d * x.values.stride, memory.kept_p + i, width, (x.count + 1) / 2,
+                                   load(tile.out + d * width + i)));
+      }
+      Acc* to = Mode::sums_apart ? memory.part : tile.out;
+      Product::template run<Mode::Pairs::values, Mode::sums_apart, !Mode::sums_apart>(
+          {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim,
+           (x.count + 1) / 2, width, to, width},
+          last, ahead);
+    }
+    if (now != nullptr)
+      Product::template run<Mode::Pairs::scores, true, false>(
+          {now->keys.data, now->keys.stride, now->keys.apart, tile.q, width, tile.split_q.apart, now->count(), depth,
+           width, memory.scores, width},
+          last, ahead);
+    Product::flush(last);
+    if (add_values && Mode::sums_apart)
+      for (i64 i = 0; i < all; i += lanes) store(tile.out + i, load(tile.out + i) + load(memory.part + i));
+    for (int d = 0; any_odd && d < value_dim; d++)
+      for (int i = 0; i < width && (odd[d / 64] >> d % 64 & 1) != 0; i += lanes)
+        store(tile.out + d * width + i, load(memory.odd_out + d * width + i));
+    if (now != nullptr && (now->keys.odd != nullptr || tile.split_q.odd != nullptr))
+      Mode::odd_scores(now->keys, tile.split_q, now->count(), width, depth, memory.scores);
+    if (add_values) x.count = 0;
   }
   // Pairs that the mask excludes become -inf.
   static void exclude(Acc* s, int width, int count, const u64* bits) {

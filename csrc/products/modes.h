@@ -13,6 +13,10 @@ template <class Word>
 struct Words {
   const Word* data;
   i64 stride;
+  // In pieces only (products/pieces.h): words from a piece to the next, and the rows that have a number that is not
+  // finite, or null where none has.
+  i64 apart = 0;
+  const unsigned char* odd = nullptr;
 };
 
 // What turns the scores of a row into the exponents of its probabilities, in base-2 units.
@@ -43,6 +47,7 @@ struct PlainMode {
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
   static constexpr int grad_tiles = 1;   // of queries, that the backward pass takes at once
+  static constexpr int pieces = 1;       // see products/pieces.h
 
   TW_INLINE Vec<C> power(Vec<C> x) { return exp2<exp2_degree>(x, C{}); }
   // What a row subtracts from its scores, from a block of keys on whose largest score is `peak`.
@@ -97,6 +102,7 @@ struct PairMode {
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;
   static constexpr int grad_tiles = 1;
+  static constexpr int pieces = 1;
 
   TW_INLINE Vec<float> power(Vec<float> x) { return exp2<exp2_degree>(x, float{}); }
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float) { return vmax(peak, before); }

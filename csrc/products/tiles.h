@@ -102,7 +102,7 @@ struct TileMode : PairMode {
     }
   }
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
-                           i32* p, bool last, Near fetched, int words) {
+                           i32* p, bool last, Near fetched, int words, i64 = 0) {
     float top[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       // A row that has seen no key yet has no maximum to subtract.
@@ -176,12 +176,17 @@ struct TileMode : PairMode {
     return none == 0;
   }
   // Lets the references of rows grow to the largest scores of a block, and scales what the rows have so far.
-  TW_NOINLINE static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
-                                float* out, int value_dim) {
+  static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
+                    int value_dim) {
+    raise_by<TileMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+  }
+  template <class Mode>
+  TW_NOINLINE static void raise_by(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
+                                   float* out, int value_dim) {
     for (int i = 0; i < width; i += kLanes<float>) {
       Vec<float> peak = set(-__builtin_inff());
       for (int j = 0; j < count; j++) peak = vmax(load(s + j * width + i), peak);
-      const Vec<float> before = load(row_max + i), now = reference(before, peak, factor);
+      const Vec<float> before = load(row_max + i), now = Mode::reference(before, peak, factor);
       const u64 grown = bits_of_mask<i32>((Vec<i32>)(now != before));
       if (grown == 0) continue;
       store(row_max + i, now);

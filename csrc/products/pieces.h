@@ -2,8 +2,9 @@
 // bfloat16 pieces, a float32 of three.
 //
 // Why it is arranged so:
-// - Of the products of pieces those are left out that are below the rounding of the type: the product of the last
-//   pieces of two float16, and of float32 the three whose indices add up to more than 2.
+// - Of the products of two float32 those three are left out whose indices add up to more than 2: they are below its
+//   rounding. Scores of float16 have all four products, so they are as exact as in float32, large ones too. Outputs
+//   have three: what the fourth adds is below 2^-16, and an output is rounded to 2^-11.
 // - The pieces of a float32 are cut off, so they have its sign. Those of a float16 are rounded: its last piece is
 //   smaller then, and so is what the left-out product would add.
 // - Long chains of additions in tiles lose digits of a float32. So the values of each block of keys are added up apart,
@@ -23,7 +24,7 @@ template <int kPieces>
 struct PiecePairs;
 template <>
 struct PiecePairs<2> {
-  static constexpr PiecePair scores[] = {{1, 0}, {0, 1}, {0, 0}}, values[] = {{1, 0}, {0, 1}, {0, 0}};
+  static constexpr PiecePair scores[] = {{1, 1}, {1, 0}, {0, 1}, {0, 0}}, values[] = {{1, 0}, {0, 1}, {0, 0}};
 };
 template <>
 struct PiecePairs<3> {

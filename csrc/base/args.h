@@ -138,6 +138,9 @@ struct Forward : Problem {
   // Whether a backward pass may follow: few queries keep to the ordinary kernel then, whose scores it computes again
   // to the bit. Of others the gradients would show the difference.
   bool for_backward = false;
+  // float32 by matrix tiles where there are some, and no backward pass follows: it computes the scores again in
+  // float32, and gradients would show the difference.
+  bool float_tiles = false;
 };
 
 struct Backward : Problem {

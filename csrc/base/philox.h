@@ -15,8 +15,7 @@ TW_INLINE u32 dropout_threshold(double p) {
 
 // bits[j] gets bit i set when the pair (row m0 + i, key n0 + j) is kept. n0 is a multiple of 4; `bits` has room
 // for `count` rounded up to 4; `width` lanes (a multiple of kLanes<u32>, at most 64) are filled.
-[[maybe_unused]] TW_NOINLINE static void dropout_bits(const Problem& f, i64 b, i64 h, i64 m0, int width, i64 n0,
-                                                       int count, u64* bits) {
+TW_NOINLINE static void dropout_bits(const Problem& f, i64 b, i64 h, i64 m0, int width, i64 n0, int count, u64* bits) {
   const u32 threshold = dropout_threshold(f.dropout);
   const i64 first = n0 + f.origin.key;
   // Words come in fours. Where the part does not begin with one, the first words are of keys before it.

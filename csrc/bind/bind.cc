@@ -133,6 +133,9 @@ void set_compile_exprs(bool wanted) {
   compile_epoch++;
 }
 
+// Whether float32 may be computed by matrix tiles.
+bool float_tiles = false;
+
 const char* name_of(ExprUse use) { return use == ExprUse::mask ? "mask" : use == ExprUse::score ? "score" : "loads"; }
 
 nb::tuple places(const short* args, int count) {
@@ -533,6 +536,7 @@ void run_forward(Forward& f, const Kernel& kernel, nb::handle q, nb::handle k, n
   f.k = keys_of(kernel, f, k, "k", f.head_dim, f.stored);
   f.v = keys_of(kernel, f, v, "v", f.value_dim, f.stored);
   f.out = queries_of(kernel, out, "out", f.value_dim);
+  f.float_tiles = float_tiles;
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
@@ -869,6 +873,7 @@ NB_MODULE(_core, m) {
   m.def("set_tensor_type", &set_tensor_type, nb::arg("type"));
   m.def("signature", &signature);
   m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));
+  m.def("set_float_tiles", [](bool wanted) { float_tiles = wanted; }, nb::arg("wanted"));
   m.def("expr_code", [] { return std::string(kExprCode); });
   m.def("forward", &forward);
   m.def("output", &output);

@@ -263,7 +263,7 @@ class ForwardKernel {
           if (kPieces > 1 || stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
             const i64 after = now.masked.end, more = min(blocks.size, packed.end - after);
-            flow(tile, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
+            flow(tile, seq, h, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
             continue;
           }
         }
@@ -317,8 +317,8 @@ class ForwardKernel {
   bool stays_in_order() const { return f_.dropout <= 0 && f_.entropy.data == nullptr; }
 
   // Takes in a block with references that the rows have (see TileMode). `more`: keys that lie behind it.
-  void flow(const QueryTile<Mode>& tile, const Block& now, const ScoreChain<Acc>& chain, const Memory& memory,
-            Stream& x, int more, Ahead* ahead) const {
+  void flow(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& now, const ScoreChain<Acc>& chain,
+            const Memory& memory, Stream& x, int more, Ahead* ahead) const {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
     // Those that wait make room, or are none of whose rows this block's are the next.
@@ -337,6 +337,12 @@ class ForwardKernel {
     }
     if (units_.chain) chain.apply(s, width, tile.first, tile.rows, now.masked.begin, count, {});
     if (!now.masked.plain) exclude(s, width, count, now.masked.bits);
+    if constexpr (kPieces > 1) {
+      if (f_.entropy.data) {
+        mask_and_peak(s, width, count, nullptr, memory.peak);
+        track_top(s, width, count, now.masked.begin, tile, memory.peak);
+      }
+    }
     if (!Mode::settled(tile.row_max, width)) raise(tile, s, count, memory, x, ahead);
     if (x.count == 0) x.values = now.values;
     Word* p = memory.kept_p + x.count / 2 * width;
@@ -349,8 +355,16 @@ class ForwardKernel {
                             p_apart(f_.value_dim))) {
       raise(tile, s, count, memory, x, ahead);
       x.values = now.values;
-      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0,
+      p = memory.kept_p;
+      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, true, {}, 0,
                          p_apart(f_.value_dim));
+    }
+    if constexpr (kPieces > 1) {
+      if (f_.entropy.data) Mode::add_moments(s, width, count, tile.row_max, tile.row_moment, units_.to_base2);
+      if (f_.dropout > 0) {
+        dropout_bits(f_, seq.b, h, tile.first, width, now.masked.begin, count, memory.kept);
+        Mode::drop(p, p_apart(f_.value_dim), width, count, memory.kept);
+      }
     }
     x.count += count;
     x.end = now.masked.end;
@@ -358,7 +372,11 @@ class ForwardKernel {
   void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
              Ahead* ahead) const {
     add_values(tile, memory, x, ahead);
-    Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
+    if constexpr (kPieces == 1)
+      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
+    else
+      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim,
+                  f_.entropy.data ? tile.row_moment : nullptr);
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;
@@ -390,13 +408,13 @@ class ForwardKernel {
                                    load(tile.out + d * width + i)));
       }
       Acc* to = Mode::sums_apart ? memory.part : tile.out;
-      Product::template run<Mode::Pairs::values, Mode::sums_apart, !Mode::sums_apart>(
+      Product::template run<Mode::Pairs::values, false, !Mode::sums_apart>(
           {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim,
            (x.count + 1) / 2, width, to, width},
           last, ahead);
     }
     if (now != nullptr)
-      Product::template run<Mode::Pairs::scores, true, false>(
+      Product::template run<Mode::Pairs::scores, false, false>(
           {now->keys.data, now->keys.stride, now->keys.apart, tile.q, width, tile.split_q.apart, now->count(), depth,
            width, memory.scores, width},
           last, ahead);

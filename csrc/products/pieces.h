@@ -24,11 +24,11 @@ template <int kPieces>
 struct PiecePairs;
 template <>
 struct PiecePairs<2> {
-  static constexpr PiecePair scores[] = {{1, 1}, {1, 0}, {0, 1}, {0, 0}}, values[] = {{1, 0}, {0, 1}, {0, 0}};
+  static constexpr PiecePair scores[] = {{0, 1}, {1, 1}, {1, 0}, {0, 0}}, values[] = {{1, 0}, {0, 0}, {0, 1}};
 };
 template <>
 struct PiecePairs<3> {
-  static constexpr PiecePair scores[] = {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}};
+  static constexpr PiecePair scores[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 2}, {0, 0}};
   static constexpr const auto& values = scores;
 };
 
@@ -41,8 +41,7 @@ struct PieceMode {
   using Session = TileMode::Session;
   static constexpr int pieces = sizeof(E) == 2 ? 2 : 3;
   using Pairs = PiecePairs<pieces>;
-  // Differences of close scores are exact in float32.
-  using Reference = std::conditional_t<pieces == 2, TileMode::Reference, PlainReference<float>>;
+  using Reference = PlainReference<float>;  // differences of close scores are exact, and the largest is 0
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int tile_queries = TileMode::tile_queries, query_tiles = TileMode::query_tiles;
@@ -105,40 +104,31 @@ struct PieceMode {
 
   // As in TileMode.
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
-    const Vec<i32> word = top_word(power(Reference(before, factor).exponent(peak)), Vec<float>{});
+    const Vec<i32> word = top_word(power(Reference{before, factor}.exponent(peak)), Vec<float>{});
     const Vec<float> none = set(-__builtin_inff());
     return before == none ? peak : word > TileMode::kRoomWord && peak > before ? peak : before;
   }
   using Near = TileMode::Near;
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
                            i32* p, bool last, const Near&, int, i64 apart) {
-    float top[tile_queries];
-    for (int i = 0; i < width; i += kLanes<float>) {
-      // A row that has seen no key yet has no maximum to subtract.
-      const Vec<float> before = load(row_max + i);
-      store(top + i, before == set(-__builtin_inff()) ? Vec<float>{} : before);
-    }
-    const bool near = Reference::all_near(top, width, factor), wide = width == 2 * kLanes<float>;
-    auto* const run = near   ? wide ? &softmax_columns<2, true> : &softmax_columns<1, true>
-                      : wide ? &softmax_columns<2, false>
-                             : &softmax_columns<1, false>;
-    return run(s, count, top, row_sum, factor, p, last, apart);
+    auto* const run = width == 2 * kLanes<float> ? &softmax_columns<2> : &softmax_columns<1>;
+    return run(s, count, row_max, row_sum, factor, p, last, apart);
   }
-  template <int kV, bool kNear>
-  TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* top, float* row_sum, float factor,
+  // A row that has seen no key yet has no maximum to subtract.
+  TW_INLINE Reference reference_of(const float* row_max, float factor) {
+    const Vec<float> top = load(row_max);
+    return {top == set(-__builtin_inff()) ? Vec<float>{} : top, factor};
+  }
+  template <int kV>
+  TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* row_max, float* row_sum, float factor,
                                           i32* p, bool last, i64 apart) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
     Reference row[kV];
     Vec<float> sum[kV];
     __m512i most[kV];
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++) {
-      if constexpr (pieces == 2)
-        row[v] = Reference(load(top + v * lanes), factor);
-      else
-        row[v] = Reference{load(top + v * lanes), factor};
-      sum[v] = Vec<float>{}, most[v] = __m512i{};
-    }
+    for (int v = 0; v < kV; v++)
+      row[v] = reference_of(row_max + v * lanes, factor), sum[v] = Vec<float>{}, most[v] = __m512i{};
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
       const int end = first + kSubKeys <= count ? first + kSubKeys : count;
@@ -146,8 +136,8 @@ struct PieceMode {
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
           const float* from = s + static_cast<i64>(j) * width + v * lanes;
-          const Vec<float> a = power(row[v].template exponent<kNear>(load(from)));
-          const Vec<float> b = j + 1 < end ? power(row[v].template exponent<kNear>(load(from + width))) : Vec<float>{};
+          const Vec<float> a = power(row[v].exponent(load(from)));
+          const Vec<float> b = j + 1 < end ? power(row[v].exponent(load(from + width))) : Vec<float>{};
           piece[v] += a + b;
           const Vec<i32> words = store_pieces(a, b, p + static_cast<i64>(j / 2) * width + v * lanes, apart);
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
@@ -166,9 +156,52 @@ struct PieceMode {
     return true;
   }
   static bool settled(const float* row_max, int width) { return TileMode::settled(row_max, width); }
+  // `moment`: see RowNumbers, or null.
   static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
-                    int value_dim) {
+                    int value_dim, float* moment) {
+    if (moment != nullptr) {
+      float top[tile_queries];
+      std::memcpy(top, row_max, static_cast<std::size_t>(width) * sizeof(float));
+      float sums[tile_queries];
+      std::memcpy(sums, row_sum, static_cast<std::size_t>(width) * sizeof(float));
+      TileMode::raise_by<PieceMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+      // What was relative to the reference before becomes relative to the one now.
+      for (int i = 0; i < width; i += kLanes<float>) {
+        const Vec<float> change = (load(top + i) - reference_of(row_max + i, factor).top) * factor;
+        const Vec<float> moved = load(moment + i) + vmax(set(kFar<float>), change) * load(sums + i);
+        const Vec<i32> same = load(row_max + i) == load(top + i);
+        store(moment + i, same ? load(moment + i) : moved * exp2<5>(change, float{}));
+      }
+      return;
+    }
     TileMode::raise_by<PieceMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+  }
+  // Adds what a block of keys has of the moments.
+  TW_NOINLINE static void add_moments(const float* s, int width, int count, const float* row_max, float* moment,
+                                      float factor) {
+    for (int i = 0; i < width; i += kLanes<float>) {
+      const Reference row = reference_of(row_max + i, factor);
+      Vec<float> sum{};
+      for (int j = 0; j < count; j++) {
+        const Vec<float> t = row.exponent(load(s + j * width + i));
+        sum = fused(power(t), vmax(set(kFar<float>), t), sum);
+      }
+      store(moment + i, load(moment + i) + sum);
+    }
+  }
+  // Leaves of probabilities those whose bits are set, a u64 for each key.
+  TW_NOINLINE static void drop(Word* p, i64 apart, int width, int count, const u64* kept) {
+    for (int j = 0; j < count; j += 2) {
+      for (int i = 0; i < width; i += kLanes<Word>) {
+        const Vec<i32> first = lanes_from_bits<float>(kept[j] >> i);
+        const Vec<i32> second = lanes_from_bits<float>(j + 1 < count ? kept[j + 1] >> i : 0);
+        const Vec<i32> mask = (first & 0xffff) | (second & -65536);
+        for (int y = 0; y < pieces; y++) {
+          Word* to = p + y * apart + i64{j / 2} * width + i;
+          store(to, load(to) & mask);
+        }
+      }
+    }
   }
 
   // ---- operands: a plane of words for each piece, then a byte for each row: whether a number of it is not finite

@@ -25,6 +25,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.indexer import TopKeys, top_keys
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
+    from tilewise.precision import get_float32, set_float32
     from tilewise.sparse.block_mask import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked
@@ -55,6 +56,7 @@ __all__ = [
     "checked",
     "errors",
     "explain",
+    "get_float32",
     "linear_cross_entropy",
     "masks",
     "maximum",
@@ -64,6 +66,7 @@ __all__ = [
     "patterns",
     "plan",
     "scores",
+    "set_float32",
     "top_keys",
     "visible_pairs",
     "where",

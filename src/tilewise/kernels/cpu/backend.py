@@ -18,7 +18,7 @@ from tilewise.kernels.base import (
     raw_reasons,
 )
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu.core import absence, core, float_tiles
 from tilewise.kernels.cpu.forks import threads
 from tilewise.problem import START, Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.programs import Grid
@@ -29,6 +29,8 @@ from tilewise.variants.program import Instr, Program, encode
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
+_IN_TILES = "the forward pass by matrix tiles, without gradients, dropout or statistics"
+_NO_TILES = "as without set_float32: the instruction set has no matrix tiles"
 _LEAST_SCALE = 1e-30  # kLeastScale of the core
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
 # csrc/base/schedule.h and passes/key_sums.h; of the forward pass of few queries: decode/tasks.h.
@@ -77,10 +79,14 @@ class CpuBackend(Backend):
         return reasons
 
     def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
-        """Return how expressions run: interpreted, compiled, and why."""
-        if not (_exprs(problem.mask) or _exprs(problem.score)):
-            return ()
-        return (("functions", compiled.state(_label(problem))),)
+        """Return how expressions run: interpreted, compiled, and why; and float32 in tiles."""
+        notes: tuple[tuple[str, str], ...] = ()
+        if _exprs(problem.mask) or _exprs(problem.score):
+            notes = (("functions", compiled.state(_label(problem))),)
+        if problem.dtype == torch.float32 and float_tiles():
+            tiles = core().isa_active() == "avx512_amx"
+            notes += (("float32", _IN_TILES if tiles else _NO_TILES),)
+        return notes
 
     def tiles(self, problem: Problem) -> Tiles:
         """64 queries in the lanes against 128 keys; part of the rounding contract."""

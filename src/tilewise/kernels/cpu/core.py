@@ -46,3 +46,19 @@ def core() -> ModuleType:
     module, why = _load()
     assert module is not None, why
     return module
+
+
+_float_tiles = False
+
+
+def set_float_tiles(wanted: bool) -> None:
+    """Say whether float32 may be computed by matrix tiles, where there are some."""
+    global _float_tiles
+    _float_tiles = wanted
+    if absence() is None:
+        core().set_float_tiles(wanted)
+
+
+def float_tiles() -> bool:
+    """Return what ``set_float_tiles`` said last."""
+    return _float_tiles

@@ -21,10 +21,12 @@ template <class Arguments, bool (*kTiles)(const Arguments&), bool (*Kernels::*kO
 bool by_type(const Arguments& f) {
   return f.dtype == DType::bf16 ? kTiles(f) : (kernels_avx512.*kOther)(f);
 }
+// The backward pass of what has pieces is AVX-512's. It computes the scores again, to the bit as its own forward pass has
+// them: else gradients that are exactly 0 would not be, those of the entropy of one key for one.
 bool forward(const Forward& f) {
   if (f.dtype == DType::bf16) return avx512_amx::forward(f);
-  if (f.dtype == DType::f16) return avx512_amx::forward_halves(f);
-  if (f.dtype == DType::f32 && f.float_tiles && !f.for_backward) return avx512_amx::forward_floats(f);
+  if (f.dtype == DType::f16 && !f.for_backward) return avx512_amx::forward_halves(f);
+  if (f.dtype == DType::f32 && !f.for_backward && f.float_tiles) return avx512_amx::forward_floats(f);
   return kernels_avx512.forward(f);
 }
 }  // namespace

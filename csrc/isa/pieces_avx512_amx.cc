@@ -7,10 +7,7 @@
 namespace tilewise::avx512_amx {
 bool few_queries(const Forward& f);  // decode_avx512_amx.cc
 
-bool forward_halves(const Forward& f) {
-  return (f.for_backward || few_queries(f)) && ForwardKernel<PieceMode<Half>>(f).run();
-}
-bool forward_floats(const Forward& f) {
-  return few_queries(f) && ForwardKernel<PieceMode<float>>(f).run();
-}
+// Of calls that no backward pass follows.
+bool forward_halves(const Forward& f) { return few_queries(f) && ForwardKernel<PieceMode<Half>>(f).run(); }
+bool forward_floats(const Forward& f) { return few_queries(f) && ForwardKernel<PieceMode<float>>(f).run(); }
 }  // namespace tilewise::avx512_amx

@@ -15,8 +15,8 @@ def set_float32(way: str) -> None:
     out that are below the rounding of float32. Numbers below 2^-110 have fewer digits, and below
     2^-126 count as zero.
 
-    Forward passes of more than 8 queries are computed so, unless a gradient, dropout or
-    ``return_stats`` is wanted. All else, and other processors, stay as they are.
+    Forward passes of more than 8 queries are computed so where no gradient may follow. All else,
+    and other processors, stay as they are.
 
     Raises:
         InvalidArgument: ``way`` is another word.

@@ -1,7 +1,7 @@
 """float16 and float32 in matrix tiles (AMX), by bfloat16 pieces, beside AVX-512's kernels.
 
-Elsewhere the tests of every dtype run float16 on each instruction set; these are of float32, which
-is in tiles only where it is asked for, and of numbers that have no pieces.
+The other tests of every dtype mostly ask for gradients, and float32 is in tiles only where it is
+asked for. So the case table runs here once more, without gradients and in tiles.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.cases import LENGTHS, TABLE, WIDTHS, Case
 from tests.contract import assert_exact
 from tests.kernels.targets import Target, forced
+from tests.oracle import assert_same, attend, check, refer_cached
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument
 
@@ -62,6 +64,30 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tens
     if hidden is not None:
         s = s.masked_fill(hidden, -math.inf)
     return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def _cases() -> list[Case]:
+    cases = [case.of(dtype) for dtype in BOTH for case in TABLE]
+    for index, width in enumerate(WIDTHS):
+        sizes = {"queries": 35, "keys": 67, "head_dim": width, "value_dim": WIDTHS[-1 - index]}
+        for dtype in BOTH:
+            cases.append(Case(f"width-{width}", batch=1, mask=("causal",), dtype=dtype, **sizes))
+    for index, queries in enumerate(LENGTHS):
+        for dtype in BOTH:
+            sizes = {"queries": queries, "keys": LENGTHS[(index + 5) % len(LENGTHS)]}
+            cases.append(Case(f"length-{queries}", head_dim=17, dtype=dtype, **sizes))
+    return cases
+
+
+@pytest.mark.parametrize("case", _cases(), ids=str)
+def test_case_table_without_gradients(both: None, case: Case) -> None:
+    inputs, reference = refer_cached(case)
+    with forced(TILES), torch.no_grad():
+        got = attend(inputs, "cpu")
+        told = attend(inputs, "cpu", statistics="top1")
+    check(got, reference, str(case))
+    check(told, reference, str(case))
+    assert_same(got, told._replace(max_logit=None, entropy=None, top1=None))
 
 
 @pytest.mark.parametrize("amplitude", [1, 4, 30])

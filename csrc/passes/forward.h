@@ -30,7 +30,9 @@ struct QueryTile {
   i64 first;               // query
   int rows, width;         // width: rows rounded up to whole vectors
   typename Mode::Word* q;  // [words(D)][width]
-  Words<typename Mode::Word> split_q{};  // in pieces, the same with its planes
+  // In pieces: the same with its planes, and out and row_sum of the keys before those that these two are of, or null.
+  Words<typename Mode::Word> split_q{};
+  Acc *out_before = nullptr, *sum_before = nullptr;
   Acc* out;                // [Dv][width], not yet divided by the row sum
   Acc* row_max;            // in the units of the scores, see ScoreUnits
   Acc* row_sum;
@@ -79,7 +81,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values, *kept_p = nullptr;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *part = nullptr, *odd_out = nullptr;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *part = nullptr, *odd_out = nullptr, *run_out = nullptr, *run_sum = nullptr;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -97,7 +99,8 @@ class ForwardKernel {
       row_sum = carve.take<Acc>(queries);
       if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(kPieces * p_apart(f.value_dim));
       if constexpr (kPieces > 1)
-        for (Acc** array : {&part, &odd_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
+        for (Acc** array : {&part, &odd_out, &run_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
+      if constexpr (kPieces > 1) run_sum = carve.take<Acc>(kQueries);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
@@ -243,7 +246,8 @@ class ForwardKernel {
     const KeyBlocks blocks(mask.key_limit(), Mode::block_keys(f_.head_dim, f_.value_dim));
     Packed packed;
     for (int t = 0; t < count; t++) {
-      const QueryTile<Mode>& tile = tiles[t];
+      QueryTile<Mode> tile = tiles[t];
+      bool visited = false;
       Stream stream;
       for (i64 y = blocks.containing(n0); y < blocks.count && blocks.begin(y) < n1; y++) {
         if (tile.table.skips(blocks.begin(y), blocks.end(y))) continue;
@@ -255,6 +259,7 @@ class ForwardKernel {
           const QueryTile<Mode>& bottom = tiles[count - 1];
           pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, packed);
         }
+        if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
         const Block now{masked,
                         behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
@@ -270,7 +275,26 @@ class ForwardKernel {
         if constexpr (kPieces == 1) step(tile, seq, h, now, chain, memory, ahead);
       }
       if constexpr (Mode::keeps_references) add_values(tile, memory, stream, ahead);
+      end_sums(tile);
     }
+  }
+
+  // Sums that are made apart begin anew with each run of keys that is packed: chains of additions stay short.
+  void begin_sums(QueryTile<Mode>& tile, const Memory& memory) const {
+    if constexpr (kPieces > 1) {
+      if (!Mode::sums_apart) return;
+      tile.out_before = tile.out, tile.sum_before = tile.row_sum;
+      tile.out = memory.run_out, tile.row_sum = memory.run_sum;
+      for (i64 i = 0; i < static_cast<i64>(f_.value_dim) * tile.width; i += lanes) store(tile.out + i, Vec<Acc>{});
+      for (int i = 0; i < tile.width; i += lanes) store(tile.row_sum + i, Vec<Acc>{});
+    }
+  }
+  void end_sums(const QueryTile<Mode>& tile) const {
+    if (tile.out_before == nullptr) return;
+    for (i64 i = 0; i < static_cast<i64>(f_.value_dim) * tile.width; i += lanes)
+      store(tile.out_before + i, load(tile.out_before + i) + load(tile.out + i));
+    for (int i = 0; i < tile.width; i += lanes)
+      store(tile.sum_before + i, load(tile.sum_before + i) + load(tile.row_sum + i));
   }
 
   // Keys and values of a block, as the products read them.
@@ -376,7 +400,7 @@ class ForwardKernel {
       Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
     else
       Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim,
-                  f_.entropy.data ? tile.row_moment : nullptr);
+                  f_.entropy.data ? tile.row_moment : nullptr, tile.sum_before, tile.out_before);
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;

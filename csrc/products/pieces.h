@@ -7,8 +7,8 @@
 //   have three: what the fourth adds is below 2^-16, and an output is rounded to 2^-11.
 // - The pieces of a float32 are cut off, so they have its sign. Those of a float16 are rounded: its last piece is
 //   smaller then, and so is what the left-out product would add.
-// - Long chains of additions in tiles lose digits of a float32. So the values of each block of keys are added up apart,
-//   and vectors add these sums to the output.
+// - Long chains of additions lose digits of a float32, in tiles above all. So the values of each block of keys are added
+//   up apart, vectors add these sums to that of a run of blocks, and these to the output.
 // - An infinity has no pieces: it would meet its own zeros, and inf * 0 is NaN. Its first piece is the number, its
 //   others are 0, and vectors compute the sums that it is part of, from the first pieces alone: these sums are infinite
 //   or NaN whatever else is in them.
@@ -156,25 +156,29 @@ struct PieceMode {
     return true;
   }
   static bool settled(const float* row_max, int width) { return TileMode::settled(row_max, width); }
-  // `moment`: see RowNumbers, or null.
+  // `moment`: see RowNumbers, or null. `sum_before`, `out_before`: of keys before those of row_sum and out, or null.
   static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
-                    int value_dim, float* moment) {
-    if (moment != nullptr) {
-      float top[tile_queries];
-      std::memcpy(top, row_max, static_cast<std::size_t>(width) * sizeof(float));
-      float sums[tile_queries];
-      std::memcpy(sums, row_sum, static_cast<std::size_t>(width) * sizeof(float));
-      TileMode::raise_by<PieceMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
-      // What was relative to the reference before becomes relative to the one now.
-      for (int i = 0; i < width; i += kLanes<float>) {
-        const Vec<float> change = (load(top + i) - reference_of(row_max + i, factor).top) * factor;
-        const Vec<float> moved = load(moment + i) + vmax(set(kFar<float>), change) * load(sums + i);
-        const Vec<i32> same = load(row_max + i) == load(top + i);
-        store(moment + i, same ? load(moment + i) : moved * exp2<5>(change, float{}));
-      }
-      return;
+                    int value_dim, float* moment, float* sum_before, float* out_before) {
+    float top[tile_queries], sums[tile_queries];
+    for (int i = 0; i < width; i += kLanes<float>) {
+      store(top + i, load(row_max + i));
+      store(sums + i, load(row_sum + i) + (sum_before == nullptr ? Vec<float>{} : load(sum_before + i)));
     }
     TileMode::raise_by<PieceMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+    for (int i = 0; i < width; i += kLanes<float>) {
+      const u64 grown = bits_of_mask<i32>((Vec<i32>)(load(row_max + i) != load(top + i)));
+      if (grown == 0) continue;
+      const Vec<float> change = (load(top + i) - reference_of(row_max + i, factor).top) * factor;
+      const Vec<float> alpha = select_bits<float>(grown, exp2<5>(change, float{}), set(1.0f));
+      if (moment != nullptr) {
+        // What was relative to the reference before becomes relative to the one now.
+        const Vec<float> moved = (load(moment + i) + vmax(set(kFar<float>), change) * load(sums + i)) * alpha;
+        store(moment + i, select_bits<float>(grown, moved, load(moment + i)));
+      }
+      if (sum_before == nullptr) continue;
+      store(sum_before + i, load(sum_before + i) * alpha);
+      for (int d = 0; d < value_dim; d++) store(out_before + d * width + i, load(out_before + d * width + i) * alpha);
+    }
   }
   // Adds what a block of keys has of the moments.
   TW_NOINLINE static void add_moments(const float* s, int width, int count, const float* row_max, float* moment,

@@ -81,7 +81,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values, *kept_p = nullptr;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *part = nullptr, *odd_out = nullptr, *run_out = nullptr, *run_sum = nullptr;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *odd_out = nullptr, *run_out = nullptr, *run_sum = nullptr;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -99,7 +99,7 @@ class ForwardKernel {
       row_sum = carve.take<Acc>(queries);
       if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(kPieces * p_apart(f.value_dim));
       if constexpr (kPieces > 1)
-        for (Acc** array : {&part, &odd_out, &run_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
+        for (Acc** array : {&odd_out, &run_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
       if constexpr (kPieces > 1) run_sum = carve.take<Acc>(kQueries);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
@@ -279,10 +279,10 @@ class ForwardKernel {
     }
   }
 
-  // Sums that are made apart begin anew with each run of keys that is packed: chains of additions stay short.
+  // Sums of float32 begin anew with each run of keys that is packed (see PieceMode).
   void begin_sums(QueryTile<Mode>& tile, const Memory& memory) const {
     if constexpr (kPieces > 1) {
-      if (!Mode::sums_apart) return;
+      if (!Mode::sums_in_runs) return;
       tile.out_before = tile.out, tile.sum_before = tile.row_sum;
       tile.out = memory.run_out, tile.row_sum = memory.run_sum;
       for (i64 i = 0; i < static_cast<i64>(f_.value_dim) * tile.width; i += lanes) store(tile.out + i, Vec<Acc>{});
@@ -417,7 +417,6 @@ class ForwardKernel {
   void split_products(const QueryTile<Mode>& tile, const Block* now, const Memory& memory, Stream& x, bool add_values,
                       Ahead* ahead) const {
     const int width = tile.width, value_dim = f_.value_dim, depth = Mode::words(f_.head_dim);
-    const i64 all = static_cast<i64>(value_dim) * width;
     add_values = add_values && x.count > 0;
     typename Product::Pending last;
     u64 odd[Mode::kColumnWords];
@@ -431,20 +430,17 @@ class ForwardKernel {
                 Mode::first_pieces(x.values.data + d * x.values.stride, memory.kept_p + i, width, (x.count + 1) / 2,
                                    load(tile.out + d * width + i)));
       }
-      Acc* to = Mode::sums_apart ? memory.part : tile.out;
-      Product::template run<Mode::Pairs::values, false, !Mode::sums_apart>(
+      Product::template run<Mode::Pairs::values, true>(
           {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim,
-           (x.count + 1) / 2, width, to, width},
+           (x.count + 1) / 2, width, tile.out, width},
           last, ahead);
     }
     if (now != nullptr)
-      Product::template run<Mode::Pairs::scores, false, false>(
+      Product::template run<Mode::Pairs::scores, false>(
           {now->keys.data, now->keys.stride, now->keys.apart, tile.q, width, tile.split_q.apart, now->count(), depth,
            width, memory.scores, width},
           last, ahead);
     Product::flush(last);
-    if (add_values && Mode::sums_apart)
-      for (i64 i = 0; i < all; i += lanes) store(tile.out + i, load(tile.out + i) + load(memory.part + i));
     for (int d = 0; any_odd && d < value_dim; d++)
       for (int i = 0; i < width && (odd[d / 64] >> d % 64 & 1) != 0; i += lanes)
         store(tile.out + d * width + i, load(memory.odd_out + d * width + i));

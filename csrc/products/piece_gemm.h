@@ -3,7 +3,9 @@
 // Why it is arranged so:
 // - An operand has a plane of words for each of its pieces, in the layouts that TileGemm reads. The product of two
 //   numbers is the sum of products of their pieces; those that are too small to count are left out.
-// - Small products come first: they are added up while the sum is small, so that few additions round at its full size.
+// - Tiles of one step of the depth are loaded once or twice for all its pairs: loads, from the second cache too, take
+// less
+//   time than products.
 // - Blocks, and the sums that stay in their registers until the next block needs these, are those of TileGemm.
 #pragma once
 
@@ -34,25 +36,26 @@ struct PieceGemm {
     i64 ldc;
   };
 
-  // kPairs: a list of PiecePair. kDepthFirst: for each pair the whole depth, else for each step of the depth all pairs.
-  // In the second order a sum is the same whether its depth is added up in one go or in several.
-  template <const auto& kPairs, bool kDepthFirst, bool kAdd>
+  // kPairs: a list of PiecePair, of which neighbours share a piece where they can: what both read stays in its
+  // registers. Each step of the depth takes all pairs, so a sum is the same whether its depth is added up in one go or
+  // in several.
+  template <const auto& kPairs, bool kAdd>
   TW_NOINLINE static void run(const Operands& x, Pending& last, Ahead* ahead) {
     for (int r = 0; r < x.rows; r += 2 * kSide) {
       for (int column = 0; column < x.width; column += 2 * kSide) {
         const int rows = x.rows - r, columns = x.width - column;
         if (rows >= 2 * kSide && columns >= 2 * kSide && x.depth % kStep == 0) {
-          whole_block<kPairs, kDepthFirst, kAdd>(x, r, column, last);
+          whole_block<kPairs, kAdd>(x, r, column, last);
         } else {
           TileGemm::flush(last);
           if (rows > kSide && columns > kSide)
-            edge_block<kPairs, kDepthFirst, kAdd, 2, 2>(x, r, column);
+            edge_block<kPairs, kAdd, 2, 2>(x, r, column);
           else if (rows > kSide)
-            edge_block<kPairs, kDepthFirst, kAdd, 2, 1>(x, r, column);
+            edge_block<kPairs, kAdd, 2, 1>(x, r, column);
           else if (columns > kSide)
-            edge_block<kPairs, kDepthFirst, kAdd, 1, 2>(x, r, column);
+            edge_block<kPairs, kAdd, 1, 2>(x, r, column);
           else
-            edge_block<kPairs, kDepthFirst, kAdd, 1, 1>(x, r, column);
+            edge_block<kPairs, kAdd, 1, 1>(x, r, column);
         }
         if (ahead != nullptr)
           for (int y = 0; y < TileGemm::kAhead; y++) ahead->step();
@@ -60,22 +63,13 @@ struct PieceGemm {
     }
   }
 
-  // Calls step(pair, k) for each step of a sum, in its order; from the second one on where `kRest`.
-  template <const auto& kPairs, bool kDepthFirst, bool kRest, class Step>
+  // Calls step(pair, k) for each pair and step of the depth, in the order of a sum; without the first where `kRest`.
+  template <const auto& kPairs, bool kRest, class Step>
   TW_INLINE void for_steps(int steps, const Step& step) {
-    if constexpr (kDepthFirst) {
-      pairs_of<kPairs>([&](auto pair) __attribute__((always_inline)) {
-        for (int k = kRest && decltype(pair)::value == 0 ? 1 : 0; k < steps; k++) step(pair, k, Int<0>{});
-      });
-    } else {
-      // The first of each step of the depth loads both operands, others what is another piece than before.
-      pairs_of<kPairs>([&](auto pair) __attribute__((always_inline)) {
-        if constexpr (!kRest || decltype(pair)::value != 0) step(pair, 0, Int<decltype(pair)::value != 0>{});
-      });
-      for (int k = 1; k < steps; k++)
-        pairs_of<kPairs>(
-            [&](auto pair) __attribute__((always_inline)) { step(pair, k, Int<decltype(pair)::value != 0>{}); });
-    }
+    pairs_of<kPairs>([&](auto pair) __attribute__((always_inline)) {
+      if constexpr (!kRest || decltype(pair)::value != 0) step(pair, 0);
+    });
+    for (int k = 1; k < steps; k++) pairs_of<kPairs>([&](auto pair) __attribute__((always_inline)) { step(pair, k); });
   }
   template <const auto& kPairs, class Call>
   TW_INLINE void pairs_of(const Call& call) {
@@ -89,7 +83,7 @@ struct PieceGemm {
     static_assert(count <= 6);
   }
 
-  template <const auto& kPairs, bool kDepthFirst, bool kAdd>
+  template <const auto& kPairs, bool kAdd>
   TW_INLINE void whole_block(const Operands& x, int r, int column, Pending& last) {
     const i64 row = x.lda * 4, word = x.ldb * 4;
     const Word *a = x.a + r * x.lda, *b = x.b + column;
@@ -99,12 +93,10 @@ struct PieceGemm {
       TileGemm::first_step<true, kAdd>(first_a, row, first_b, word, x.lda, c, x.ldc, last);
     else
       TileGemm::first_step<false, kAdd>(first_a, row, first_b, word, x.lda, c, x.ldc, last);
-    for_steps<kPairs, kDepthFirst, true>(x.depth / kStep, [&](auto pair, int k, auto kept)
-                                                              __attribute__((always_inline)) {
+    for_steps<kPairs, true>(x.depth / kStep, [&](auto pair, int k) __attribute__((always_inline)) {
       constexpr int at = decltype(pair)::value;
-      constexpr bool same = decltype(kept)::value != 0 && at > 0;
-      constexpr bool same_a = same && kPairs[at].a == kPairs[at > 0 ? at - 1 : 0].a;
-      constexpr bool same_b = same && kPairs[at].b == kPairs[at > 0 ? at - 1 : 0].b;
+      constexpr bool same_a = at > 0 && kPairs[at].a == kPairs[at > 0 ? at - 1 : 0].a;
+      constexpr bool same_b = at > 0 && kPairs[at].b == kPairs[at > 0 ? at - 1 : 0].b;
       const Word* left = a + kPairs[at].a * x.a_apart + k * kStep;
       const Word* right = b + kPairs[at].b * x.b_apart + k * kStep * x.ldb;
       if constexpr (!same_b) load_tile<6>(right, word);
@@ -120,7 +112,7 @@ struct PieceGemm {
   }
 
   // 16 kR x 16 kC of C, of which rows may be missing; what is no whole tile is copied, zeros around it.
-  template <const auto& kPairs, bool kDepthFirst, bool kAdd, int kR, int kC>
+  template <const auto& kPairs, bool kAdd, int kR, int kC>
   TW_NOINLINE static void edge_block(const Operands& x, int r, int column) {
     alignas(64) Word left[2 * kSide * kSide], right[2 * kSide * kSide];
     alignas(64) float sums[4 * kSide * kSide];
@@ -135,7 +127,7 @@ struct PieceGemm {
     if constexpr (kR == 2) load_tile<2>(sums + kSide * width, width * 4);
     if constexpr (kR == 2 && kC == 2) load_tile<3>(sums + kSide * width + kSide, width * 4);
     const int steps = x.depth / kStep + (rest != 0);
-    for_steps<kPairs, kDepthFirst, false>(steps, [&](auto pair, int k, auto) __attribute__((always_inline)) {
+    for_steps<kPairs, false>(steps, [&](auto pair, int k) __attribute__((always_inline)) {
       constexpr int at = decltype(pair)::value;
       const Word* a = x.a + kPairs[at].a * x.a_apart + r * x.lda + k * kStep;
       const Word* b = x.b + kPairs[at].b * x.b_apart + k * kStep * x.ldb + column;

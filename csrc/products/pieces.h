@@ -7,8 +7,9 @@
 //   have three: what the fourth adds is below 2^-16, and an output is rounded to 2^-11.
 // - The pieces of a float32 are cut off, so they have its sign. Those of a float16 are rounded: its last piece is
 //   smaller then, and so is what the left-out product would add.
-// - Long chains of additions lose digits of a float32, in tiles above all. So the values of each block of keys are added
-//   up apart, vectors add these sums to that of a run of blocks, and these to the output.
+// - Long chains of additions lose digits of a float32. So tiles add up the values of a run of keys, those that are
+// packed
+//   at once, and vectors add these sums to the output. Row sums are cut alike.
 // - An infinity has no pieces: it would meet its own zeros, and inf * 0 is NaN. Its first piece is the number, its
 //   others are 0, and vectors compute the sums that it is part of, from the first pieces alone: these sums are infinite
 //   or NaN whatever else is in them.
@@ -47,10 +48,8 @@ struct PieceMode {
   static constexpr int tile_queries = TileMode::tile_queries, query_tiles = TileMode::query_tiles;
   static constexpr bool keeps_references = true;
   static constexpr int kWhole = TileMode::kWhole;
-  // The values of each block of keys are added up apart, and vectors add the sums to the output.
-  static constexpr bool sums_apart = pieces == 3;
-  // Of float16 as in TileMode; else blocks by themselves.
-  static constexpr int value_keys(int value_dim) { return sums_apart ? 1 : TileMode::value_keys(value_dim); }
+  static constexpr bool sums_in_runs = pieces == 3;  // of packed_keys; vectors add these to the output
+  static constexpr int value_keys(int value_dim) { return pieces == 2 ? TileMode::value_keys(value_dim) : 64; }
   static constexpr i64 packed_keys = pieces == 2 ? 1024 : 512;
   static int block_keys(int, int) { return 64; }
 
@@ -148,8 +147,7 @@ struct PieceMode {
     }
     u64 grows = 0;
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++)
-      grows |= _mm512_cmpgt_epu16_mask(most[v], _mm512_set1_epi16(TileMode::kRoomWord));
+    for (int v = 0; v < kV; v++) grows |= _mm512_cmpgt_epu16_mask(most[v], _mm512_set1_epi16(TileMode::kRoomWord));
     if (__builtin_expect(grows != 0, 0) && !last) return false;
     TW_UNROLL(2)
     for (int v = 0; v < kV; v++) store(row_sum + v * lanes, load(row_sum + v * lanes) + sum[v]);
@@ -243,11 +241,11 @@ struct PieceMode {
     alignas(64) static constexpr u16 kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     Vec<float> low[pieces], high[pieces];
-    const bool finite = split(widen_strided<float>(p, col, count), low) &
-                        split(count > kLanes<float>
-                                  ? widen_strided<float>(p + kLanes<float> * col, col, count - kLanes<float>)
-                                  : Vec<float>{},
-                              high);
+    const bool finite =
+        split(widen_strided<float>(p, col, count), low) &
+        split(count > kLanes<float> ? widen_strided<float>(p + kLanes<float> * col, col, count - kLanes<float>)
+                                    : Vec<float>{},
+              high);
     TW_UNROLL(3)
     for (int y = 0; y < pieces; y++)
       word[y] = (Vec<i32>)_mm512_permutex2var_epi16((__m512i)low[y], _mm512_load_si512(kUpper), (__m512i)high[y]);

@@ -119,7 +119,7 @@ struct Forward : Problem {
   Stored stored = Stored::plain;
   View k_scales, v_scales;
   Rows lse;  // natural log, sink included
-  // What a row subtracts from its scores, before the sink: the largest of them, or (bfloat16 by tiles) one that no
+  // What a row subtracts from its scores, before the sink: the largest of them, or (by matrix tiles) one that no
   // other is above by more than a factor 2^8 of probability. Natural units, without a score chain those of q.k (not
   // scaled).
   Rows row_max;

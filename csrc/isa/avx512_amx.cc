@@ -1,5 +1,5 @@
-// bfloat16 by matrix tiles, and the forward pass of float16 and (where asked) float32; all else is AVX-512. Compiled for
-// any processor: the table is made before it is asked whether this one has tiles.
+// bfloat16 by matrix tiles, and the forward pass of float16 and (where asked) float32; all else is AVX-512. Compiled
+// for any processor: the table is made before it is asked whether this one has tiles.
 #include "base/args.h"
 #include "base/processor.h"
 
@@ -21,8 +21,8 @@ template <class Arguments, bool (*kTiles)(const Arguments&), bool (*Kernels::*kO
 bool by_type(const Arguments& f) {
   return f.dtype == DType::bf16 ? kTiles(f) : (kernels_avx512.*kOther)(f);
 }
-// The backward pass of what has pieces is AVX-512's. It computes the scores again, to the bit as its own forward pass has
-// them: else gradients that are exactly 0 would not be, those of the entropy of one key for one.
+// The backward pass of what has pieces is AVX-512's. It computes the scores again, to the bit as its own forward pass
+// has them: else gradients that are exactly 0 would not be, those of the entropy of one key for one.
 bool forward(const Forward& f) {
   if (f.dtype == DType::bf16) return avx512_amx::forward(f);
   if (f.dtype == DType::f16 && !f.for_backward) return avx512_amx::forward_halves(f);

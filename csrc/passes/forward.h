@@ -33,8 +33,8 @@ struct QueryTile {
   // In pieces: the same with its planes, and out and row_sum of the keys before those that these two are of, or null.
   Words<typename Mode::Word> split_q{};
   Acc *out_before = nullptr, *sum_before = nullptr;
-  Acc* out;                // [Dv][width], not yet divided by the row sum
-  Acc* row_max;            // in the units of the scores, see ScoreUnits
+  Acc* out;      // [Dv][width], not yet divided by the row sum
+  Acc* row_max;  // in the units of the scores, see ScoreUnits
   Acc* row_sum;
   // For statistics only.
   Acc* row_moment;  // see RowNumbers
@@ -261,8 +261,7 @@ class ForwardKernel {
         }
         if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
-        const Block now{masked,
-                        behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
+        const Block now{masked, behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
                         behind(packed.values, Mode::skip_rows(packed.values, skip), skip)};
         if constexpr (Mode::keeps_references) {
           if (kPieces > 1 || stays_in_order()) {
@@ -346,14 +345,16 @@ class ForwardKernel {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
     // Those that wait make room, or are none of whose rows this block's are the next.
-    const bool full = x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0;
+    const bool full =
+        x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0;
     if constexpr (kPieces > 1) {
       split_products(tile, &now, memory, x, full, ahead);
     } else if (full) {
-      Product::template run_two<Into::overwrite, Into::add>({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
-                       {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0,
-                        (x.count + 1) / 2, width, tile.out, width},
-                       ahead);
+      Product::template run_two<Into::overwrite, Into::add>(
+          {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
+          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, (x.count + 1) / 2,
+           width, tile.out, width},
+          ahead);
       x.count = 0;
     } else {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
@@ -407,10 +408,10 @@ class ForwardKernel {
     if constexpr (kPieces > 1) {
       split_products(tile, nullptr, memory, x, true, ahead);
     } else {
-    Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
-                                                           f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
-                                                           tile.width, nullptr, nullptr, ahead);
-    x.count = 0;
+      Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
+                                                             f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
+                                                             tile.width, nullptr, nullptr, ahead);
+      x.count = 0;
     }
   }
   // By pieces: the values that wait, where they are to be added now, and the scores of a block, if there is one.

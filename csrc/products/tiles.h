@@ -31,9 +31,9 @@ struct TileMode : PairMode {
     unsigned control;
   };
 
-  // One operation makes an exponent: score * factor - top * factor. The second product is rounded, alike for all keys of
-  // a row, so that it is the row's true reference. Where it is so large that what was lost would count, the difference
-  // comes first.
+  // One operation makes an exponent: score * factor - top * factor. The second product is rounded, alike for all keys
+  // of a row, so that it is the row's true reference. Where it is so large that what was lost would count, the
+  // difference comes first.
   struct Reference {
     Vec<float> shift, bias;
     float factor;
@@ -79,8 +79,8 @@ struct TileMode : PairMode {
   static constexpr int value_keys(int value_dim) { return value_dim <= 64 ? 64 : kMostValueKeys; }
   static constexpr int kMostValueKeys = 512;
 
-  // What the next products read, brought into the nearest cache during the softmax of 64 keys: keys one after the other,
-  // and values of as many keys. Null where there is none, or too much to stay there.
+  // What the next products read, brought into the nearest cache during the softmax of 64 keys: keys one after the
+  // other, and values of as many keys. Null where there is none, or too much to stay there.
   struct Near {
     const Word *keys = nullptr, *values = nullptr;
     i64 value_stride = 0;

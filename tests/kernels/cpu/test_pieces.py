@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,14 +69,14 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tens
 
 def _cases() -> list[Case]:
     cases = [case.of(dtype) for dtype in BOTH for case in TABLE]
-    for index, width in enumerate(WIDTHS):
-        sizes = {"queries": 35, "keys": 67, "head_dim": width, "value_dim": WIDTHS[-1 - index]}
-        for dtype in BOTH:
-            cases.append(Case(f"width-{width}", batch=1, mask=("causal",), dtype=dtype, **sizes))
-    for index, queries in enumerate(LENGTHS):
-        for dtype in BOTH:
-            sizes = {"queries": queries, "keys": LENGTHS[(index + 5) % len(LENGTHS)]}
-            cases.append(Case(f"length-{queries}", head_dim=17, dtype=dtype, **sizes))
+    causal = Case("width", batch=1, queries=35, keys=67, mask=("causal",))
+    for dtype in BOTH:
+        for width, other in zip(WIDTHS, reversed(WIDTHS), strict=True):
+            sized = replace(causal, name=f"width-{width}", head_dim=width, value_dim=other)
+            cases.append(sized.of(dtype))
+        for queries, keys in zip(LENGTHS, (*LENGTHS[5:], *LENGTHS[:5]), strict=True):
+            case = Case(f"length-{queries}", queries=queries, keys=keys, head_dim=17)
+            cases.append(case.of(dtype))
     return cases
 
 
@@ -245,6 +246,6 @@ def test_explain_says_whether_float32_is_in_tiles() -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="way.*'fast'.*'exact' or 'tiles'"):
+    with pytest.raises(InvalidArgument, match=r"way.*'fast'.*'exact' or 'tiles'"):
         tilewise.set_float32("fast")
     assert tilewise.get_float32() == "tiles"

@@ -297,7 +297,7 @@ class BackwardKernel {
     for (int i = 0; i < kTileQueries; i++) factor[i] = static_cast<Acc>(f_.scale);
     Elem* to = Mode::at(const_cast<void*>(f_.grad_q.data),
                         view_at(f_.grad_q, seq.b, h, seq.query_begin + tile * kTileQueries));
-    unpack_transposed(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
+    Mode::unpack(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
   }
 
   // All queries of a group against one chunk of keys: dK and dV of the chunk. share(h, tile, table, any, grad_q) is

@@ -571,7 +571,7 @@ class ForwardKernel {
       }
     }
     Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
-    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
+    Mode::unpack(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
   }
 
   const Forward& f_;

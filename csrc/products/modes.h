@@ -67,6 +67,9 @@ struct PlainMode {
   }
   static i64 rows_room(i64 rows, int depth) { return rows * depth; }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows * words.stride; }
+  static void unpack(const C* from, int width, int rows, int depth, const C* factor, u64 live, E* to, i64 row) {
+    unpack_transposed(from, width, rows, depth, factor, live, to, row);
+  }
   static void transposed(const E* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed(p, row, col, rows, depth, width, to);
   }
@@ -142,6 +145,10 @@ struct PairMode {
   }
   static i64 rows_room(i64 rows, int depth) { return (rows + 1) / 2 * depth; }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2 * words.stride; }
+  static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live, Bf16* to,
+                     i64 row) {
+    unpack_transposed(from, width, rows, depth, factor, live, to, row);
+  }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);
   }

@@ -234,15 +234,27 @@ struct TileMode : PairMode {
     constexpr int lanes = kLanes<i32>;
     for (int j = 0; j < rows; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
+        const bool whole = col == 1 && j + 2 * lanes <= rows && d + lanes <= depth;
         Vec<i32> r[lanes];
         TW_UNROLL(16)
-        for (int x = 0; x < lanes; x++) r[x] = pair_of_rows(bits(p), row, col, j + 2 * x, rows, d, depth);
+        for (int x = 0; x < lanes; x++)
+          r[x] = whole ? whole_pair(bits(p) + (j + 2 * x) * row + d, row)
+                       : pair_of_rows(bits(p), row, col, j + 2 * x, rows, d, depth);
         transpose<i32>(r);
         TW_UNROLL(16)
         for (int x = 0; x < lanes; x++) store(room + (d + x) * stride + j / 2, r[x]);
       }
     }
     return {room, stride};
+  }
+  // 16 words of a row and the row behind it.
+  TW_INLINE Vec<i32> whole_pair(const u16* p, i64 row) {
+    alignas(64) static constexpr u16 kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + row));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
   }
   // 16 words of row j and the row behind it, from d on; zeros where there is none.
   TW_INLINE Vec<i32> pair_of_rows(const u16* p, i64 row, i64 col, int j, int rows, int d, int depth) {
@@ -257,6 +269,33 @@ struct TileMode : PairMode {
       }
     }
     return (Vec<i32>)(word[0] | word[1] << 16);
+  }
+  // As unpack_transposed, of two columns of the result at once: half as many words to transpose.
+  TW_NOINLINE static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live,
+                                 Bf16* to, i64 row) {
+    constexpr int lanes = kLanes<float>;
+    for (int i = 0; i < rows; i += lanes) {
+      const Vec<float> scale = load(factor + i);
+      const auto column = [&](int d) __attribute__((always_inline)) {
+        return d < depth ? keep_where<float>(live >> i, load(from + static_cast<i64>(d) * width + i) * scale)
+                         : Vec<float>{};
+      };
+      for (int d = 0; d < depth; d += 2 * lanes) {
+        Vec<i32> r[lanes];
+        TW_UNROLL(16)
+        for (int x = 0; x < lanes; x++) r[x] = PairMode::pair(column(d + 2 * x), column(d + 2 * x + 1));
+        transpose<i32>(r);
+        const i64 count = depth - d;
+        if (i + lanes <= rows && count >= 2 * lanes) {
+          TW_UNROLL(16)
+          for (int x = 0; x < lanes; x++) store(reinterpret_cast<i32*>(to + (i + x) * row + d), r[x]);
+          continue;
+        }
+        for (int x = 0; x < lanes && i + x < rows; x++)
+          std::memcpy(static_cast<void*>(to + (i + x) * row + d), &r[x],
+                      static_cast<std::size_t>(min(count, 2 * lanes)) * sizeof(Bf16));
+      }
+    }
   }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);

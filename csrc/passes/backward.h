@@ -374,7 +374,8 @@ class BackwardKernel {
     bool here = false;
   };
 
-  // Tiles of queries side by side against a chunk: adds to the chunk's dK and dV, leaves the tiles' dQ in memory.grad_q.
+  // Tiles of queries side by side against a chunk: adds to the chunk's dK and dV, leaves the tiles' dQ in
+  // memory.grad_q.
   void query_tiles(Chunk& x, i64 h, i64 tile, Tile* group, int many, const Mask& mask, const ScoreChain<Acc>& chain,
                    Memory& memory) const {
     const KeyBlocks& blocks = x.all.blocks;
@@ -467,14 +468,16 @@ class BackwardKernel {
   void add_key_gradients(const MaskedTile& masked, const typename Tiles::Memory& rooms, int queries, Acc* grad_k,
                          Acc* grad_v, Ahead* ahead) const {
     const GradTile<Mode>& tile = rooms.tile;
-    const int count = static_cast<int>(masked.end - masked.begin), depth = (queries + Mode::per_word - 1) / Mode::per_word;
+    const int count = static_cast<int>(masked.end - masked.begin),
+              depth = (queries + Mode::per_word - 1) / Mode::per_word;
     const Word* p = Mode::paired ? rooms.p_rows : reinterpret_cast<const Word*>(rooms.scores);
     const Word* ds = Mode::paired ? rooms.ds_rows : reinterpret_cast<const Word*>(rooms.grads);
     const i64 row = Tiles::row_words(tile.width);
     if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::add, Into::add>(
           {p, row, tile.grad_rows.data, tile.grad_rows.stride, count, depth, static_cast<int>(value_), grad_v, value_},
-          {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_}, ahead);
+          {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_},
+          ahead);
     } else {
       Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
                                                           depth, static_cast<int>(value_), grad_v, value_, nullptr,

@@ -301,10 +301,11 @@ class ForwardKernel {
     Acc* s = memory.scores;
     // Those that wait make room, or are none of whose rows this block's are the next.
     if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
-      Product::template run_two<Into::overwrite, Into::add>({now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
-                       {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0,
-                        (x.count + 1) / 2, width, tile.out, width},
-                       ahead);
+      Product::template run_two<Into::overwrite, Into::add>(
+          {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
+          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, (x.count + 1) / 2,
+           width, tile.out, width},
+          ahead);
       x.count = 0;
     } else {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
@@ -470,17 +471,15 @@ class ForwardKernel {
   void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
                const Memory& memory) const {
     const Acc factor = units_.to_base2;
-    Vec<Acc> sum[kV], moment[kV];
-    typename Mode::Reference row[kV];
+    Vec<Acc> top[kV], sum[kV], moment[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
       const Vec<Acc> now = Mode::reference(before, load(memory.peak + i), factor);
       // A row that has seen no key yet has no maximum to subtract.
-      const Vec<Acc> top = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
-      row[v] = typename Mode::Reference(top, factor);
-      const Vec<Acc> change = (before - top) * factor, alpha = exp2<5>(change, Acc{});
+      top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
+      const Vec<Acc> change = (before - top[v]) * factor, alpha = exp2<5>(change, Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
       sum[v] = moment[v] = Vec<Acc>{};
@@ -507,7 +506,7 @@ class ForwardKernel {
             TW_UNROLL(4)
             for (int x = 0; x < Mode::step; x++) {
               if (x > 0 && j + x >= count) break;
-              const Vec<Acc> t = row[v].exponent(load(s + static_cast<i64>(j + x) * width + i));
+              const Vec<Acc> t = (load(s + static_cast<i64>(j + x) * width + i) - top[v]) * factor;
               e[x] = Mode::power(t);
               if constexpr (kMoment) moment[v] = fused(e[x], vmax(set(kFar<Acc>), t), moment[v]);
             }
@@ -531,7 +530,7 @@ class ForwardKernel {
           for (int v = 0; v < kV; v++) {
             const int i = column + v * lanes;
             Acc* p = s + static_cast<i64>(j) * width + i;
-            const Vec<Acc> x = row[v].exponent(load(p));
+            const Vec<Acc> x = (load(p) - top[v]) * factor;
             Vec<Acc> e = Mode::power(x);
             piece[v] += e;
             if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
@@ -547,7 +546,9 @@ class ForwardKernel {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
+      Vec<Acc> before = load(tile.row_sum + i) * load(memory.alpha + i);
+      if constexpr (Mode::keeps_references) before = rounded(before, Acc{});  // as Mode::raise leaves it
+      store(tile.row_sum + i, before + sum[v]);
       if constexpr (kMoment) store(tile.row_moment + i, load(tile.row_moment + i) + moment[v]);
     }
   }

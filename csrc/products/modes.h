@@ -15,18 +15,6 @@ struct Words {
   i64 stride;
 };
 
-// What turns the scores of a row into the exponents of its probabilities, in base-2 units.
-template <class C>
-struct PlainReference {
-  Vec<C> top{};
-  C factor{};
-  template <bool kNear = false>
-  __attribute__((always_inline)) Vec<C> exponent(Vec<C> score) const {
-    return (score - top) * factor;
-  }
-  static bool all_near(const C*, int, C) { return true; }
-};
-
 // Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
 template <class E, class C>
 struct PlainMode {
@@ -36,7 +24,6 @@ struct PlainMode {
   using Dot = PlainDot<C>;
   using Product = Gemm<Dot>;
   using Session = NoSession;
-  using Reference = PlainReference<C>;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
@@ -92,7 +79,6 @@ struct PairMode {
   using Dot = PairDot;
   using Product = Gemm<Dot>;
   using Session = NoSession;
-  using Reference = PlainReference<float>;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int step = 2;  // rows of P and dS that are written at once

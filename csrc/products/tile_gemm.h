@@ -84,7 +84,8 @@ struct TileGemm {
     last.c = nullptr;
   }
 
-  // C (+)= A B of whole blocks of 2 x 2 tiles. Stores what is pending; the last block becomes pending. Strides in words.
+  // C (+)= A B of whole blocks of 2 x 2 tiles. Stores what is pending; the last block becomes pending. Strides in
+  // words.
   template <bool kAdd>
   TW_NOINLINE static void grid(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int steps, int width, float* c,
                                i64 ldc, Pending& last, Ahead* ahead = nullptr) {
@@ -264,9 +265,11 @@ struct TileGemm {
   template <Into kFirst, Into kSecond>
   static void run_two(const Operands& x, const Operands& y, Ahead* ahead) {
     if (!whole(x.rows, x.depth, x.width) || !whole(y.rows, y.depth, y.width)) {
-      multiply<kFirst == Into::add, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr, ahead);
+      multiply<kFirst == Into::add, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr,
+                                           ahead);
       if (y.rows > 0)
-        multiply<kSecond == Into::add, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr, ahead);
+        multiply<kSecond == Into::add, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr,
+                                              ahead);
       return;
     }
     Pending last;

@@ -31,41 +31,12 @@ struct TileMode : PairMode {
     unsigned control;
   };
 
-  // One operation makes an exponent: score * factor - top * factor. The second product is rounded, alike for all keys of
-  // a row, so that it is the row's true reference. Where it is so large that what was lost would count, the difference
-  // comes first.
-  struct Reference {
-    Vec<float> shift, bias;
-    float factor;
-    Reference() : Reference(Vec<float>{}, 0.0f) {}
-    Reference(Vec<float> top, float factor) : factor(factor) {
-      const Vec<float> whole = top * factor;
-      const u64 near = near_lanes(whole);
-      shift = select_bits<float>(near, Vec<float>{}, top);
-      bias = select_bits<float>(near, -whole, Vec<float>{});
-    }
-    // kNear: for rows of which all_near() is true.
-    template <bool kNear = false>
-    __attribute__((always_inline)) Vec<float> exponent(Vec<float> score) const {
-      return fused(kNear ? score : score - shift, set(factor), bias);
-    }
-    static bool all_near(const float* top, int width, float factor) {
-      u64 near = ~u64{0};
-      for (int i = 0; i < width; i += kLanes<float>) near &= near_lanes(load(top + i) * factor);
-      return near == 0xffff || width <= 0;
-    }
-    static u64 near_lanes(Vec<float> whole) {
-      constexpr float kLargest = 4096;
-      return 0xffff & ~bits_not_below((Vec<float>)((Vec<u32>)whole & 0x7fffffff), kLargest);
-    }
-  };
-
   // A row's reference grows where a probability would be more than 2^8. Those up to 2^8 have as many digits as those up
   // to 1, and the sums of values are seldom scaled anew. It is asked of the words, which takes one operation for two
   // vectors; a NaN is more than 2^8.
   static constexpr int kRoomWord = 0x4380;  // 2^8
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
-    const Vec<i32> word = pair(power(Reference(before, factor).exponent(peak)), Vec<float>{});
+    const Vec<i32> word = pair(power((peak - before) * factor), Vec<float>{});
     const Vec<float> none = set(-__builtin_inff());
     return before == none ? peak : word > kRoomWord && peak > before ? peak : before;
   }
@@ -79,8 +50,8 @@ struct TileMode : PairMode {
   static constexpr int value_keys(int value_dim) { return value_dim <= 64 ? 64 : kMostValueKeys; }
   static constexpr int kMostValueKeys = 512;
 
-  // What the next products read, brought into the nearest cache during the softmax of 64 keys: keys one after the other,
-  // and values of as many keys. Null where there is none, or too much to stay there.
+  // What the next products read, brought into the nearest cache during the softmax of 64 keys: keys one after the
+  // other, and values of as many keys. Null where there is none, or too much to stay there.
   struct Near {
     const Word *keys = nullptr, *values = nullptr;
     i64 value_stride = 0;
@@ -109,26 +80,24 @@ struct TileMode : PairMode {
       const Vec<float> before = load(row_max + i);
       store(top + i, before == set(-__builtin_inff()) ? Vec<float>{} : before);
     }
-    const bool near = Reference::all_near(top, width, factor), wide = width == 2 * kLanes<float>;
-    if (wide && near && fetched.keys != nullptr && count == kNearKeys) {
-      if (words == 32) return softmax_columns<2, true, 32>(s, count, top, row_sum, factor, p, last, fetched);
-      if (words == 64) return softmax_columns<2, true, 64>(s, count, top, row_sum, factor, p, last, fetched);
+    const bool wide = width == 2 * kLanes<float>;
+    if (wide && fetched.keys != nullptr && count == kNearKeys) {
+      if (words == 32) return softmax_columns<2, 32>(s, count, top, row_sum, factor, p, last, fetched);
+      if (words == 64) return softmax_columns<2, 64>(s, count, top, row_sum, factor, p, last, fetched);
     }
-    auto* const run = near   ? wide ? &softmax_columns<2, true, 0> : &softmax_columns<1, true, 0>
-                      : wide ? &softmax_columns<2, false, 0>
-                             : &softmax_columns<1, false, 0>;
-    return run(s, count, top, row_sum, factor, p, last, fetched);
+    return (wide ? &softmax_columns<2, 0> : &softmax_columns<1, 0>)(s, count, top, row_sum, factor, p, last, fetched);
   }
-  template <int kV, bool kNear, int kFetched>
+  template <int kV, int kFetched>
   TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* top, float* row_sum, float factor,
                                           i32* p, bool last, Near fetched) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
-    Reference row[kV];
-    Vec<float> sum[kV];
+    Vec<float> reference[kV], sum[kV];
     __m512i most[kV];
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++)
-      row[v] = Reference(load(top + v * lanes), factor), sum[v] = Vec<float>{}, most[v] = __m512i{};
+    for (int v = 0; v < kV; v++) reference[v] = load(top + v * lanes), sum[v] = Vec<float>{}, most[v] = __m512i{};
+    const auto probability = [&](int j, int v) __attribute__((always_inline)) {
+      return power((load(s + static_cast<i64>(j) * width + v * lanes) - reference[v]) * factor);
+    };
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
       const int end = first + kSubKeys <= count ? first + kSubKeys : count;
@@ -138,9 +107,7 @@ struct TileMode : PairMode {
         if constexpr (kFetched != 0) fetch<kFetched>(fetched);
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
-          const float* from = s + static_cast<i64>(j) * width + v * lanes;
-          const Vec<float> a = power(row[v].template exponent<kNear>(load(from))),
-                           b = power(row[v].template exponent<kNear>(load(from + width)));
+          const Vec<float> a = probability(j, v), b = probability(j + 1, v);
           piece[v] += a + b;
           const Vec<i32> words = pair(a, b);
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
@@ -150,7 +117,7 @@ struct TileMode : PairMode {
       TW_UNROLL(2)
       for (int v = 0; v < kV; v++) {
         if (j < end) {
-          const Vec<float> a = power(row[v].template exponent<kNear>(load(s + j * width + v * lanes)));
+          const Vec<float> a = probability(j, v);
           const Vec<i32> words = pair(a, Vec<float>{});
           piece[v] += a;
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);

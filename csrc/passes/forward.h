@@ -243,7 +243,8 @@ class ForwardKernel {
         const i64 skip = masked.begin - packed.begin;
         const Block now{masked,
                         {packed.keys.data + skip * packed.keys.stride, packed.keys.stride},
-                        {Mode::skip_rows(packed.values, skip), packed.values.stride}};
+                        {Mode::skip_rows(packed.values, skip), packed.values.stride},
+                        masked.end == packed.end};
         if constexpr (Mode::keeps_references) {
           if (stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
@@ -276,6 +277,7 @@ class ForwardKernel {
   struct Block {
     MaskedTile masked;
     Words<Word> keys{}, values{};
+    bool last = false;  // of what is packed: no values lie behind its own
     int count() const { return static_cast<int>(masked.end - masked.begin); }
   };
 
@@ -285,6 +287,7 @@ class ForwardKernel {
     Words<Word> values{};
     i64 end = 0;    // key
     int count = 0;  // keys
+    int words = 0;  // of a lane's probabilities, zeros behind the last keys included
   };
   static constexpr i64 p_keys(int value_dim) {
     if constexpr (Mode::keeps_references) return Mode::value_keys(value_dim) + kRoomKeys;
@@ -303,7 +306,7 @@ class ForwardKernel {
     if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
       Product::template run_two<Into::overwrite, Into::add>(
           {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
-          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, (x.count + 1) / 2,
+          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words,
            width, tile.out, width},
           ahead);
       x.count = 0;
@@ -327,7 +330,11 @@ class ForwardKernel {
       Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0);
     }
     x.count += count;
+    x.words = (x.count + 1) / 2;
     x.end = now.masked.end;
+    // Whole tiles, where nothing but zeros of values lies behind: no number that is hidden meets them.
+    for (; now.last && x.words % Product::kStep != 0; x.words++)
+      for (int i = 0; i < width; i += lanes) store(memory.kept_p + x.words * width + i, Vec<Word>{});
   }
   void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
              Ahead* ahead) const {
@@ -337,7 +344,7 @@ class ForwardKernel {
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;
     Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
-                                                           f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
+                                                           f_.value_dim, x.words, tile.width, tile.out,
                                                            tile.width, nullptr, nullptr, ahead);
     x.count = 0;
   }

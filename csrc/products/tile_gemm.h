@@ -134,8 +134,9 @@ struct TileGemm {
   }
 
   // Rows [0, rows) and words [0, words) of a tile's place, zeros around them.
-  static void copy_words(const Word* from, i64 stride, int rows, int words, Word* to) {
-    for (int r = 0; r < kSide; r++) store(to + r * kSide, r < rows ? load_first(from + r * stride, words) : Vec<i32>{});
+  static void copy_words(const Word* from, i64 stride, int rows, int words, Word* to, i64 to_stride = kSide) {
+    for (int r = 0; r < kSide; r++)
+      store(to + r * to_stride, r < rows ? load_first(from + r * stride, words) : Vec<i32>{});
   }
 
   // An operand whose last tile along the depth has fewer words: `steps` whole ones, and a copy of the rest.
@@ -155,34 +156,31 @@ struct TileGemm {
     for (int r = 0; r < kR * kSide; r++)
       for (int i = 0; i < width; i += kSide)
         store(sums + r * width + i, kAdd && r < rows ? load(c + r * ldc + i) : Vec<float>{});
+    load_tile<0>(sums, width * 4);
+    if constexpr (kC == 2) load_tile<1>(sums + kSide, width * 4);
+    if constexpr (kR == 2) load_tile<2>(sums + kSide * width, width * 4);
+    if constexpr (kR == 2 && kC == 2) load_tile<3>(sums + kSide * width + kSide, width * 4);
     for (int k = 0; k < depth.steps + (depth.rest != 0); k++) {
-      const int words = k < depth.steps ? kStep : depth.rest;
-      for (int i = 0; i < kR; i++)
-        copy_words(a + i * kSide * lda + k * kStep, lda, rows - i * kSide, words, left + i * kSide * kSide);
-      for (int j = 0; j < kC; j++)
-        copy_words(b + k * kStep * ldb + j * kSide, ldb, words, kSide, right + j * kSide * kSide);
-      // One step at a time through C: as many additions in the same order.
-      load_tile<0>(sums, width * 4);
-      if constexpr (kC == 2) load_tile<1>(sums + kSide, width * 4);
-      if constexpr (kR == 2) load_tile<2>(sums + kSide * width, width * 4);
-      if constexpr (kR == 2 && kC == 2) load_tile<3>(sums + kSide * width + kSide, width * 4);
-      load_tile<6>(right, 64);
-      load_tile<4>(left, 64);
-      multiply_tiles<0, 4, 6>();
-      if constexpr (kC == 2) {
-        load_tile<7>(right + kSide * kSide, 64);
-        multiply_tiles<1, 4, 7>();
+      const bool whole = k < depth.steps;
+      const int words = whole ? kStep : depth.rest;
+      const Word *from_a = a + k * kStep, *from_b = b + k * kStep * ldb;
+      i64 a_stride = lda, b_stride = ldb;
+      if (!whole || rows < kR * kSide) {
+        for (int i = 0; i < kR; i++)
+          copy_words(from_a + i * kSide * lda, lda, rows - i * kSide, words, left + i * kSide * kSide);
+        from_a = left, a_stride = kSide;
       }
-      if constexpr (kR == 2) {
-        load_tile<5>(left + kSide * kSide, 64);
-        multiply_tiles<2, 5, 6>();
+      if (!whole) {
+        for (int j = 0; j < kC; j++)
+          copy_words(from_b + j * kSide, ldb, words, kSide, right + j * kSide, kC * kSide);
+        from_b = right, b_stride = kC * kSide;
       }
-      if constexpr (kR == 2 && kC == 2) multiply_tiles<3, 5, 7>();
-      store_tile<0>(sums, width * 4);
-      if constexpr (kC == 2) store_tile<1>(sums + kSide, width * 4);
-      if constexpr (kR == 2) store_tile<2>(sums + kSide * width, width * 4);
-      if constexpr (kR == 2 && kC == 2) store_tile<3>(sums + kSide * width + kSide, width * 4);
+      add_step<kR, kC>(from_a, a_stride * 4, from_b, b_stride * 4, a_stride);
     }
+    store_tile<0>(sums, width * 4);
+    if constexpr (kC == 2) store_tile<1>(sums + kSide, width * 4);
+    if constexpr (kR == 2) store_tile<2>(sums + kSide * width, width * 4);
+    if constexpr (kR == 2 && kC == 2) store_tile<3>(sums + kSide * width + kSide, width * 4);
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < width; i += kSide) store(c + r * ldc + i, load(sums + r * width + i));
   }

@@ -237,6 +237,23 @@ struct TileMode : PairMode {
     }
     return (Vec<i32>)(word[0] | word[1] << 16);
   }
+  static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    constexpr int lanes = kLanes<i32>;
+    if (col != 1 || rows % 2 != 0 || depth % (2 * lanes) != 0) return PairMode::padded(p, row, col, rows, depth, room);
+    alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    Word* to = room;
+    for (int j = 0; j < rows; j += 2) {
+      const u16* from = bits(p) + j * row;
+      for (int d = 0; d < depth; d += 2 * lanes, to += 2 * lanes) {
+        const __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + row + d);
+        store(to, (Vec<i32>)_mm512_permutex2var_epi16(a, low, b));
+        store(to + lanes, (Vec<i32>)_mm512_permutex2var_epi16(a, high, b));
+      }
+    }
+    return {room, depth};
+  }
   // As unpack_transposed, of two columns of the result at once: half as many words to transpose.
   TW_NOINLINE static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live,
                                  Bf16* to, i64 row) {

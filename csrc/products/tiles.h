@@ -192,14 +192,15 @@ struct TileMode : PairMode {
         store(room + j * whole + d, pairs_strided(bits(p) + j * row + 2 * d * col, col, depth - 2 * d));
     return {room, whole};
   }
-  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]).
+  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]). Zeros behind the last row to a whole tile,
+  // and another tile of them for a block that begins within one.
   static i64 row_stride(i64 rows) { return round_up((rows + 1) / 2, TileGemm::kSide) + TileGemm::kSide; }
   static i64 rows_room(i64 rows, int depth) { return row_stride(rows) * round_up(depth, TileGemm::kSide); }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2; }
   static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const i64 stride = row_stride(rows);
     constexpr int lanes = kLanes<i32>;
-    for (int j = 0; j < rows; j += 2 * lanes) {
+    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
         const bool whole = col == 1 && j + 2 * lanes <= rows && d + lanes <= depth;
         Vec<i32> r[lanes];

@@ -3,5 +3,5 @@
 #include "decode/by_type.h"
 
 namespace tilewise::avx512 {
-bool long_sequences(const Forward& f) { return FewQueries<PlainMode<Bf16, float>>(f, Takes::several_splits).run(); }
+bool short_sequences(const Forward& f) { return FewQueries<PlainMode<Bf16, float>>(f, Takes::one_split).run(); }
 }  // namespace tilewise::avx512

@@ -9,8 +9,7 @@
 // - A task has 8 tiles against the same block of keys: the block is packed (or at least read from memory) once for all.
 //   Where threads would idle a task has fewer tiles; no tile's bits depend on its neighbours.
 // - A block has 128 keys. The order of all sums follows from that number, so it is part of the rounding contract.
-// - Matrix tiles (products/tiles.h) have other numbers: tiles of 32 queries, 16 of them in a task, blocks of 64 or 128
-//   keys.
+// - Matrix tiles (products/tiles.h) have other numbers: tiles of 32 queries, 32 of them in a task, blocks of 64 keys.
 // - The scale and log2(e) are one factor (ScoreUnits), which multiplies S - max: a probability is one exp2.
 #pragma once
 
@@ -306,8 +305,8 @@ class ForwardKernel {
     if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
       Product::template run_two<Into::overwrite, Into::add>(
           {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
-          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words,
-           width, tile.out, width},
+          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words, width,
+           tile.out, width},
           ahead);
       x.count = 0;
     } else {
@@ -344,8 +343,8 @@ class ForwardKernel {
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;
     Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
-                                                           f_.value_dim, x.words, tile.width, tile.out,
-                                                           tile.width, nullptr, nullptr, ahead);
+                                                           f_.value_dim, x.words, tile.width, tile.out, tile.width,
+                                                           nullptr, nullptr, ahead);
     x.count = 0;
   }
   // Pairs that the mask excludes become -inf.

@@ -171,8 +171,7 @@ struct TileGemm {
         from_a = left, a_stride = kSide;
       }
       if (!whole) {
-        for (int j = 0; j < kC; j++)
-          copy_words(from_b + j * kSide, ldb, words, kSide, right + j * kSide, kC * kSide);
+        for (int j = 0; j < kC; j++) copy_words(from_b + j * kSide, ldb, words, kSide, right + j * kSide, kC * kSide);
         from_b = right, b_stride = kC * kSide;
       }
       add_step<kR, kC>(from_a, a_stride * 4, from_b, b_stride * 4, a_stride);

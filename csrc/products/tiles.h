@@ -192,8 +192,8 @@ struct TileMode : PairMode {
         store(room + j * whole + d, pairs_strided(bits(p) + j * row + 2 * d * col, col, depth - 2 * d));
     return {room, whole};
   }
-  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]). Zeros behind the last row to a whole tile,
-  // and another tile of them for a block that begins within one.
+  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]). Zeros behind the last row to a whole
+  // tile, and another tile of them for a block that begins within one.
   static i64 row_stride(i64 rows) { return round_up((rows + 1) / 2, TileGemm::kSide) + TileGemm::kSide; }
   static i64 rows_room(i64 rows, int depth) { return row_stride(rows) * round_up(depth, TileGemm::kSide); }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2; }

@@ -71,7 +71,7 @@ class BackwardKernel {
       if constexpr (Mode::grad_tiles == 1)
         return std::array{first};
       else
-        return std::array{first, typename Tiles::Memory(f, carve, first, 1)};
+        return std::array{first, typename Tiles::Memory(f, carve, first)};
     }
     Memory(const Backward& f, Carver carve, i64 tiles, std::size_t* bytes) : tile(tile_rooms(f, carve)) {
       const Chunks chunks(f.keys);

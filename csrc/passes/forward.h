@@ -301,14 +301,14 @@ class ForwardKernel {
             Stream& x, int more, Ahead* ahead) const {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
-    // Those that wait make room, or are none of whose rows this block's are the next.
+    // Probabilities that wait are used up where there are many, or where this block's keys do not follow theirs.
     if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
       Product::template run_two<Into::overwrite, Into::add>(
           {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
           {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words, width,
            tile.out, width},
           ahead);
-      x.count = 0;
+      x.count = x.words = 0;
     } else {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
                                                                 depth, width, s, width, nullptr, nullptr, ahead);
@@ -345,7 +345,7 @@ class ForwardKernel {
     Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
                                                            f_.value_dim, x.words, tile.width, tile.out, tile.width,
                                                            nullptr, nullptr, ahead);
-    x.count = 0;
+    x.count = x.words = 0;
   }
   // Pairs that the mask excludes become -inf.
   static void exclude(Acc* s, int width, int count, const u64* bits) {

@@ -50,7 +50,10 @@ class TileGradients {
     u64 *bits, *kept;
     char* expr;
     Memory(const Backward& f, Carver& carve) {
+      static_assert(Mode::grad_tiles <= 2);
       open_rooms(f, carve);
+      q_room = carve.take<Word>(kTileQueries * round_up(f.head_dim, lanes));
+      grad_room = carve.take<Word>(kTileQueries * round_up(f.value_dim, lanes));
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       grads = carve.take<Acc>(kRoomKeys * kTileQueries);
       gain = carve.take<Acc>(kRoomKeys * kTileQueries);
@@ -63,14 +66,14 @@ class TileGradients {
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
     }
-    // Of a tile beside another one: all but its queries' own rooms are the same.
-    Memory(const Backward& f, Carver& carve, const Memory& first, int number) : Memory(first) {
+    // Of the tile behind the first one. Its rows of queries, and its lanes of P and dS, follow those of the first: a
+    // product takes both. It shares all else that is not of its queries.
+    Memory(const Backward& f, Carver& carve, const Memory& first) : Memory(first) {
       open_rooms(f, carve);
-      // Rows of queries are behind those of the first tile: a product takes both.
-      q_room = first.q_room + number * kTileQueries / Mode::per_word * round_up(f.head_dim, lanes);
-      grad_room = first.grad_room + number * kTileQueries / Mode::per_word * round_up(f.value_dim, lanes);
-      p_rows += number * kTileQueries / 2;
-      ds_rows += number * kTileQueries / 2;
+      q_room += kTileQueries / Mode::per_word * round_up(f.head_dim, lanes);
+      grad_room += kTileQueries / Mode::per_word * round_up(f.value_dim, lanes);
+      p_rows += kTileQueries / 2;
+      ds_rows += kTileQueries / 2;
       bits = carve.take<u64>(kRoomKeys);
     }
 
@@ -79,8 +82,6 @@ class TileGradients {
       const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
       tile.q = carve.take<Word>(kTileQueries * depth);
       tile.grad_out = carve.take<Word>(kTileQueries * value);
-      q_room = carve.take<Word>(kTileQueries * depth);
-      grad_room = carve.take<Word>(kTileQueries * value);
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
@@ -412,7 +413,11 @@ class TileGradients {
           if constexpr (Mode::grad_tiles == 1 || kV != 2)
             store_packed(memory, x.key + j, x.lane + column + v * lanes, p[v], ds[v]);
         }
-        if constexpr (Mode::grad_tiles > 1 && kV == 2) store_two(memory, x.key + j, x.lane + column, p, ds);
+        if constexpr (Mode::grad_tiles > 1 && kV == 2) {
+          const i64 words = row_words(tile.width), at = (x.key + j) * words + (x.lane + column) / 2;
+          Mode::store_two(memory.p_rows + at, memory.ds_rows + at, words,
+                          memory.ds_columns + (x.key + j) / 2 * tile.width + x.lane + column, p, ds);
+        }
       }
       return;
     }
@@ -447,27 +452,6 @@ class TileGradients {
       Mode::store_rows(ds_rows + i, width, first, second);
       Mode::store_columns(columns, width, first, second);
     }
-  }
-#endif
-
-#if defined(TW_PAIRS) && defined(__AVX512BF16__)
-  // The same of two vectors side by side: a row of both is one instruction's result.
-  TW_INLINE void store_two(const Memory& memory, int j, int i, const Vec<float> (&p)[2][2],
-                           const Vec<float> (&ds)[2][2]) {
-    alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const i64 width = memory.tile.width, words = row_words(memory.tile.width), at = j * words + i / 2;
-    const auto row = [](Vec<float> a, Vec<float> b)
-                         __attribute__((always_inline)) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); };
-    store(memory.p_rows + at, (Vec<i32>)row(p[0][0], p[1][0]));
-    store(memory.p_rows + at + words, (Vec<i32>)row(p[0][1], p[1][1]));
-    const __m512i first = row(ds[0][0], ds[1][0]), second = row(ds[0][1], ds[1][1]);
-    store(memory.ds_rows + at, (Vec<i32>)first);
-    store(memory.ds_rows + at + words, (Vec<i32>)second);
-    i32* columns = memory.ds_columns + j / 2 * width + i;
-    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    store(columns, (Vec<i32>)_mm512_permutex2var_epi16(first, low, second));
-    store(columns + lanes, (Vec<i32>)_mm512_permutex2var_epi16(first, high, second));
   }
 #endif
 

@@ -6,9 +6,9 @@
 //   read them transposed, packed once for all tiles of queries; dV = P^T dO and dK = dS^T Q read P and dS as the
 //   softmax left them.
 // - A block of C is 2 x 2 tiles: then each tile that is loaded meets two others.
-// - A store takes as long as a product and waits for it, and what follows waits for the store. So the sums of a block
-//   stay in their registers until the first products of the next block: each register is stored just before that block
-//   needs it, and the products of the others hide the store.
+// - A store waits for its product, and the next use of its register waits for the store. So the sums of a block stay in
+//   their registers until the first products of the next block: each register is stored just before that block needs
+//   it, and the products of the others hide the store.
 // - A tile instruction adds up 32 products and then adds these to C: chains of additions are short, so C itself may be
 //   loaded, and added to, by tiles.
 // - What is no whole tile (rows, or the depth) is copied, zeros around it. A hidden number never meets a zero, so that

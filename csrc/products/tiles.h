@@ -41,9 +41,6 @@ struct TileMode : PairMode {
     return before == none ? peak : word > kRoomWord && peak > before ? peak : before;
   }
 
-  // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
-  // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
-  // `last`. Meanwhile the nearest cache takes in what the next products read.
   static constexpr bool keeps_references = true;
   // Keys whose values are added up in one go: more of them load and store the sums less often, where the nearest cache
   // does not hold those as well.
@@ -72,9 +69,12 @@ struct TileMode : PairMode {
       }
     }
   }
+  // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
+  // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
+  // `last`. Meanwhile the nearest cache takes in what the next products read; `words`: of a key.
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
                            i32* p, bool last, Near fetched, int words) {
-    float top[tile_queries];
+    alignas(64) float top[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       // A row that has seen no key yet has no maximum to subtract.
       const Vec<float> before = load(row_max + i);
@@ -238,22 +238,37 @@ struct TileMode : PairMode {
     }
     return (Vec<i32>)(word[0] | word[1] << 16);
   }
-  static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
-    constexpr int lanes = kLanes<i32>;
-    if (col != 1 || rows % 2 != 0 || depth % (2 * lanes) != 0) return PairMode::padded(p, row, col, rows, depth, room);
+  // Pairs of the numbers of two rows, 32 of each: as 32 words.
+  TW_INLINE void store_pairs_of_rows(Word* to, __m512i first, __m512i second) {
     alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                  8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    store(to, (Vec<i32>)_mm512_permutex2var_epi16(first, low, second));
+    store(to + kLanes<i32>, (Vec<i32>)_mm512_permutex2var_epi16(first, high, second));
+  }
+  static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    constexpr int step = 2 * kLanes<i32>;
+    if (col != 1 || rows % 2 != 0 || depth % step != 0) return PairMode::padded(p, row, col, rows, depth, room);
     Word* to = room;
     for (int j = 0; j < rows; j += 2) {
       const u16* from = bits(p) + j * row;
-      for (int d = 0; d < depth; d += 2 * lanes, to += 2 * lanes) {
-        const __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + row + d);
-        store(to, (Vec<i32>)_mm512_permutex2var_epi16(a, low, b));
-        store(to + lanes, (Vec<i32>)_mm512_permutex2var_epi16(a, high, b));
-      }
+      for (int d = 0; d < depth; d += step, to += step)
+        store_pairs_of_rows(to, _mm512_loadu_si512(from + d), _mm512_loadu_si512(from + row + d));
     }
     return {room, depth};
+  }
+  // P and dS of two keys (p[lanes][key]) and 32 queries: in rows `words` apart, where a word is two neighbouring
+  // queries, and dS in pairs of keys.
+  TW_INLINE void store_two(Word* p_rows, Word* ds_rows, i64 words, Word* ds_columns, const Vec<float> (&p)[2][2],
+                           const Vec<float> (&ds)[2][2]) {
+    const auto row = [](Vec<float> a, Vec<float> b)
+                         __attribute__((always_inline)) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); };
+    store(p_rows, (Vec<i32>)row(p[0][0], p[1][0]));
+    store(p_rows + words, (Vec<i32>)row(p[0][1], p[1][1]));
+    const __m512i first = row(ds[0][0], ds[1][0]), second = row(ds[0][1], ds[1][1]);
+    store(ds_rows, (Vec<i32>)first);
+    store(ds_rows + words, (Vec<i32>)second);
+    store_pairs_of_rows(ds_columns, first, second);
   }
   // As unpack_transposed, of two columns of the result at once: half as many words to transpose.
   TW_NOINLINE static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live,

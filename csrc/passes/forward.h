@@ -357,8 +357,9 @@ class ForwardKernel {
     }
   }
 
-  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block, const ScoreChain<Acc>& chain,
-            const Memory& memory, Ahead* ahead) const {
+  // A function of its own: inlined into its only caller, dot products of bfloat16 took 1.06 times as long.
+  TW_NOINLINE void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block,
+                        const ScoreChain<Acc>& chain, const Memory& memory, Ahead* ahead) const {
     const MaskedTile& masked = block.masked;
     const Word *keys = block.keys.data, *values = block.values.data;
     const i64 key_stride = block.keys.stride, value_stride = block.values.stride;

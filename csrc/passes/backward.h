@@ -71,7 +71,7 @@ class BackwardKernel {
       if constexpr (Mode::grad_tiles == 1)
         return std::array{first};
       else
-        return std::array{first, typename Tiles::Memory(f, carve, first, 1)};
+        return std::array{first, typename Tiles::Memory(f, carve, first)};
     }
     Memory(const Backward& f, Carver carve, i64 tiles, std::size_t* bytes) : tile(tile_rooms(f, carve)) {
       const Chunks chunks(f.keys);
@@ -297,7 +297,7 @@ class BackwardKernel {
     for (int i = 0; i < kTileQueries; i++) factor[i] = static_cast<Acc>(f_.scale);
     Elem* to = Mode::at(const_cast<void*>(f_.grad_q.data),
                         view_at(f_.grad_q, seq.b, h, seq.query_begin + tile * kTileQueries));
-    unpack_transposed(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
+    Mode::unpack(from, width, rows, f_.head_dim, factor, ~u64{0}, to, f_.grad_q.row);
   }
 
   // All queries of a group against one chunk of keys: dK and dV of the chunk. share(h, tile, table, any, grad_q) is
@@ -374,7 +374,8 @@ class BackwardKernel {
     bool here = false;
   };
 
-  // Tiles of queries side by side against a chunk: adds to the chunk's dK and dV, leaves the tiles' dQ in memory.grad_q.
+  // Tiles of queries side by side against a chunk: adds to the chunk's dK and dV, leaves the tiles' dQ in
+  // memory.grad_q.
   void query_tiles(Chunk& x, i64 h, i64 tile, Tile* group, int many, const Mask& mask, const ScoreChain<Acc>& chain,
                    Memory& memory) const {
     const KeyBlocks& blocks = x.all.blocks;
@@ -467,14 +468,16 @@ class BackwardKernel {
   void add_key_gradients(const MaskedTile& masked, const typename Tiles::Memory& rooms, int queries, Acc* grad_k,
                          Acc* grad_v, Ahead* ahead) const {
     const GradTile<Mode>& tile = rooms.tile;
-    const int count = static_cast<int>(masked.end - masked.begin), depth = (queries + Mode::per_word - 1) / Mode::per_word;
+    const int count = static_cast<int>(masked.end - masked.begin),
+              depth = (queries + Mode::per_word - 1) / Mode::per_word;
     const Word* p = Mode::paired ? rooms.p_rows : reinterpret_cast<const Word*>(rooms.scores);
     const Word* ds = Mode::paired ? rooms.ds_rows : reinterpret_cast<const Word*>(rooms.grads);
     const i64 row = Tiles::row_words(tile.width);
     if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::add, Into::add>(
           {p, row, tile.grad_rows.data, tile.grad_rows.stride, count, depth, static_cast<int>(value_), grad_v, value_},
-          {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_}, ahead);
+          {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_},
+          ahead);
     } else {
       Product::template run<AOrder::row_major, Into::add>(p, row, tile.grad_rows.data, tile.grad_rows.stride, count,
                                                           depth, static_cast<int>(value_), grad_v, value_, nullptr,

@@ -9,8 +9,7 @@
 // - A task has 8 tiles against the same block of keys: the block is packed (or at least read from memory) once for all.
 //   Where threads would idle a task has fewer tiles; no tile's bits depend on its neighbours.
 // - A block has 128 keys. The order of all sums follows from that number, so it is part of the rounding contract.
-// - Matrix tiles (products/tiles.h) have other numbers: tiles of 32 queries, 16 of them in a task, blocks of 64 or 128
-//   keys.
+// - Matrix tiles (products/tiles.h) have other numbers: tiles of 32 queries, 32 of them in a task, blocks of 64 keys.
 // - The scale and log2(e) are one factor (ScoreUnits), which multiplies S - max: a probability is one exp2.
 #pragma once
 
@@ -262,7 +261,7 @@ class ForwardKernel {
         if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
         const Block now{masked, behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
-                        behind(packed.values, Mode::skip_rows(packed.values, skip), skip)};
+                        behind(packed.values, Mode::skip_rows(packed.values, skip), skip), masked.end == packed.end};
         if constexpr (Mode::keeps_references) {
           if (kPieces > 1 || stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
@@ -319,6 +318,7 @@ class ForwardKernel {
   struct Block {
     MaskedTile masked;
     Words<Word> keys{}, values{};
+    bool last = false;  // of what is packed: no values lie behind its own
     int count() const { return static_cast<int>(masked.end - masked.begin); }
   };
 
@@ -328,6 +328,7 @@ class ForwardKernel {
     Words<Word> values{};
     i64 end = 0;    // key
     int count = 0;  // keys
+    int words = 0;  // of a lane's probabilities, zeros behind the last keys included
   };
   static constexpr i64 p_keys(int value_dim) {
     if constexpr (Mode::keeps_references) return Mode::value_keys(value_dim) + kRoomKeys;
@@ -344,7 +345,7 @@ class ForwardKernel {
             const Memory& memory, Stream& x, int more, Ahead* ahead) const {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
-    // Those that wait make room, or are none of whose rows this block's are the next.
+    // Probabilities that wait are used up where there are many, or where this block's keys do not follow theirs.
     const bool full =
         x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0;
     if constexpr (kPieces > 1) {
@@ -352,10 +353,10 @@ class ForwardKernel {
     } else if (full) {
       Product::template run_two<Into::overwrite, Into::add>(
           {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
-          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, (x.count + 1) / 2,
-           width, tile.out, width},
+          {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words, width,
+           tile.out, width},
           ahead);
-      x.count = 0;
+      x.count = x.words = 0;
     } else {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
                                                                 depth, width, s, width, nullptr, nullptr, ahead);
@@ -392,7 +393,13 @@ class ForwardKernel {
       }
     }
     x.count += count;
+    x.words = (x.count + 1) / 2;
     x.end = now.masked.end;
+    // Whole tiles, where nothing but zeros of values lies behind: no number that is hidden meets them.
+    for (; now.last && x.words % Product::kStep != 0; x.words++)
+      for (int y = 0; y < kPieces; y++)
+        for (int i = 0; i < width; i += lanes)
+          store(memory.kept_p + y * p_apart(f_.value_dim) + x.words * width + i, Vec<Word>{});
   }
   void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
              Ahead* ahead) const {
@@ -409,9 +416,9 @@ class ForwardKernel {
       split_products(tile, nullptr, memory, x, true, ahead);
     } else {
       Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
-                                                             f_.value_dim, (x.count + 1) / 2, tile.width, tile.out,
-                                                             tile.width, nullptr, nullptr, ahead);
-      x.count = 0;
+                                                             f_.value_dim, x.words, tile.width, tile.out, tile.width,
+                                                             nullptr, nullptr, ahead);
+      x.count = x.words = 0;
     }
   }
   // By pieces: the values that wait, where they are to be added now, and the scores of a block, if there is one.
@@ -432,8 +439,8 @@ class ForwardKernel {
                                    load(tile.out + d * width + i)));
       }
       Product::template run<Mode::Pairs::values, true>(
-          {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim,
-           (x.count + 1) / 2, width, tile.out, width},
+          {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim, x.words,
+           width, tile.out, width},
           last, ahead);
     }
     if (now != nullptr)
@@ -447,7 +454,7 @@ class ForwardKernel {
         store(tile.out + d * width + i, load(memory.odd_out + d * width + i));
     if (now != nullptr && (now->keys.odd != nullptr || tile.split_q.odd != nullptr))
       Mode::odd_scores(now->keys, tile.split_q, now->count(), width, depth, memory.scores);
-    if (add_values) x.count = 0;
+    if (add_values) x.count = x.words = 0;
   }
   // Pairs that the mask excludes become -inf.
   static void exclude(Acc* s, int width, int count, const u64* bits) {
@@ -459,8 +466,9 @@ class ForwardKernel {
     }
   }
 
-  void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block, const ScoreChain<Acc>& chain,
-            const Memory& memory, Ahead* ahead) const {
+  // A function of its own: inlined into its only caller, dot products of bfloat16 took 1.06 times as long.
+  TW_NOINLINE void step(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& block,
+                        const ScoreChain<Acc>& chain, const Memory& memory, Ahead* ahead) const {
     const MaskedTile& masked = block.masked;
     const Word *keys = block.keys.data, *values = block.values.data;
     const i64 key_stride = block.keys.stride, value_stride = block.values.stride;
@@ -579,17 +587,15 @@ class ForwardKernel {
   void softmax(Acc* s, int width, int count, int column, const QueryTile<Mode>& tile, const u64* kept,
                const Memory& memory) const {
     const Acc factor = units_.to_base2;
-    Vec<Acc> sum[kV], moment[kV];
-    typename Mode::Reference row[kV];
+    Vec<Acc> top[kV], sum[kV], moment[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
       const Vec<Acc> before = load(tile.row_max + i);
       const Vec<Acc> now = Mode::reference(before, load(memory.peak + i), factor);
       // A row that has seen no key yet has no maximum to subtract.
-      const Vec<Acc> top = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
-      row[v] = typename Mode::Reference(top, factor);
-      const Vec<Acc> change = (before - top) * factor, alpha = exp2<5>(change, Acc{});
+      top[v] = now == -static_cast<Acc>(__builtin_inf()) ? Vec<Acc>{} : now;
+      const Vec<Acc> change = (before - top[v]) * factor, alpha = exp2<5>(change, Acc{});
       store(memory.alpha + i, alpha);
       store(tile.row_max + i, now);
       sum[v] = moment[v] = Vec<Acc>{};
@@ -616,7 +622,7 @@ class ForwardKernel {
             TW_UNROLL(4)
             for (int x = 0; x < Mode::step; x++) {
               if (x > 0 && j + x >= count) break;
-              const Vec<Acc> t = row[v].exponent(load(s + static_cast<i64>(j + x) * width + i));
+              const Vec<Acc> t = (load(s + static_cast<i64>(j + x) * width + i) - top[v]) * factor;
               e[x] = Mode::power(t);
               if constexpr (kMoment) moment[v] = fused(e[x], vmax(set(kFar<Acc>), t), moment[v]);
             }
@@ -640,7 +646,7 @@ class ForwardKernel {
           for (int v = 0; v < kV; v++) {
             const int i = column + v * lanes;
             Acc* p = s + static_cast<i64>(j) * width + i;
-            const Vec<Acc> x = row[v].exponent(load(p));
+            const Vec<Acc> x = (load(p) - top[v]) * factor;
             Vec<Acc> e = Mode::power(x);
             piece[v] += e;
             if constexpr (kMoment) moment[v] = fused(e, vmax(set(kFar<Acc>), x), moment[v]);
@@ -656,7 +662,9 @@ class ForwardKernel {
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      store(tile.row_sum + i, load(tile.row_sum + i) * load(memory.alpha + i) + sum[v]);
+      Vec<Acc> before = load(tile.row_sum + i) * load(memory.alpha + i);
+      if constexpr (Mode::keeps_references) before = rounded(before, Acc{});  // as Mode::raise leaves it
+      store(tile.row_sum + i, before + sum[v]);
       if constexpr (kMoment) store(tile.row_moment + i, load(tile.row_moment + i) + moment[v]);
     }
   }
@@ -680,7 +688,7 @@ class ForwardKernel {
       }
     }
     Elem* out = Mode::at(const_cast<void*>(f_.out.data), view_at(f_.out, seq.b, h, row));
-    unpack_transposed(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
+    Mode::unpack(tile.out, tile.width, tile.rows, f_.value_dim, closed.factor, closed.live, out, f_.out.row);
   }
 
   const Forward& f_;

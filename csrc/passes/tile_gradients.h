@@ -19,7 +19,6 @@ struct GradTile {
   Acc* absent;           // the sink's probability: what those of the keys lack to 1
   Acc *slope, *center;   // of the entropy's gradient, see open_entropy
   Acc* grad_lse;
-  bool near;       // for Reference
   bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
 };
 
@@ -51,26 +50,30 @@ class TileGradients {
     u64 *bits, *kept;
     char* expr;
     Memory(const Backward& f, Carver& carve) {
+      static_assert(Mode::grad_tiles <= 2);
       open_rooms(f, carve);
+      q_room = carve.take<Word>(kTileQueries * round_up(f.head_dim, lanes));
+      grad_room = carve.take<Word>(kTileQueries * round_up(f.value_dim, lanes));
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       grads = carve.take<Acc>(kRoomKeys * kTileQueries);
       gain = carve.take<Acc>(kRoomKeys * kTileQueries);
       p_rows = carve.take<Word>(kRoomKeys * kRowWords);
       ds_rows = carve.take<Word>(kRoomKeys * kRowWords);
       // Over dP where that is all there before the first of it is written.
-      ds_columns = Mode::grad_tiles > 1 ? carve.take<Word>(kRoomKeys * kTileQueries / 2) : reinterpret_cast<Word*>(grads);
+      ds_columns =
+          Mode::grad_tiles > 1 ? carve.take<Word>(kRoomKeys * kTileQueries / 2) : reinterpret_cast<Word*>(grads);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
     }
-    // Of a tile beside another one: all but its queries' own rooms are the same.
-    Memory(const Backward& f, Carver& carve, const Memory& first, int number) : Memory(first) {
+    // Of the tile behind the first one. Its rows of queries, and its lanes of P and dS, follow those of the first: a
+    // product takes both. It shares all else that is not of its queries.
+    Memory(const Backward& f, Carver& carve, const Memory& first) : Memory(first) {
       open_rooms(f, carve);
-      // Rows of queries are behind those of the first tile: a product takes both.
-      q_room = first.q_room + number * kTileQueries / Mode::per_word * round_up(f.head_dim, lanes);
-      grad_room = first.grad_room + number * kTileQueries / Mode::per_word * round_up(f.value_dim, lanes);
-      p_rows += number * kTileQueries / 2;
-      ds_rows += number * kTileQueries / 2;
+      q_room += kTileQueries / Mode::per_word * round_up(f.head_dim, lanes);
+      grad_room += kTileQueries / Mode::per_word * round_up(f.value_dim, lanes);
+      p_rows += kTileQueries / 2;
+      ds_rows += kTileQueries / 2;
       bits = carve.take<u64>(kRoomKeys);
     }
 
@@ -79,8 +82,6 @@ class TileGradients {
       const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
       tile.q = carve.take<Word>(kTileQueries * depth);
       tile.grad_out = carve.take<Word>(kTileQueries * value);
-      q_room = carve.take<Word>(kTileQueries * depth);
-      grad_room = carve.take<Word>(kTileQueries * value);
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
@@ -131,7 +132,6 @@ class TileGradients {
       tile.inverse_sum[i] = static_cast<Acc>(1 / sum);
       tile.absent[i] = static_cast<Acc>(share < sum ? share / sum : 1);  // an infinite share is all of it
     }
-    tile.near = Mode::Reference::all_near(tile.row_max, tile.width, units_.to_base2);
     if (f_.grad_entropy.data) open_entropy(seq, h, row, tile);
   }
 
@@ -197,7 +197,8 @@ class TileGradients {
     constexpr int kKeys = 64, kQueries = 32;
     for (int n = 0; n < count; n += kKeys) {
       for (int i = 0; i < tile.width; i += kQueries) {
-        const int wide = static_cast<int>(min(kQueries, tile.width - i)), deep = static_cast<int>(min(kKeys, count - n));
+        const int wide = static_cast<int>(min(kQueries, tile.width - i)),
+                  deep = static_cast<int>(min(kKeys, count - n));
         const Part part{memory.scores, memory.grads, whole.gain, wide, i, wide, n, deep};
         products(seq, masked, keys, values, chain, memory, part, {whole.gain, from, nullptr}, ahead);
         differentiate<kFloat>(memory, part, bits, kept);
@@ -237,8 +238,8 @@ class TileGradients {
                   const ScoreChain<Acc>& chain, const Memory& memory) const {
     const u64* kept = dropped(seq, h, masked, memory);
     const int count = static_cast<int>(masked.end - masked.begin), width = memory.tile.width;
-    products(seq, masked, keys, values, chain, memory, {memory.scores, memory.grads, nullptr, width, 0, width, 0, count},
-             {}, nullptr);
+    products(seq, masked, keys, values, chain, memory,
+             {memory.scores, memory.grads, nullptr, width, 0, width, 0, count}, {}, nullptr);
     for_columns<Acc>(width, [&](auto vectors, int column) {
       refine_delta<decltype(vectors)::value, true>(column, count, memory, masked.plain ? nullptr : masked.bits, kept);
     });
@@ -295,8 +296,7 @@ class TileGradients {
   }
 
   struct Lane {
-    typename Mode::Reference reference;
-    Vec<Acc> inverse, delta, slope{}, center{}, grad_lse{};
+    Vec<Acc> top, inverse, delta, slope{}, center{}, grad_lse{};
   };
 
   // With kStatistics lse and entropy have gradients too. What they add comes after dP - delta: where one key has all
@@ -304,8 +304,8 @@ class TileGradients {
   // With kSums delta is being refined; p keeps the pairs that dropout drops.
   template <bool kSpecial, bool kStatistics = false, bool kSums = false>
   TW_INLINE void pair(const Acc* s, const Acc* g, i64 at, const Lane& lane, u64 seen, const u64* kept, u64 keep,
-                      const Acc* gain, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
-    const Vec<Acc> exponent = lane.reference.template exponent<!kSpecial>(load(s + at));
+                      const Acc* gain, Acc factor, Acc keep_scale, Vec<Acc>& p, Vec<Acc>& ds) {
+    const Vec<Acc> exponent = (load(s + at) - lane.top) * factor;
     p = Mode::power(exponent) * lane.inverse;
     Vec<Acc> dp = load(g + at);
     if constexpr (kSpecial) {
@@ -333,17 +333,17 @@ class TileGradients {
   template <int kV, bool kWeights = false>
   void refine_delta(int column, int count, const Memory& memory, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
-    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = column + v * lanes;
-      const Lane lane{{load(tile.row_max + i), units_.to_base2}, load(tile.inverse_sum + i), load(tile.delta + i)};
+      const Lane lane{load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
       Vec<Acc> sum{}, part{}, weight{}, piece{};
       for (int j = 0; j < count; j++) {
         Vec<Acc> p, ds;
         pair<true, false, true>(memory.scores, memory.grads, static_cast<i64>(j) * tile.width + i, lane,
-                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, keep_scale, p,
-                                ds);
+                                bits ? bits[j] >> i : ~u64{0}, kept, kept ? kept[j] >> i : 0, nullptr, factor,
+                                keep_scale, p, ds);
         // In pieces, as the forward pass has its row sums.
         if (j % kSubKeys == 0) {
           sum += part, part = Vec<Acc>{};
@@ -366,7 +366,7 @@ class TileGradients {
   void differentiate(const Memory& memory, const Part& x, const u64* bits, const u64* kept) const {
     if (f_.grad_lse.data || f_.grad_entropy.data)
       differentiate_columns<true, kFloat, true>(memory, x, bits, kept);
-    else if (bits || kept || x.gain || !memory.tile.near)
+    else if (bits || kept || x.gain)
       differentiate_columns<true, kFloat, false>(memory, x, bits, kept);
     else
       differentiate_columns<false, kFloat, false>(memory, x, nullptr, nullptr);
@@ -382,13 +382,12 @@ class TileGradients {
   template <int kV, bool kSpecial, bool kFloat, bool kStatistics>
   void differentiate(int column, const Memory& memory, const Part& x, const u64* bits, const u64* kept) const {
     const GradTile<Mode>& tile = memory.tile;
-    const Acc keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
+    const Acc factor = units_.to_base2, keep_scale = static_cast<Acc>(1 / (1 - f_.dropout));
     Lane lane[kV];
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
       const int i = x.lane + column + v * lanes;
-      lane[v].reference = typename Mode::Reference(load(tile.row_max + i), units_.to_base2);
-      lane[v].inverse = load(tile.inverse_sum + i), lane[v].delta = load(tile.delta + i);
+      lane[v] = {load(tile.row_max + i), load(tile.inverse_sum + i), load(tile.delta + i)};
       if constexpr (kStatistics) {
         lane[v].slope = load(tile.slope + i), lane[v].center = load(tile.center + i);
         lane[v].grad_lse = load(tile.grad_lse + i);
@@ -398,7 +397,7 @@ class TileGradients {
       const int i = x.lane + column + v * lanes;
       pair<kSpecial, kStatistics>(x.scores, x.grads, static_cast<i64>(j) * x.stride + column + v * lanes, lane[v],
                                   kSpecial && bits ? bits[x.key + j] >> i : ~u64{0}, kept,
-                                  kSpecial && kept ? kept[x.key + j] >> i : 0, x.gain, keep_scale, p, ds);
+                                  kSpecial && kept ? kept[x.key + j] >> i : 0, x.gain, factor, keep_scale, p, ds);
     };
     if constexpr (Mode::paired && !kFloat) {
       constexpr int step = Mode::step;
@@ -414,7 +413,11 @@ class TileGradients {
           if constexpr (Mode::grad_tiles == 1 || kV != 2)
             store_packed(memory, x.key + j, x.lane + column + v * lanes, p[v], ds[v]);
         }
-        if constexpr (Mode::grad_tiles > 1 && kV == 2) store_two(memory, x.key + j, x.lane + column, p, ds);
+        if constexpr (Mode::grad_tiles > 1 && kV == 2) {
+          const i64 words = row_words(tile.width), at = (x.key + j) * words + (x.lane + column) / 2;
+          Mode::store_two(memory.p_rows + at, memory.ds_rows + at, words,
+                          memory.ds_columns + (x.key + j) / 2 * tile.width + x.lane + column, p, ds);
+        }
       }
       return;
     }
@@ -449,28 +452,6 @@ class TileGradients {
       Mode::store_rows(ds_rows + i, width, first, second);
       Mode::store_columns(columns, width, first, second);
     }
-  }
-#endif
-
-#if defined(TW_PAIRS) && defined(__AVX512BF16__)
-  // The same of two vectors side by side: a row of both is one instruction's result.
-  TW_INLINE void store_two(const Memory& memory, int j, int i, const Vec<float> (&p)[2][2],
-                           const Vec<float> (&ds)[2][2]) {
-    alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const i64 width = memory.tile.width, words = row_words(memory.tile.width), at = j * words + i / 2;
-    const auto row = [](Vec<float> a, Vec<float> b) __attribute__((always_inline)) {
-      return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-    };
-    store(memory.p_rows + at, (Vec<i32>)row(p[0][0], p[1][0]));
-    store(memory.p_rows + at + words, (Vec<i32>)row(p[0][1], p[1][1]));
-    const __m512i first = row(ds[0][0], ds[1][0]), second = row(ds[0][1], ds[1][1]);
-    store(memory.ds_rows + at, (Vec<i32>)first);
-    store(memory.ds_rows + at + words, (Vec<i32>)second);
-    i32* columns = memory.ds_columns + j / 2 * width + i;
-    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    store(columns, (Vec<i32>)_mm512_permutex2var_epi16(first, low, second));
-    store(columns + lanes, (Vec<i32>)_mm512_permutex2var_epi16(first, high, second));
   }
 #endif
 

@@ -19,18 +19,6 @@ struct Words {
   const unsigned char* odd = nullptr;
 };
 
-// What turns the scores of a row into the exponents of its probabilities, in base-2 units.
-template <class C>
-struct PlainReference {
-  Vec<C> top{};
-  C factor{};
-  template <bool kNear = false>
-  __attribute__((always_inline)) Vec<C> exponent(Vec<C> score) const {
-    return (score - top) * factor;
-  }
-  static bool all_near(const C*, int, C) { return true; }
-};
-
 // Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
 template <class E, class C>
 struct PlainMode {
@@ -40,7 +28,6 @@ struct PlainMode {
   using Dot = PlainDot<C>;
   using Product = Gemm<Dot>;
   using Session = NoSession;
-  using Reference = PlainReference<C>;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
@@ -72,6 +59,9 @@ struct PlainMode {
   }
   static i64 rows_room(i64 rows, int depth) { return rows * depth; }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows * words.stride; }
+  static void unpack(const C* from, int width, int rows, int depth, const C* factor, u64 live, E* to, i64 row) {
+    unpack_transposed(from, width, rows, depth, factor, live, to, row);
+  }
   static void transposed(const E* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed(p, row, col, rows, depth, width, to);
   }
@@ -94,7 +84,6 @@ struct PairMode {
   using Dot = PairDot;
   using Product = Gemm<Dot>;
   using Session = NoSession;
-  using Reference = PlainReference<float>;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int step = 2;  // rows of P and dS that are written at once
@@ -148,6 +137,10 @@ struct PairMode {
   }
   static i64 rows_room(i64 rows, int depth) { return (rows + 1) / 2 * depth; }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2 * words.stride; }
+  static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live, Bf16* to,
+                     i64 row) {
+    unpack_transposed(from, width, rows, depth, factor, live, to, row);
+  }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);
   }

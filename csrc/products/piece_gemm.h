@@ -4,8 +4,7 @@
 // - An operand has a plane of words for each of its pieces, in the layouts that TileGemm reads. The product of two
 //   numbers is the sum of products of their pieces; those that are too small to count are left out.
 // - Tiles of one step of the depth are loaded once or twice for all its pairs: loads, from the second cache too, take
-// less
-//   time than products.
+//   less time than products.
 // - Blocks, and the sums that stay in their registers until the next block needs these, are those of TileGemm.
 #pragma once
 

@@ -8,8 +8,7 @@
 // - The pieces of a float32 are cut off, so they have its sign. Those of a float16 are rounded: its last piece is
 //   smaller then, and so is what the left-out product would add.
 // - Long chains of additions lose digits of a float32. So tiles add up the values of a run of keys, those that are
-// packed
-//   at once, and vectors add these sums to the output. Row sums are cut alike.
+//   packed at once, and vectors add these sums to the output. Row sums are cut alike.
 // - An infinity has no pieces: it would meet its own zeros, and inf * 0 is NaN. Its first piece is the number, its
 //   others are 0, and vectors compute the sums that it is part of, from the first pieces alone: these sums are infinite
 //   or NaN whatever else is in them.
@@ -42,7 +41,6 @@ struct PieceMode {
   using Session = TileMode::Session;
   static constexpr int pieces = sizeof(E) == 2 ? 2 : 3;
   using Pairs = PiecePairs<pieces>;
-  using Reference = PlainReference<float>;  // differences of close scores are exact, and the largest is 0
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int tile_queries = TileMode::tile_queries, query_tiles = TileMode::query_tiles;
@@ -103,7 +101,7 @@ struct PieceMode {
 
   // As in TileMode.
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
-    const Vec<i32> word = top_word(power(Reference{before, factor}.exponent(peak)), Vec<float>{});
+    const Vec<i32> word = top_word(power((peak - before) * factor), Vec<float>{});
     const Vec<float> none = set(-__builtin_inff());
     return before == none ? peak : word > TileMode::kRoomWord && peak > before ? peak : before;
   }
@@ -114,20 +112,18 @@ struct PieceMode {
     return run(s, count, row_max, row_sum, factor, p, last, apart);
   }
   // A row that has seen no key yet has no maximum to subtract.
-  TW_INLINE Reference reference_of(const float* row_max, float factor) {
+  TW_INLINE Vec<float> reference_of(const float* row_max) {
     const Vec<float> top = load(row_max);
-    return {top == set(-__builtin_inff()) ? Vec<float>{} : top, factor};
+    return top == set(-__builtin_inff()) ? Vec<float>{} : top;
   }
   template <int kV>
   TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* row_max, float* row_sum, float factor,
                                           i32* p, bool last, i64 apart) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
-    Reference row[kV];
-    Vec<float> sum[kV];
+    Vec<float> top[kV], sum[kV];
     __m512i most[kV];
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++)
-      row[v] = reference_of(row_max + v * lanes, factor), sum[v] = Vec<float>{}, most[v] = __m512i{};
+    for (int v = 0; v < kV; v++) top[v] = reference_of(row_max + v * lanes), sum[v] = Vec<float>{}, most[v] = __m512i{};
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
       const int end = first + kSubKeys <= count ? first + kSubKeys : count;
@@ -135,8 +131,8 @@ struct PieceMode {
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
           const float* from = s + static_cast<i64>(j) * width + v * lanes;
-          const Vec<float> a = power(row[v].exponent(load(from)));
-          const Vec<float> b = j + 1 < end ? power(row[v].exponent(load(from + width))) : Vec<float>{};
+          const Vec<float> a = power((load(from) - top[v]) * factor);
+          const Vec<float> b = j + 1 < end ? power((load(from + width) - top[v]) * factor) : Vec<float>{};
           piece[v] += a + b;
           const Vec<i32> words = store_pieces(a, b, p + static_cast<i64>(j / 2) * width + v * lanes, apart);
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
@@ -166,7 +162,7 @@ struct PieceMode {
     for (int i = 0; i < width; i += kLanes<float>) {
       const u64 grown = bits_of_mask<i32>((Vec<i32>)(load(row_max + i) != load(top + i)));
       if (grown == 0) continue;
-      const Vec<float> change = (load(top + i) - reference_of(row_max + i, factor).top) * factor;
+      const Vec<float> change = (load(top + i) - reference_of(row_max + i)) * factor;
       const Vec<float> alpha = select_bits<float>(grown, exp2<5>(change, float{}), set(1.0f));
       if (moment != nullptr) {
         // What was relative to the reference before becomes relative to the one now.
@@ -182,10 +178,10 @@ struct PieceMode {
   TW_NOINLINE static void add_moments(const float* s, int width, int count, const float* row_max, float* moment,
                                       float factor) {
     for (int i = 0; i < width; i += kLanes<float>) {
-      const Reference row = reference_of(row_max + i, factor);
+      const Vec<float> top = reference_of(row_max + i);
       Vec<float> sum{};
       for (int j = 0; j < count; j++) {
-        const Vec<float> t = row.exponent(load(s + j * width + i));
+        const Vec<float> t = (load(s + j * width + i) - top) * factor;
         sum = fused(power(t), vmax(set(kFar<float>), t), sum);
       }
       store(moment + i, load(moment + i) + sum);
@@ -277,7 +273,7 @@ struct PieceMode {
     unsigned char* const odd = reinterpret_cast<unsigned char*>(room + pieces * apart);
     bool any = false;
     std::memset(odd, 0, static_cast<std::size_t>(rows));
-    for (int j = 0; j < rows; j += 2 * lanes) {
+    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
         Vec<i32> r[pieces][lanes];
         TW_UNROLL(16)

@@ -6,9 +6,9 @@
 //   read them transposed, packed once for all tiles of queries; dV = P^T dO and dK = dS^T Q read P and dS as the
 //   softmax left them.
 // - A block of C is 2 x 2 tiles: then each tile that is loaded meets two others.
-// - A store takes as long as a product and waits for it, and what follows waits for the store. So the sums of a block
-//   stay in their registers until the first products of the next block: each register is stored just before that block
-//   needs it, and the products of the others hide the store.
+// - A store waits for its product, and the next use of its register waits for the store. So the sums of a block stay in
+//   their registers until the first products of the next block: each register is stored just before that block needs
+//   it, and the products of the others hide the store.
 // - A tile instruction adds up 32 products and then adds these to C: chains of additions are short, so C itself may be
 //   loaded, and added to, by tiles.
 // - What is no whole tile (rows, or the depth) is copied, zeros around it. A hidden number never meets a zero, so that
@@ -84,7 +84,8 @@ struct TileGemm {
     last.c = nullptr;
   }
 
-  // C (+)= A B of whole blocks of 2 x 2 tiles. Stores what is pending; the last block becomes pending. Strides in words.
+  // C (+)= A B of whole blocks of 2 x 2 tiles. Stores what is pending; the last block becomes pending. Strides in
+  // words.
   template <bool kAdd>
   TW_NOINLINE static void grid(const Word* a, i64 lda, const Word* b, i64 ldb, int rows, int steps, int width, float* c,
                                i64 ldc, Pending& last, Ahead* ahead = nullptr) {
@@ -133,8 +134,9 @@ struct TileGemm {
   }
 
   // Rows [0, rows) and words [0, words) of a tile's place, zeros around them.
-  static void copy_words(const Word* from, i64 stride, int rows, int words, Word* to) {
-    for (int r = 0; r < kSide; r++) store(to + r * kSide, r < rows ? load_first(from + r * stride, words) : Vec<i32>{});
+  static void copy_words(const Word* from, i64 stride, int rows, int words, Word* to, i64 to_stride = kSide) {
+    for (int r = 0; r < kSide; r++)
+      store(to + r * to_stride, r < rows ? load_first(from + r * stride, words) : Vec<i32>{});
   }
 
   // An operand whose last tile along the depth has fewer words: `steps` whole ones, and a copy of the rest.
@@ -154,34 +156,30 @@ struct TileGemm {
     for (int r = 0; r < kR * kSide; r++)
       for (int i = 0; i < width; i += kSide)
         store(sums + r * width + i, kAdd && r < rows ? load(c + r * ldc + i) : Vec<float>{});
+    load_tile<0>(sums, width * 4);
+    if constexpr (kC == 2) load_tile<1>(sums + kSide, width * 4);
+    if constexpr (kR == 2) load_tile<2>(sums + kSide * width, width * 4);
+    if constexpr (kR == 2 && kC == 2) load_tile<3>(sums + kSide * width + kSide, width * 4);
     for (int k = 0; k < depth.steps + (depth.rest != 0); k++) {
-      const int words = k < depth.steps ? kStep : depth.rest;
-      for (int i = 0; i < kR; i++)
-        copy_words(a + i * kSide * lda + k * kStep, lda, rows - i * kSide, words, left + i * kSide * kSide);
-      for (int j = 0; j < kC; j++)
-        copy_words(b + k * kStep * ldb + j * kSide, ldb, words, kSide, right + j * kSide * kSide);
-      // One step at a time through C: as many additions in the same order.
-      load_tile<0>(sums, width * 4);
-      if constexpr (kC == 2) load_tile<1>(sums + kSide, width * 4);
-      if constexpr (kR == 2) load_tile<2>(sums + kSide * width, width * 4);
-      if constexpr (kR == 2 && kC == 2) load_tile<3>(sums + kSide * width + kSide, width * 4);
-      load_tile<6>(right, 64);
-      load_tile<4>(left, 64);
-      multiply_tiles<0, 4, 6>();
-      if constexpr (kC == 2) {
-        load_tile<7>(right + kSide * kSide, 64);
-        multiply_tiles<1, 4, 7>();
+      const bool whole = k < depth.steps;
+      const int words = whole ? kStep : depth.rest;
+      const Word *from_a = a + k * kStep, *from_b = b + k * kStep * ldb;
+      i64 a_stride = lda, b_stride = ldb;
+      if (!whole || rows < kR * kSide) {
+        for (int i = 0; i < kR; i++)
+          copy_words(from_a + i * kSide * lda, lda, rows - i * kSide, words, left + i * kSide * kSide);
+        from_a = left, a_stride = kSide;
       }
-      if constexpr (kR == 2) {
-        load_tile<5>(left + kSide * kSide, 64);
-        multiply_tiles<2, 5, 6>();
+      if (!whole) {
+        for (int j = 0; j < kC; j++) copy_words(from_b + j * kSide, ldb, words, kSide, right + j * kSide, kC * kSide);
+        from_b = right, b_stride = kC * kSide;
       }
-      if constexpr (kR == 2 && kC == 2) multiply_tiles<3, 5, 7>();
-      store_tile<0>(sums, width * 4);
-      if constexpr (kC == 2) store_tile<1>(sums + kSide, width * 4);
-      if constexpr (kR == 2) store_tile<2>(sums + kSide * width, width * 4);
-      if constexpr (kR == 2 && kC == 2) store_tile<3>(sums + kSide * width + kSide, width * 4);
+      add_step<kR, kC>(from_a, a_stride * 4, from_b, b_stride * 4, a_stride);
     }
+    store_tile<0>(sums, width * 4);
+    if constexpr (kC == 2) store_tile<1>(sums + kSide, width * 4);
+    if constexpr (kR == 2) store_tile<2>(sums + kSide * width, width * 4);
+    if constexpr (kR == 2 && kC == 2) store_tile<3>(sums + kSide * width + kSide, width * 4);
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < width; i += kSide) store(c + r * ldc + i, load(sums + r * width + i));
   }
@@ -264,9 +262,11 @@ struct TileGemm {
   template <Into kFirst, Into kSecond>
   static void run_two(const Operands& x, const Operands& y, Ahead* ahead) {
     if (!whole(x.rows, x.depth, x.width) || !whole(y.rows, y.depth, y.width)) {
-      multiply<kFirst == Into::add, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr, ahead);
+      multiply<kFirst == Into::add, false>(x.a, x.lda, x.b, x.ldb, x.rows, x.depth, x.width, x.c, x.ldc, nullptr,
+                                           ahead);
       if (y.rows > 0)
-        multiply<kSecond == Into::add, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr, ahead);
+        multiply<kSecond == Into::add, false>(y.a, y.lda, y.b, y.ldb, y.rows, y.depth, y.width, y.c, y.ldc, nullptr,
+                                              ahead);
       return;
     }
     Pending last;

@@ -31,48 +31,16 @@ struct TileMode : PairMode {
     unsigned control;
   };
 
-  // One operation makes an exponent: score * factor - top * factor. The second product is rounded, alike for all keys
-  // of a row, so that it is the row's true reference. Where it is so large that what was lost would count, the
-  // difference comes first.
-  struct Reference {
-    Vec<float> shift, bias;
-    float factor;
-    Reference() : Reference(Vec<float>{}, 0.0f) {}
-    Reference(Vec<float> top, float factor) : factor(factor) {
-      const Vec<float> whole = top * factor;
-      const u64 near = near_lanes(whole);
-      shift = select_bits<float>(near, Vec<float>{}, top);
-      bias = select_bits<float>(near, -whole, Vec<float>{});
-    }
-    // kNear: for rows of which all_near() is true.
-    template <bool kNear = false>
-    __attribute__((always_inline)) Vec<float> exponent(Vec<float> score) const {
-      return fused(kNear ? score : score - shift, set(factor), bias);
-    }
-    static bool all_near(const float* top, int width, float factor) {
-      u64 near = ~u64{0};
-      for (int i = 0; i < width; i += kLanes<float>) near &= near_lanes(load(top + i) * factor);
-      return near == 0xffff || width <= 0;
-    }
-    static u64 near_lanes(Vec<float> whole) {
-      constexpr float kLargest = 4096;
-      return 0xffff & ~bits_not_below((Vec<float>)((Vec<u32>)whole & 0x7fffffff), kLargest);
-    }
-  };
-
   // A row's reference grows where a probability would be more than 2^8. Those up to 2^8 have as many digits as those up
   // to 1, and the sums of values are seldom scaled anew. It is asked of the words, which takes one operation for two
   // vectors; a NaN is more than 2^8.
   static constexpr int kRoomWord = 0x4380;  // 2^8
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float factor) {
-    const Vec<i32> word = pair(power(Reference(before, factor).exponent(peak)), Vec<float>{});
+    const Vec<i32> word = pair(power((peak - before) * factor), Vec<float>{});
     const Vec<float> none = set(-__builtin_inff());
     return before == none ? peak : word > kRoomWord && peak > before ? peak : before;
   }
 
-  // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
-  // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
-  // `last`. Meanwhile the nearest cache takes in what the next products read.
   static constexpr bool keeps_references = true;
   // Keys whose values are added up in one go: more of them load and store the sums less often, where the nearest cache
   // does not hold those as well.
@@ -101,34 +69,35 @@ struct TileMode : PairMode {
       }
     }
   }
+  // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
+  // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
+  // `last`. Meanwhile the nearest cache takes in what the next products read; `words`: of a key.
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
                            i32* p, bool last, Near fetched, int words, i64 = 0) {
-    float top[tile_queries];
+    alignas(64) float top[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       // A row that has seen no key yet has no maximum to subtract.
       const Vec<float> before = load(row_max + i);
       store(top + i, before == set(-__builtin_inff()) ? Vec<float>{} : before);
     }
-    const bool near = Reference::all_near(top, width, factor), wide = width == 2 * kLanes<float>;
-    if (wide && near && fetched.keys != nullptr && count == kNearKeys) {
-      if (words == 32) return softmax_columns<2, true, 32>(s, count, top, row_sum, factor, p, last, fetched);
-      if (words == 64) return softmax_columns<2, true, 64>(s, count, top, row_sum, factor, p, last, fetched);
+    const bool wide = width == 2 * kLanes<float>;
+    if (wide && fetched.keys != nullptr && count == kNearKeys) {
+      if (words == 32) return softmax_columns<2, 32>(s, count, top, row_sum, factor, p, last, fetched);
+      if (words == 64) return softmax_columns<2, 64>(s, count, top, row_sum, factor, p, last, fetched);
     }
-    auto* const run = near   ? wide ? &softmax_columns<2, true, 0> : &softmax_columns<1, true, 0>
-                      : wide ? &softmax_columns<2, false, 0>
-                             : &softmax_columns<1, false, 0>;
-    return run(s, count, top, row_sum, factor, p, last, fetched);
+    return (wide ? &softmax_columns<2, 0> : &softmax_columns<1, 0>)(s, count, top, row_sum, factor, p, last, fetched);
   }
-  template <int kV, bool kNear, int kFetched>
+  template <int kV, int kFetched>
   TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* top, float* row_sum, float factor,
                                           i32* p, bool last, Near fetched) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
-    Reference row[kV];
-    Vec<float> sum[kV];
+    Vec<float> reference[kV], sum[kV];
     __m512i most[kV];
     TW_UNROLL(2)
-    for (int v = 0; v < kV; v++)
-      row[v] = Reference(load(top + v * lanes), factor), sum[v] = Vec<float>{}, most[v] = __m512i{};
+    for (int v = 0; v < kV; v++) reference[v] = load(top + v * lanes), sum[v] = Vec<float>{}, most[v] = __m512i{};
+    const auto probability = [&](int j, int v) __attribute__((always_inline)) {
+      return power((load(s + static_cast<i64>(j) * width + v * lanes) - reference[v]) * factor);
+    };
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
       const int end = first + kSubKeys <= count ? first + kSubKeys : count;
@@ -138,9 +107,7 @@ struct TileMode : PairMode {
         if constexpr (kFetched != 0) fetch<kFetched>(fetched);
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
-          const float* from = s + static_cast<i64>(j) * width + v * lanes;
-          const Vec<float> a = power(row[v].template exponent<kNear>(load(from))),
-                           b = power(row[v].template exponent<kNear>(load(from + width)));
+          const Vec<float> a = probability(j, v), b = probability(j + 1, v);
           piece[v] += a + b;
           const Vec<i32> words = pair(a, b);
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
@@ -150,7 +117,7 @@ struct TileMode : PairMode {
       TW_UNROLL(2)
       for (int v = 0; v < kV; v++) {
         if (j < end) {
-          const Vec<float> a = power(row[v].template exponent<kNear>(load(s + j * width + v * lanes)));
+          const Vec<float> a = probability(j, v);
           const Vec<i32> words = pair(a, Vec<float>{});
           piece[v] += a;
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
@@ -230,24 +197,37 @@ struct TileMode : PairMode {
         store(room + j * whole + d, pairs_strided(bits(p) + j * row + 2 * d * col, col, depth - 2 * d));
     return {room, whole};
   }
-  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]).
+  // Transposed, in pairs of rows: to[d][j / 2] = (from[j][d], from[j + 1][d]). Zeros behind the last row to a whole
+  // tile, and another tile of them for a block that begins within one.
   static i64 row_stride(i64 rows) { return round_up((rows + 1) / 2, TileGemm::kSide) + TileGemm::kSide; }
   static i64 rows_room(i64 rows, int depth) { return row_stride(rows) * round_up(depth, TileGemm::kSide); }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2; }
   static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const i64 stride = row_stride(rows);
     constexpr int lanes = kLanes<i32>;
-    for (int j = 0; j < rows; j += 2 * lanes) {
+    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
+        const bool whole = col == 1 && j + 2 * lanes <= rows && d + lanes <= depth;
         Vec<i32> r[lanes];
         TW_UNROLL(16)
-        for (int x = 0; x < lanes; x++) r[x] = pair_of_rows(bits(p), row, col, j + 2 * x, rows, d, depth);
+        for (int x = 0; x < lanes; x++)
+          r[x] = whole ? whole_pair(bits(p) + (j + 2 * x) * row + d, row)
+                       : pair_of_rows(bits(p), row, col, j + 2 * x, rows, d, depth);
         transpose<i32>(r);
         TW_UNROLL(16)
         for (int x = 0; x < lanes; x++) store(room + (d + x) * stride + j / 2, r[x]);
       }
     }
     return {room, stride};
+  }
+  // 16 words of a row and the row behind it.
+  TW_INLINE Vec<i32> whole_pair(const u16* p, i64 row) {
+    alignas(64) static constexpr u16 kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + row));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    return (Vec<i32>)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
   }
   // 16 words of row j and the row behind it, from d on; zeros where there is none.
   TW_INLINE Vec<i32> pair_of_rows(const u16* p, i64 row, i64 col, int j, int rows, int d, int depth) {
@@ -262,6 +242,65 @@ struct TileMode : PairMode {
       }
     }
     return (Vec<i32>)(word[0] | word[1] << 16);
+  }
+  // Pairs of the numbers of two rows, 32 of each: as 32 words.
+  TW_INLINE void store_pairs_of_rows(Word* to, __m512i first, __m512i second) {
+    alignas(64) static constexpr u16 kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    store(to, (Vec<i32>)_mm512_permutex2var_epi16(first, low, second));
+    store(to + kLanes<i32>, (Vec<i32>)_mm512_permutex2var_epi16(first, high, second));
+  }
+  static Words<Word> padded(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    constexpr int step = 2 * kLanes<i32>;
+    if (col != 1 || rows % 2 != 0 || depth % step != 0) return PairMode::padded(p, row, col, rows, depth, room);
+    Word* to = room;
+    for (int j = 0; j < rows; j += 2) {
+      const u16* from = bits(p) + j * row;
+      for (int d = 0; d < depth; d += step, to += step)
+        store_pairs_of_rows(to, _mm512_loadu_si512(from + d), _mm512_loadu_si512(from + row + d));
+    }
+    return {room, depth};
+  }
+  // P and dS of two keys (p[lanes][key]) and 32 queries: in rows `words` apart, where a word is two neighbouring
+  // queries, and dS in pairs of keys.
+  TW_INLINE void store_two(Word* p_rows, Word* ds_rows, i64 words, Word* ds_columns, const Vec<float> (&p)[2][2],
+                           const Vec<float> (&ds)[2][2]) {
+    const auto row = [](Vec<float> a, Vec<float> b)
+                         __attribute__((always_inline)) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); };
+    store(p_rows, (Vec<i32>)row(p[0][0], p[1][0]));
+    store(p_rows + words, (Vec<i32>)row(p[0][1], p[1][1]));
+    const __m512i first = row(ds[0][0], ds[1][0]), second = row(ds[0][1], ds[1][1]);
+    store(ds_rows, (Vec<i32>)first);
+    store(ds_rows + words, (Vec<i32>)second);
+    store_pairs_of_rows(ds_columns, first, second);
+  }
+  // As unpack_transposed, of two columns of the result at once: half as many words to transpose.
+  TW_NOINLINE static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live,
+                                 Bf16* to, i64 row) {
+    constexpr int lanes = kLanes<float>;
+    for (int i = 0; i < rows; i += lanes) {
+      const Vec<float> scale = load(factor + i);
+      const auto column = [&](int d) __attribute__((always_inline)) {
+        return d < depth ? keep_where<float>(live >> i, load(from + static_cast<i64>(d) * width + i) * scale)
+                         : Vec<float>{};
+      };
+      for (int d = 0; d < depth; d += 2 * lanes) {
+        Vec<i32> r[lanes];
+        TW_UNROLL(16)
+        for (int x = 0; x < lanes; x++) r[x] = PairMode::pair(column(d + 2 * x), column(d + 2 * x + 1));
+        transpose<i32>(r);
+        const i64 count = depth - d;
+        if (i + lanes <= rows && count >= 2 * lanes) {
+          TW_UNROLL(16)
+          for (int x = 0; x < lanes; x++) store(reinterpret_cast<i32*>(to + (i + x) * row + d), r[x]);
+          continue;
+        }
+        for (int x = 0; x < lanes && i + x < rows; x++)
+          std::memcpy(static_cast<void*>(to + (i + x) * row + d), &r[x],
+                      static_cast<std::size_t>(min(count, 2 * lanes)) * sizeof(Bf16));
+      }
+    }
   }
   static void transposed(const Bf16* p, i64 row, i64 col, int rows, int depth, int width, Word* to) {
     pack_transposed_pairs(bits(p), row, col, rows, depth, width, to);

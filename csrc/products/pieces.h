@@ -330,6 +330,9 @@ struct PieceMode {
     }
     return {to, width, apart, any ? odd : nullptr};
   }
+  static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live, E* to, i64 row) {
+    unpack_transposed(from, width, rows, depth, factor, live, to, row);
+  }
 
   // ---- sums that numbers are part of which are not finite
 

@@ -23,7 +23,8 @@ from tilewise.kernels.cpu.core import absence, core
 _WIDENED = "widened to float32 first, which saves memory and not time"
 # What is fast on a processor and what is not, by the instruction set that runs.
 FAST = {
-    "avx512_amx": f"Fast here: bfloat16, in AMX tiles, and float32. float16 is {_WIDENED}.",
+    "avx512_amx": "Fast here: bfloat16, in AMX tiles, float16 without gradients, and float32. "
+    f"For gradients float16 is {_WIDENED}.",
     "avx512_bf16": f"Fast here: bfloat16, in pairs, and float32. float16 is {_WIDENED}.",
     "avx512": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
     "avx2": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",

@@ -213,6 +213,21 @@ def test_float32_is_in_tiles_where_it_was_asked_for_and_nowhere_else(both: None)
     assert torch.equal(_run(TILES, q, k, v), vectors)
 
 
+def test_float32_is_in_tiles_as_torch_is_set(both: None) -> None:
+    q, k, v = _inputs(torch.float32)
+    in_tiles, vectors = _run(TILES, q, k, v), _run(VECTORS, q, k, v)
+    backends: Any = torch.backends
+    before = backends.mkldnn.matmul.fp32_precision
+    tilewise.set_float32("torch")
+    try:
+        for precision, right in (("bf16", in_tiles), ("ieee", vectors), ("tf32", in_tiles)):
+            backends.mkldnn.matmul.fp32_precision = precision
+            assert torch.equal(_run(TILES, q, k, v), right)
+            assert torch.equal(_run(TILES, q, k, v, return_lse=True).out, right)
+    finally:
+        backends.mkldnn.matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_dropout_leaves_the_same_pairs(both: None, dtype: torch.dtype) -> None:
     q, k, v = _inputs(dtype)

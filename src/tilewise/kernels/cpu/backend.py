@@ -18,7 +18,7 @@ from tilewise.kernels.base import (
     raw_reasons,
 )
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import absence, core, float_tiles
+from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32
 from tilewise.kernels.cpu.forks import threads
 from tilewise.problem import START, Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.programs import Grid
@@ -83,7 +83,7 @@ class CpuBackend(Backend):
         notes: tuple[tuple[str, str], ...] = ()
         if _exprs(problem.mask) or _exprs(problem.score):
             notes = (("functions", compiled.state(_label(problem))),)
-        if problem.dtype == torch.float32 and float_tiles():
+        if problem.dtype == torch.float32 and settle_float32():
             tiles = core().isa_active() == "avx512_amx"
             notes += (("float32", _IN_TILES if tiles else _NO_TILES),)
         return notes
@@ -358,10 +358,14 @@ class _Kernel:
         self._square = problem.head_dim == problem.value_dim
         self.plain = bare and problem.layout == "dense" and not problem.page_size
         self.plain_pages = bare and problem.page_size > 0 and problem.stored is None
+        # Where float32 has two ways, each call asks which one.
+        self._settles = problem.dtype is torch.float32 and has_tiles()
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        if self._settles:
+            settle_float32()
         q, k, v = operands.q, operands.k, operands.v
         out = self._room_for(q)
         lse, stats = self._lse, self._stats
@@ -400,6 +404,8 @@ class _Kernel:
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of a plain call: ``forward`` without the other results."""
+        if self._settles:
+            settle_float32()
         out = self._room_for(q)
         self._output(self._kernel, threads(), q, k, v, out)
         return out
@@ -414,6 +420,8 @@ class _Kernel:
         cu_seqlens_q: Tensor | None,
     ) -> Tensor:
         """Return the output of a call that has no other tensors: ``forward`` without the rest."""
+        if self._settles:
+            settle_float32()
         out = self._room_for(q)
         found = _in_pages(block_table, key_lengths, cu_seqlens_q, k.shape[2])
         call = (q, k, v, out, 0, 0, 0, 0, (), (), found[1], (), False, ())

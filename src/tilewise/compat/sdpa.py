@@ -9,6 +9,7 @@ Three ways to it, each asked for (importing this module patches nothing):
   (``flash_impl.py``); the name is known to torch once this module is imported.
 """
 
+import torch
 import torch.nn.attention
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from tilewise.compat.sdpa_call import (
     mistake,
     raise_as_torch,
     raise_unsupported,
+    usual,
     why_not,
 )
 from tilewise.compat.sdpa_switch import Report, disable, enable, sdpa
@@ -80,6 +82,9 @@ def scaled_dot_product_attention(
     torch.nn.functional.scaled_dot_product_attention.html
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = None if torch.compiler.is_compiling() else usual(call)
+    if out is not None:
+        return out
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         call = cast(call)
     wrong = mistake(call)

@@ -36,6 +36,31 @@ class Call(NamedTuple):
     enable_gqa: bool = False
 
 
+def usual(call: Call) -> Tensor | None:
+    """The output of a call that needs no look but at its sizes, or None.
+
+    Most calls are such: q, k and v [B, H, S, E] without a mask or dropout. What the other calls are
+    looked at for takes several times as long as a small one is computed.
+    """
+    q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    if attn_mask is not None or dropout_p or type(dropout_p) is not float or scale is not None:
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor) or q.is_nested or k.is_nested or v.is_nested:
+        return None
+    if not (q.dtype is k.dtype is v.dtype and q.dtype in _DTYPES) or type(is_causal) is not bool:
+        return None
+    a, b, c = q.shape, k.shape, v.shape
+    if not (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and b[1] == c[1]):
+        return None
+    heads = a[1] == b[1] or (enable_gqa is True and b[1] > 0 and a[1] % b[1] == 0)
+    if not (heads and a[3] == b[3] and b[2] == c[2]) or 0 in a or 0 in c:
+        return None
+    if q.device != k.device or k.device != v.device or torch.is_autocast_enabled(q.device.type):
+        return None
+    out: Tensor = attention(q, k, v, mask=_CAUSAL) if is_causal else attention(q, k, v)
+    return out
+
+
 def cast(call: Call) -> Call:
     """The call as autocast hands it to torch's function: in its dtype, but for a float32 mask."""
     q, k, v = autocast(call.query, call.key, call.value)

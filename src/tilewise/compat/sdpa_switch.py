@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise.compat.sdpa_call import Call, attend, cast, mistake, why_not
+from tilewise.compat.sdpa_call import Call, attend, cast, mistake, usual, why_not
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.torch_private import FakeTensor, constant_while_compiling
 from tilewise.variants.values import Score
@@ -91,7 +91,12 @@ def _tried(
         call = Call(*args, **keywords)
         if not isinstance(call.query, Tensor):
             return "what torch refuses (types)", None
+        out = None if more else usual(call)
+        if out is not None:
+            return None, out
         call = cast(call)
+    except Unsupported as error:  # raised before anything is computed
+        return _reason(error), None
     except (TypeError, AttributeError):
         return "what torch refuses (types)", None
     reason = _against(call)
@@ -99,7 +104,7 @@ def _tried(
         return reason, None
     try:
         return None, attend(call, more)
-    except Unsupported as error:  # raised before anything is computed
+    except Unsupported as error:
         return _reason(error), None
     except TilewiseError as error:
         return str(error), None

@@ -273,7 +273,7 @@ struct PieceMode {
     unsigned char* const odd = reinterpret_cast<unsigned char*>(room + pieces * apart);
     bool any = false;
     std::memset(odd, 0, static_cast<std::size_t>(rows));
-    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
+    for (int j = 0; j < rows; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
         Vec<i32> r[pieces][lanes];
         TW_UNROLL(16)
@@ -298,6 +298,7 @@ struct PieceMode {
         }
       }
     }
+    TileMode::clear_behind(room, rows, depth, pieces, apart);
     return {room, stride, apart, any ? odd : nullptr};
   }
   static const Word* skip_rows(Words<Word> words, i64 rows) { return words.data + rows / 2; }

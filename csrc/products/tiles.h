@@ -205,7 +205,7 @@ struct TileMode : PairMode {
   static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const i64 stride = row_stride(rows);
     constexpr int lanes = kLanes<i32>;
-    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
+    for (int j = 0; j < rows; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
         const bool whole = col == 1 && j + 2 * lanes <= rows && d + lanes <= depth;
         Vec<i32> r[lanes];
@@ -218,7 +218,15 @@ struct TileMode : PairMode {
         for (int x = 0; x < lanes; x++) store(room + (d + x) * stride + j / 2, r[x]);
       }
     }
+    clear_behind(room, rows, depth, 1, 0);
     return {room, stride};
+  }
+  // The tile of zeros behind the last key, in each of so many planes.
+  static void clear_behind(Word* room, int rows, int depth, int planes, i64 apart) {
+    const i64 stride = row_stride(rows);
+    Word* const first = room + stride - TileGemm::kSide;
+    for (int y = 0; y < planes; y++)
+      for (int d = 0; d < depth; d++) store(first + y * apart + d * stride, Vec<Word>{});
   }
   // 16 words of a row and the row behind it.
   TW_INLINE Vec<i32> whole_pair(const u16* p, i64 row) {

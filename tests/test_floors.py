@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.kernels",),
     ("tilewise.engine", "tilewise.precision"),
     ("tilewise.cross_entropy", "tilewise.functional", "tilewise.head_rows", "tilewise.sparse"),
+    ("tilewise.choice",),
     ("tilewise.indexer", "tilewise.merging", "tilewise.routes"),
     ("tilewise.serving", "tilewise.distributed"),
     ("tilewise.nn",),

@@ -8,6 +8,7 @@ from tilewise.loading import collecting_later, command_loads, ending_at_once
 with collecting_later(), ending_at_once(command_loads()):  # torch takes its time
     import tilewise.head_rows  # noqa: F401  # exported programs may have its ops
     from tilewise import errors
+    from tilewise.choice import left_to_torch, prefer, preferred
     from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (
         AttentionResult,
@@ -57,6 +58,7 @@ __all__ = [
     "errors",
     "explain",
     "get_float32",
+    "left_to_torch",
     "linear_cross_entropy",
     "masks",
     "maximum",
@@ -65,6 +67,8 @@ __all__ = [
     "nn",
     "patterns",
     "plan",
+    "prefer",
+    "preferred",
     "scores",
     "set_float32",
     "top_keys",

@@ -49,6 +49,8 @@ class ForwardKernel {
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Product = typename Mode::Product;
+  using Session = typename Mode::Session;
+  using Packed = PackedKeys<Word>;
   static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries, kPieces = Mode::pieces;
 
  public:
@@ -69,10 +71,10 @@ class ForwardKernel {
       return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
     });
     Memory sizes(f_, tiles, nullptr);
-    return for_tasks<typename Mode::Session>(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
+    return for_tasks<Session>(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory, Session& session) {
       i64 b, h, block;
       tasks.locate(order[task], b, h, block);
-      work(b, h, block, Memory(f_, tiles_, memory));
+      work(b, h, block, Memory(f_, tiles_, memory), session);
     });
   }
 
@@ -124,7 +126,7 @@ class ForwardKernel {
     return f_.batch * f_.heads * ((f_.queries + tiles * kQueries - 1) / (tiles * kQueries));
   }
 
-  void work(i64 b, i64 h, i64 block, const Memory& memory) const {
+  void work(i64 b, i64 h, i64 block, const Memory& memory, Session& session) const {
     const Sequence seq = sequence(f_, b);
     const i64 begin = block * tiles_ * kQueries, end = min(seq.queries, begin + tiles_ * kQueries);
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.expr);
@@ -150,7 +152,7 @@ class ForwardKernel {
       Ahead ahead;
       if (y < last && stands_alone(tiles, count, blocks.begin(x), blocks.end(x), y > x + 1))
         look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
-      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
+      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory, session,
                 ahead.any() ? &ahead : nullptr);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t]);
@@ -241,7 +243,7 @@ class ForwardKernel {
   }
 
   void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
-                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
+                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Session& session, Ahead* ahead) const {
     const KeyBlocks blocks(mask.key_limit(), Mode::block_keys(f_.head_dim, f_.value_dim));
     Packed packed;
     for (int t = 0; t < count; t++) {
@@ -256,7 +258,7 @@ class ForwardKernel {
         if (packed.begin < 0) {
           // Only the keys that some tile of this task may see: what is excluded is never read.
           const QueryTile<Mode>& bottom = tiles[count - 1];
-          pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, packed);
+          pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, session, packed);
         }
         if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
@@ -295,18 +297,25 @@ class ForwardKernel {
       store(tile.sum_before + i, load(tile.sum_before + i) + load(tile.row_sum + i));
   }
 
-  // Keys and values of a block, as the products read them.
-  struct Packed {
-    i64 begin = -1, end = -1;
-    Words<Word> keys{}, values{};
-  };
-  void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Packed& packed) const {
+  void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Session& session, Packed& packed) const {
     const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    if constexpr (Mode::keeps_references) {
+      const Packed& last = session.packed;  // in the same memory
+      if (last.b == seq.b && last.kv_head == kv_head && last.begin == all.begin && last.end == all.end) {
+        packed = last;
+        return;
+      }
+    }
     const int rows = static_cast<int>(all.end - all.begin);
     const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, all.begin, rows, f_.head_dim, memory.key_rows);
     const StoredRows v = stored(f_.v, f_.v_scales, seq, kv_head, all.begin, rows, f_.value_dim, memory.value_rows);
-    packed = {all.begin, all.end, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
+    packed = {seq.b,
+              kv_head,
+              all.begin,
+              all.end,
+              Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
+    if constexpr (Mode::keeps_references) session.packed = packed;
   }
 
   // What `skip` rows less of an operand are, from `data` on.

@@ -19,6 +19,13 @@ struct Words {
   const unsigned char* odd = nullptr;
 };
 
+// Keys begin .. end - 1 and their values, as the products read them; `b`, `kv_head`: whose they are.
+template <class Word>
+struct PackedKeys {
+  i64 b = -1, kv_head = -1, begin = -1, end = -1;
+  Words<Word> keys{}, values{};
+};
+
 // Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
 template <class E, class C>
 struct PlainMode {

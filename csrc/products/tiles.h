@@ -29,6 +29,7 @@ struct TileMode : PairMode {
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
     unsigned control;
+    PackedKeys<Word> packed;  // heads that share keys are mostly tasks one after the other
   };
 
   // A row's reference grows where a probability would be more than 2^8. Those up to 2^8 have as many digits as those up

@@ -34,9 +34,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("tilewise._core")
     isa = core.isa_active()
     rows = (
-        Slower(isa, torch.float32, True, 2 * 4 * 9 * 9 * 16, (0.5, 0.9)),
-        Slower(isa, torch.bfloat16, False, 1000, (0.5, 0.9)),
-        Slower("another", torch.float16, False, 1 << 40, (0.5, 0.9)),
+        Slower(isa, torch.float32, True, (0.5, 0.9), (2 * 4 * 7 * 7 * 16, 2 * 4 * 9 * 9 * 16)),
+        Slower(isa, torch.bfloat16, False, (0.5, 0.9), (0, 9999), (1, 2), alone=True),
+        Slower("another", torch.float16, False, (0.5, 0.9), (0, 1 << 40)),
     )
     monkeypatch.setattr(choice, "SLOWER", rows)
     monkeypatch.setattr(choice._State, "left", choice.Report())
@@ -56,11 +56,19 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "causal": ({}, {"is_causal": True}, True),
     "its own scale": ({}, {"scale": 0.3}, True),
     "grouped": ({"heads": 2}, {"enable_gqa": True}, True),
-    "as many products as the row has": ({"rows": 9}, {}, False),
+    "as few products as the row has": ({"rows": 7}, {}, True),
+    "less": ({"rows": 6}, {}, False),
+    "as many": ({"rows": 9}, {}, False),
     "without gradients": ({"grad": False}, {}, False),
     "another dtype": ({"dtype": torch.float64}, {}, False),
     "another instruction set": ({"dtype": torch.float16, "grad": False}, {}, False),
-    "few products of bfloat16": ({"rows": 1, "dtype": torch.bfloat16, "grad": False}, {}, True),
+    "two queries of bfloat16": ({"rows": 2, "dtype": torch.bfloat16, "grad": False}, {}, True),
+    "three": ({"rows": 3, "dtype": torch.bfloat16, "grad": False}, {}, False),
+    "heads that share keys": (
+        {"rows": 2, "dtype": torch.bfloat16, "grad": False, "heads": 2},
+        {"enable_gqa": True},
+        False,
+    ),
     "dropout": ({}, {"dropout_p": 0.1}, False),
     "a mask": ({}, {"attn_mask": torch.ones(8, 8).tril().bool()}, False),
 }
@@ -123,7 +131,9 @@ class Measured(NamedTuple):
     isa: str
     dtype: torch.dtype
     gradient: bool
+    queries: int
     products: int
+    alone: bool
     ratio: float  # torch's time over ours
     name: str
 
@@ -140,14 +150,15 @@ def measured(path: Path) -> list[Measured]:
         queries = int(case.split(",")[1].split()[0])
         products = shape["heads"] * queries * keys * 2 * shape["head_dim"]
         ratio = statistics.median(samples["sdpa"]) / statistics.median(samples["tilewise"])
-        about = getattr(torch, dtype), case.startswith("training"), products
+        alone = shape["heads"] == shape["kv_heads"]
+        about = getattr(torch, dtype), case.startswith("training"), queries, products, alone
         found.append(Measured(isa, *about, ratio, f"{case}, {keys} keys, {dtype}"))
     return found
 
 
 def covers(row: Slower, case: Measured) -> bool:
     same = (row.isa, row.dtype, row.gradient) == (case.isa, case.dtype, case.gradient)
-    return same and case.products < row.products
+    return same and row.holds(case.queries, case.products, case.alone)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.parts[-3])

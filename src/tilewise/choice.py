@@ -62,19 +62,36 @@ class Slower(NamedTuple):
         isa: the instruction set that tilewise runs.
         dtype: of q, k and v.
         gradient: whether autograd records the call.
-        products: below so many multiply-adds of the forward pass, B Hq M N (D + Dv).
         ratio: torch's time over ours, at least and at most.
+        products: how many multiply-adds the forward pass has, B Hq M N (D + Dv): at least so many,
+            and less than so many.
+        queries: M, at least and at most.
+        alone: only where no heads share their keys.
     """
 
     isa: str
     dtype: torch.dtype
     gradient: bool
-    products: int
     ratio: tuple[float, float]
+    products: tuple[int, int]
+    queries: tuple[int, int] = (1, 1 << 62)
+    alone: bool = False
+
+    def holds(self, queries: int, products: int, alone: bool) -> bool:
+        """Return whether a call of this instruction set, dtype and gradient is one of these."""
+        (low, high), (fewest, most) = self.products, self.queries
+        return low <= products < high and fewest <= queries <= most and alone >= self.alone
 
 
 # From ``tilewise bench doors``: benchmarks/<chip>/suites/doors.json, to which a test holds it.
-SLOWER = (Slower("avx512_amx", torch.float32, True, 9 << 20, (0.67, 0.96)),)
+SLOWER = (
+    Slower("avx512_amx", torch.float32, True, (0.63, 0.93), (0, 9_000_000)),
+    Slower("avx512_amx", torch.float32, False, (0.8, 0.92), (0, 2_000_000), (1, 1), alone=True),
+    Slower(
+        "avx512_amx", torch.bfloat16, False, (0.87, 0.9), (1_000_000, 5_000_000), (1, 1), alone=True
+    ),
+    Slower("avx512_amx", torch.float16, False, (0.89, 0.89), (0, 300_000), (9, 16), alone=True),
+)
 
 
 class _State:
@@ -128,8 +145,9 @@ def slower(q: Tensor, k: Tensor, v: Tensor) -> str:
             gradient = torch.is_grad_enabled() and (
                 q.requires_grad or k.requires_grad or v.requires_grad
             )
-            size = q.shape.numel() * k.shape[-2] + q.shape[:-1].numel() * v.shape[-2:].numel()
-            if gradient is row.gradient and size < row.products:
+            size = q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+            alone = q.shape[1] == k.shape[1]
+            if gradient is row.gradient and row.holds(q.shape[-2], size, alone):
                 return _reason(row)
     return ""
 
@@ -138,7 +156,8 @@ def _reason(row: Slower) -> str:
     low, high = row.ratio
     dtype = str(row.dtype).removeprefix("torch.")
     what = "with gradients" if row.gradient else "without gradients"
+    few = f" of {row.queries[1]} queries at most" if row.queries[1] < 1 << 62 else ""
     return (
-        f"torch is faster ({1 / high:.2g} to {1 / low:.2g} times): {dtype} {what}, below "
-        f"{row.products / 1e6:.0f} million products; tilewise.prefer('tilewise') takes it"
+        f"torch is faster ({1 / high:.2g} to {1 / low:.2g} times): {dtype} {what}{few}, below "
+        f"{row.products[1] / 1e6:.2g} million products; tilewise.prefer('tilewise') takes it"
     )

@@ -358,8 +358,9 @@ class _Kernel:
         self._square = problem.head_dim == problem.value_dim
         self.plain = bare and problem.layout == "dense" and not problem.page_size
         self.plain_pages = bare and problem.page_size > 0 and problem.stored is None
-        # Where float32 has two ways, each call asks which one.
-        self._settles = problem.dtype is torch.float32 and has_tiles()
+        # Where float32 has two ways, each call asks which one. Few queries have one.
+        several = problem.queries > _FEW_QUERIES
+        self._settles = several and problem.dtype is torch.float32 and has_tiles()
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 

@@ -93,8 +93,8 @@ def test_the_switch_leaves_what_torch_computes_faster(table: None, name: str) ->
 
 def test_layers_leave_it_too_and_count(table: None) -> None:
     torch.manual_seed(0)
-    layer = tilewise.nn.MultiheadAttention(16, 4, batch_first=True)
-    x = torch.randn(2, 8, 16)
+    layer = tilewise.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 8, 32)
     mask = torch.ones(8, 8).triu(1).bool()
     calls: list[dict[str, Any]] = [{}, {"is_causal": True}, {"attn_mask": mask}]
     found = [layer(x, x, x, need_weights=False, **each)[0] for each in calls]

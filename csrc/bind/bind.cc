@@ -18,6 +18,7 @@
 #include "expressions/compile.h"
 #include "base/forks.h"
 #include "base/parallel.h"
+#include "base/processor.h"
 #include "bind/tensors.h"
 
 namespace nb = nanobind;
@@ -887,6 +888,7 @@ NB_MODULE(_core, m) {
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });
+  m.def("tiles_refused", &tiles_refused);
   m.def("set_isa", &set_isa, nb::arg("name"));
   m.def("fork_loses_team", &fork_loses_team);
   m.def("openmp_runtime", [] { return std::string(openmp_runtime()); });

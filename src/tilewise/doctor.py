@@ -31,6 +31,10 @@ FAST = {
     "neon_bf16": f"Fast here: bfloat16, in blocks of 2 x 2, and float32. float16 is {_WIDENED}.",
     "portable": "Portable code runs here. It is fast on ARM, in float32, and slow elsewhere.",
 }
+_REFUSED = (
+    "; the processor has AMX tiles, but the system does not let this process use them: Linux 5.16 "
+    "or newer does, unless a thread has a small alternative signal stack (sigaltstack)"
+)
 _NO_CORE = (
     "Nothing is fast here: without the compiled core only `tiled` runs, in plain torch. It saves "
     "memory, not time."
@@ -121,12 +125,13 @@ def _core_checks() -> list[Check]:
     forced = os.environ.get("TILEWISE_ISA")
     how = f", forced by TILEWISE_ISA={forced}" if forced else ""
     compiled = core()
+    refused = _REFUSED if compiled.tiles_refused() else ""
     return [
         Check("compiled core", str(compiled.__file__)),
         Check(
             "instruction set",
             f"{compiled.isa_active()} runs{how}; "
-            f"this machine has {', '.join(compiled.isa_available())}",
+            f"this machine has {', '.join(compiled.isa_available())}{refused}",
         ),
     ]
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures what benchmarks/README.md shows of the suites, one after the other: scripts/bench_suites.sh FOLDER [PYTHON]
-# Minutes are budgets: a suite that has spent its own leaves out what is longest, and says so. Together some 45, on a
+# Minutes are budgets: a suite that has spent its own leaves out what is longest, and says so. Together some 50, on a
 # machine that does nothing else. A suite that fails ends it; what is done is kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,6 +20,7 @@ bench paper --minutes 9 --dtype float32 --lengths 128,256,512,1024,2048,4096,819
 bench models --minutes 9 --dtype bfloat16 --lengths 512,2048 --no-flex
 bench variants --minutes 4 --dtype float32
 bench widths --minutes 4
+bench doors --minutes 5 --dtype float32 --dtype bfloat16 --dtype float16 --lengths 128,2048,16384
 bench lists --minutes 6 --dtype float32 --lengths 65536 --no-flex
 bench list-memory --minutes 10 --dtype float32 --lengths 4096,8192,16384,32768
 

@@ -76,6 +76,14 @@ def nan_filled_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tilewise_takes_calls() -> None:
+    """Calls of other code are computed by tilewise, also where torch is faster."""
+    import tilewise
+
+    tilewise.prefer("tilewise")
+
+
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """One thread unless a test asks for more: the machines are shared, the problems small."""

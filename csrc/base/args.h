@@ -119,7 +119,7 @@ struct Forward : Problem {
   Stored stored = Stored::plain;
   View k_scales, v_scales;
   Rows lse;  // natural log, sink included
-  // What a row subtracts from its scores, before the sink: the largest of them, or (bfloat16 by tiles) one that no
+  // What a row subtracts from its scores, before the sink: the largest of them, or (by matrix tiles) one that no
   // other is above by more than a factor 2^8 of probability. Natural units, without a score chain those of q.k (not
   // scaled).
   Rows row_max;
@@ -138,6 +138,9 @@ struct Forward : Problem {
   // Whether a backward pass may follow: few queries keep to the ordinary kernel then, whose scores it computes again
   // to the bit. Of others the gradients would show the difference.
   bool for_backward = false;
+  // float32 by matrix tiles where there are some, and no backward pass follows: it computes the scores again in
+  // float32, and gradients would show the difference.
+  bool float_tiles = false;
 };
 
 struct Backward : Problem {

@@ -35,6 +35,7 @@ bool has_neon_bf16() {
   static const bool found = detect_bf16();
   return found;
 }
+bool tiles_refused() { return false; }
 bool has_fast_dots() { return has_neon_bf16(); }
 
 #else
@@ -42,6 +43,7 @@ namespace {
 
 struct Features {
   bool avx2 = false, avx512 = false, avx512_bf16 = false, fast_dots = false, tiles = false, byte_tables = false;
+  bool tiles_refused = false;
 };
 
 // The system saves the contents of tiles only for processes that ask (Linux 5.16 on), once for all their threads.
@@ -69,9 +71,12 @@ Features detect() {
   found.avx2 = ymm && fma && f16c && bit(b, 5) && bit(b, 8);
   found.avx512 = found.avx2 && zmm && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
   found.byte_tables = found.avx512 && bit(c, 1);
-  const bool tiles = bit(d, 22) && bit(d, 24) && (saved & 0x60000) == 0x60000;  // with bfloat16 products
+  const bool tiles = bit(d, 22) && bit(d, 24), tiles_saved = (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
-  found.tiles = found.avx512_bf16 && found.byte_tables && tiles && may_use_tiles();
+  if (found.avx512_bf16 && found.byte_tables && tiles) {
+    found.tiles = tiles_saved && may_use_tiles();
+    found.tiles_refused = !found.tiles;
+  }
   return found;
 }
 
@@ -86,6 +91,7 @@ bool has_avx2() { return features().avx2; }
 bool has_avx512() { return features().avx512; }
 bool has_avx512_bf16() { return features().avx512_bf16; }
 bool has_tiles() { return features().tiles; }
+bool tiles_refused() { return features().tiles_refused; }
 bool has_byte_tables() { return features().byte_tables; }
 bool has_fast_dots() { return features().fast_dots && features().avx512_bf16; }
 #endif

@@ -12,6 +12,7 @@ bool has_avx512_bf16();
 bool has_tiles();        // AMX with bfloat16; the first call asks the system for leave to use them
 bool has_byte_tables();  // AVX512_VBMI
 #endif
+bool tiles_refused();  // whether the processor has such tiles, and the system does not let this process use them
 // Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of
 // float32 in a second; a Sapphire Rapids 0.6 of them (notes/performance-log.md). ARM has them in one speed.
 bool has_fast_dots();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <type_traits>
 
 #include "base/parallel.h"
 #include "base/simd.h"
@@ -73,9 +74,9 @@ struct NoSession {
 };
 
 // Runs work(task, memory) for every task, on up to `threads` threads, each with `bytes` of scratch memory and a
-// Session. Which thread takes which task has no influence on any result. False when memory ran out. The caller takes
-// the last of many tasks: the first thread at the barrier goes to sleep there, and waking the caller, who has to go on,
-// is what a short call cannot afford.
+// Session, which work(task, memory, session) is given. Which thread takes which task has no influence on any result.
+// False when memory ran out. The caller takes the last of many tasks: the first thread at the barrier goes to sleep
+// there, and waking the caller, who has to go on, is what a short call cannot afford.
 template <class Session = NoSession, class Work>
 static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& work) {
   struct Shared {
@@ -94,12 +95,15 @@ static bool for_tasks(int threads, i64 tasks, std::size_t bytes, const Work& wor
       __atomic_store_n(&s.failed, 1, __ATOMIC_RELAXED);
       return;
     }
-    const Session session;
+    Session session;
     const i64 end = this_thread() == s.caller ? s.tasks : s.tasks - s.for_caller;
     i64 task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
     while (task < end) {
       if (!__atomic_compare_exchange_n(&s.next, &task, task + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
-      (*s.work)(task, memory);
+      if constexpr (std::is_invocable_v<Work, i64, void*, Session&>)
+        (*s.work)(task, memory, session);
+      else
+        (*s.work)(task, memory);
       task = __atomic_load_n(&s.next, __ATOMIC_RELAXED);
     }
     trim_scratch();

@@ -18,6 +18,7 @@
 #include "expressions/compile.h"
 #include "base/forks.h"
 #include "base/parallel.h"
+#include "base/processor.h"
 #include "bind/tensors.h"
 
 namespace nb = nanobind;
@@ -132,6 +133,9 @@ void set_compile_exprs(bool wanted) {
   compile_exprs = wanted;
   compile_epoch++;
 }
+
+// Whether float32 may be computed by matrix tiles.
+bool float_tiles = false;
 
 const char* name_of(ExprUse use) { return use == ExprUse::mask ? "mask" : use == ExprUse::score ? "score" : "loads"; }
 
@@ -533,6 +537,7 @@ void run_forward(Forward& f, const Kernel& kernel, nb::handle q, nb::handle k, n
   f.k = keys_of(kernel, f, k, "k", f.head_dim, f.stored);
   f.v = keys_of(kernel, f, v, "v", f.value_dim, f.stored);
   f.out = queries_of(kernel, out, "out", f.value_dim);
+  f.float_tiles = float_tiles;
   const Kernels& kernels = active();
   nb::gil_scoped_release release;
   check(kernels.forward(f));
@@ -869,6 +874,7 @@ NB_MODULE(_core, m) {
   m.def("set_tensor_type", &set_tensor_type, nb::arg("type"));
   m.def("signature", &signature);
   m.def("set_compile_exprs", &set_compile_exprs, nb::arg("wanted"));
+  m.def("set_float_tiles", [](bool wanted) { float_tiles = wanted; }, nb::arg("wanted"));
   m.def("expr_code", [] { return std::string(kExprCode); });
   m.def("forward", &forward);
   m.def("output", &output);
@@ -882,6 +888,7 @@ NB_MODULE(_core, m) {
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });
+  m.def("tiles_refused", &tiles_refused);
   m.def("set_isa", &set_isa, nb::arg("name"));
   m.def("fork_loses_team", &fork_loses_team);
   m.def("openmp_runtime", [] { return std::string(openmp_runtime()); });

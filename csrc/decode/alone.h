@@ -1,4 +1,4 @@
-// Short sequences of one query, or very few, whose heads share no keys: a task has several of them, and computes the
+// Short sequences of one query whose heads share no keys: a task has several of them, and computes the
 // next scores before the last ones become weights, where every step waits for the one before it. Rows get the bits that
 // DecodeKernel gives them.
 #pragma once

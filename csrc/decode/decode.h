@@ -30,16 +30,15 @@ class DecodeKernel {
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 
  public:
-  explicit DecodeKernel(const Forward& f, Takes takes = Takes::all)
+  explicit DecodeKernel(const Forward& f)
       : f_(f),
-        takes_(takes),
         units_(f),
         q_stride_(row_words<Mode, Product>(f.head_dim)),
         out_stride_(round_up(f.value_dim, Vectors::sums * lanes)),
         alike_(heads_alike(f)) {}
 
   bool run() {
-    const SplitTasks tasks(f_, takes_);
+    const SplitTasks tasks(f_);
     if (tasks.count() <= 0) return tasks.count() == 0;
     rows_ = tasks.most_rows(), heads_ = tasks.most_heads();
     state_bytes_ = state(nullptr).bytes;
@@ -446,7 +445,6 @@ class DecodeKernel {
   }
 
   const Forward& f_;
-  Takes takes_;
   ScoreUnits<Acc> units_;
   i64 q_stride_, out_stride_, rows_ = 0, heads_ = 0;
   std::size_t state_bytes_ = 0;

@@ -31,12 +31,9 @@ struct SplitTask {
   i64 group, partial;  // numbers of the tasks that are merged, and of the first of their partial results
 };
 
-// The sequences that a kernel takes: where two share a call, the keys of a sequence alone say whose it is.
-enum class Takes { all, one_split, several_splits };
-
 class SplitTasks {
  public:
-  SplitTasks(const Problem& p, Takes takes) : p_(p), takes_(takes), group_size_(p.heads / p.kv_heads) {
+  explicit SplitTasks(const Problem& p) : p_(p), group_size_(p.heads / p.kv_heads) {
     i64 few = 0;
     for (i64 b = 0; b < p.batch; b++) few += of_sequence(sequence(p, b));
     if (few == 0) return;
@@ -111,8 +108,6 @@ class SplitTasks {
     const Range visible = mask.visible(0, seq.queries - 1);
     x.key_limit = mask.key_limit();
     const KeyBlocks blocks(x.key_limit);
-    const Takes kind = blocks.count <= kSplitBlocks ? Takes::one_split : Takes::several_splits;
-    if (takes_ != Takes::all && takes_ != kind) return Item{};
     x.split_blocks = max(kSplitBlocks, (blocks.count + kMostSplits - 1) / kMostSplits);
     if (visible.begin < visible.end)
       x.first_block = blocks.containing(visible.begin), x.last_block = blocks.containing(visible.end - 1) + 1;
@@ -127,7 +122,6 @@ class SplitTasks {
   }
 
   const Problem& p_;
-  Takes takes_;
   i64 group_size_, count_ = 0, groups_ = 0, partials_ = 0, most_rows_ = 0, most_heads_ = 0;
   bool whole_ = true;
   Item* items_ = nullptr;

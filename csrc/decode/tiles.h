@@ -9,7 +9,6 @@
 namespace tilewise::TILEWISE_ISA {
 
 class TileProducts {
- protected:
   static constexpr int kTileRows = 16, kTileDepth = 32;  // rows; bfloat16 numbers of a row
   static constexpr int kTileBytes = 64;
   static constexpr int kGroups = 4;      // of 16 keys, multiplied side by side
@@ -105,7 +104,7 @@ class TileProducts {
     ahead.all();
   }
 
- protected:
+ private:
   struct KeyRows {
     const Bf16* first;
     i64 bytes;  // from row to row
@@ -128,7 +127,6 @@ class TileProducts {
     return {reinterpret_cast<const Bf16*>(copies), whole * 2};
   }
 
- private:
   // Of a single row (`rows` is 0) the tiles have one column, which is stored as it is.
   template <int kG>
   TW_NOINLINE static void score_tiles(const Room& room, const i32* q, const KeyRows* at, int depth, int rows, float* s,

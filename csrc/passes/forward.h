@@ -29,8 +29,11 @@ struct QueryTile {
   i64 first;               // query
   int rows, width;         // width: rows rounded up to whole vectors
   typename Mode::Word* q;  // [words(D)][width]
-  Acc* out;                // [Dv][width], not yet divided by the row sum
-  Acc* row_max;            // in the units of the scores, see ScoreUnits
+  // In pieces: the same with its planes, and out and row_sum of the keys before those that these two are of, or null.
+  Words<typename Mode::Word> split_q{};
+  Acc *out_before = nullptr, *sum_before = nullptr;
+  Acc* out;      // [Dv][width], not yet divided by the row sum
+  Acc* row_max;  // in the units of the scores, see ScoreUnits
   Acc* row_sum;
   // For statistics only.
   Acc* row_moment;  // see RowNumbers
@@ -46,7 +49,9 @@ class ForwardKernel {
   using Acc = typename Mode::Acc;
   using Word = typename Mode::Word;
   using Product = typename Mode::Product;
-  static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries;
+  using Session = typename Mode::Session;
+  using Packed = PackedKeys<Word>;
+  static constexpr int lanes = kLanes<Acc>, kQueries = Mode::tile_queries, kPieces = Mode::pieces;
 
  public:
   explicit ForwardKernel(const Forward& f) : f_(f), units_(f) {}
@@ -66,10 +71,10 @@ class ForwardKernel {
       return table_weight(table, b, h, block * rows, min((block + 1) * rows, seq.queries) - 1, 0, seq.keys);
     });
     Memory sizes(f_, tiles, nullptr);
-    return for_tasks<typename Mode::Session>(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory) {
+    return for_tasks<Session>(f_.threads, tasks.count(), sizes.bytes, [&](i64 task, void* memory, Session& session) {
       i64 b, h, block;
       tasks.locate(order[task], b, h, block);
-      work(b, h, block, Memory(f_, tiles_, memory));
+      work(b, h, block, Memory(f_, tiles_, memory), session);
     });
   }
 
@@ -77,7 +82,7 @@ class ForwardKernel {
   struct Memory {
     Word *q, *keys, *values, *kept_p = nullptr;
     Elem *key_rows, *value_rows;
-    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak;
+    Acc *out, *scores, *row_max, *row_sum, *alpha, *peak, *odd_out = nullptr, *run_out = nullptr, *run_sum = nullptr;
     Acc *row_moment, *best, *best_piece, *best_place;
     u64 *bits, *kept;
     char* expr;
@@ -85,19 +90,28 @@ class ForwardKernel {
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
       const i64 queries = static_cast<i64>(tiles) * kQueries;
-      q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      if constexpr (kPieces == 1)
+        q = carve.take<Word>(queries * Mode::words(f.head_dim));
+      else
+        q = carve.take<Word>(tiles * Mode::query_room(f.head_dim));
       out = carve.take<Acc>(queries * f.value_dim);
       scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
       row_sum = carve.take<Acc>(queries);
-      if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(p_keys(f.value_dim) * kQueries / 2);
+      if constexpr (Mode::keeps_references) kept_p = carve.take<Word>(kPieces * p_apart(f.value_dim));
+      if constexpr (kPieces > 1)
+        for (Acc** array : {&odd_out, &run_out}) *array = carve.take<Acc>(static_cast<i64>(f.value_dim) * kQueries);
+      if constexpr (kPieces > 1) run_sum = carve.take<Acc>(kQueries);
       alpha = carve.take<Acc>(kQueries);
       peak = carve.take<Acc>(kQueries);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
       const i64 packed = min(Mode::packed_keys * 3 / 2, max(kRoomKeys, f.keys));
-      keys = carve.take<Word>(packed * Mode::words(f.head_dim));
+      if constexpr (kPieces == 1)
+        keys = carve.take<Word>(packed * Mode::words(f.head_dim));
+      else
+        keys = carve.take<Word>(Mode::key_room(packed, f.head_dim));
       values = carve.take<Word>(Mode::rows_room(packed, f.value_dim));
       const bool copied = f.page_size != 0 || f.stored != Stored::plain;
       key_rows = carve.take<Elem>(copied ? packed * f.head_dim : 0);
@@ -112,7 +126,7 @@ class ForwardKernel {
     return f_.batch * f_.heads * ((f_.queries + tiles * kQueries - 1) / (tiles * kQueries));
   }
 
-  void work(i64 b, i64 h, i64 block, const Memory& memory) const {
+  void work(i64 b, i64 h, i64 block, const Memory& memory, Session& session) const {
     const Sequence seq = sequence(f_, b);
     const i64 begin = block * tiles_ * kQueries, end = min(seq.queries, begin + tiles_ * kQueries);
     const Mask mask(f_, b, h, seq.queries, seq.keys, memory.expr);
@@ -138,7 +152,7 @@ class ForwardKernel {
       Ahead ahead;
       if (y < last && stands_alone(tiles, count, blocks.begin(x), blocks.end(x), y > x + 1))
         look_ahead(seq, h, blocks.begin(y), blocks.end(y), ahead);
-      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory,
+      key_block(seq, h, blocks.begin(x), blocks.end(x), mask, chain, tiles, count, memory, session,
                 ahead.any() ? &ahead : nullptr);
     }
     for (int t = 0; t < count; t++) close(seq, h, tiles[t]);
@@ -167,7 +181,10 @@ class ForwardKernel {
     tile.rows = static_cast<int>(min(kQueries, end - first));
     tile.width = static_cast<int>(round_up(tile.rows, lanes));
     const i64 at = static_cast<i64>(index) * kQueries;
-    tile.q = memory.q + at * Mode::words(f_.head_dim);
+    if constexpr (kPieces == 1)
+      tile.q = memory.q + at * Mode::words(f_.head_dim);
+    else
+      tile.q = memory.q + index * Mode::query_room(f_.head_dim);
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;
@@ -176,7 +193,10 @@ class ForwardKernel {
     tile.best_piece = memory.best_piece + at;
     tile.best_place = memory.best_place + at;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, seq.query_begin + first));
-    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    if constexpr (kPieces == 1)
+      Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
+    else
+      tile.split_q = Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
     for (int i = 0; i < tile.width; i++) {
       tile.row_max[i] = -static_cast<Acc>(__builtin_inf());
       tile.row_sum[i] = 0;
@@ -223,11 +243,12 @@ class ForwardKernel {
   }
 
   void key_block(const Sequence& seq, i64 h, i64 n0, i64 n1, const Mask& mask, const ScoreChain<Acc>& chain,
-                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Ahead* ahead) const {
+                 const QueryTile<Mode>* tiles, int count, const Memory& memory, Session& session, Ahead* ahead) const {
     const KeyBlocks blocks(mask.key_limit(), Mode::block_keys(f_.head_dim, f_.value_dim));
     Packed packed;
     for (int t = 0; t < count; t++) {
-      const QueryTile<Mode>& tile = tiles[t];
+      QueryTile<Mode> tile = tiles[t];
+      bool visited = false;
       Stream stream;
       for (i64 y = blocks.containing(n0); y < blocks.count && blocks.begin(y) < n1; y++) {
         if (tile.table.skips(blocks.begin(y), blocks.end(y))) continue;
@@ -237,39 +258,69 @@ class ForwardKernel {
         if (packed.begin < 0) {
           // Only the keys that some tile of this task may see: what is excluded is never read.
           const QueryTile<Mode>& bottom = tiles[count - 1];
-          pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, packed);
+          pack(seq, h, mask.walked(tiles[0].first, bottom.first + bottom.rows - 1, n0, n1), memory, session, packed);
         }
+        if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
-        const Block now{masked,
-                        {packed.keys.data + skip * packed.keys.stride, packed.keys.stride},
-                        {Mode::skip_rows(packed.values, skip), packed.values.stride},
-                        masked.end == packed.end};
+        const Block now{masked, behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
+                        behind(packed.values, Mode::skip_rows(packed.values, skip), skip), masked.end == packed.end};
         if constexpr (Mode::keeps_references) {
-          if (stays_in_order()) {
+          if (kPieces > 1 || stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
             const i64 after = now.masked.end, more = min(blocks.size, packed.end - after);
-            flow(tile, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
+            flow(tile, seq, h, now, chain, memory, stream, after < n1 && more > 0 ? static_cast<int>(more) : 0, ahead);
             continue;
           }
         }
-        step(tile, seq, h, now, chain, memory, ahead);
+        if constexpr (kPieces == 1) step(tile, seq, h, now, chain, memory, ahead);
       }
       if constexpr (Mode::keeps_references) add_values(tile, memory, stream, ahead);
+      end_sums(tile);
     }
   }
 
-  // Keys and values of a block, as the products read them.
-  struct Packed {
-    i64 begin = -1, end = -1;
-    Words<Word> keys{}, values{};
-  };
-  void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Packed& packed) const {
+  // Sums of float32 begin anew with each run of keys that is packed (see PieceMode).
+  void begin_sums(QueryTile<Mode>& tile, const Memory& memory) const {
+    if constexpr (kPieces > 1) {
+      if (!Mode::sums_in_runs) return;
+      tile.out_before = tile.out, tile.sum_before = tile.row_sum;
+      tile.out = memory.run_out, tile.row_sum = memory.run_sum;
+      for (i64 i = 0; i < static_cast<i64>(f_.value_dim) * tile.width; i += lanes) store(tile.out + i, Vec<Acc>{});
+      for (int i = 0; i < tile.width; i += lanes) store(tile.row_sum + i, Vec<Acc>{});
+    }
+  }
+  void end_sums(const QueryTile<Mode>& tile) const {
+    if (tile.out_before == nullptr) return;
+    for (i64 i = 0; i < static_cast<i64>(f_.value_dim) * tile.width; i += lanes)
+      store(tile.out_before + i, load(tile.out_before + i) + load(tile.out + i));
+    for (int i = 0; i < tile.width; i += lanes)
+      store(tile.sum_before + i, load(tile.sum_before + i) + load(tile.row_sum + i));
+  }
+
+  void pack(const Sequence& seq, i64 h, Range all, const Memory& memory, Session& session, Packed& packed) const {
     const i64 kv_head = h / (f_.heads / f_.kv_heads);
+    if constexpr (Mode::keeps_references) {
+      const Packed& last = session.packed;  // in the same memory
+      if (last.b == seq.b && last.kv_head == kv_head && last.begin == all.begin && last.end == all.end) {
+        packed = last;
+        return;
+      }
+    }
     const int rows = static_cast<int>(all.end - all.begin);
     const StoredRows k = stored(f_.k, f_.k_scales, seq, kv_head, all.begin, rows, f_.head_dim, memory.key_rows);
     const StoredRows v = stored(f_.v, f_.v_scales, seq, kv_head, all.begin, rows, f_.value_dim, memory.value_rows);
-    packed = {all.begin, all.end, Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
+    packed = {seq.b,
+              kv_head,
+              all.begin,
+              all.end,
+              Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
+    if constexpr (Mode::keeps_references) session.packed = packed;
+  }
+
+  // What `skip` rows less of an operand are, from `data` on.
+  static Words<Word> behind(const Words<Word>& all, const Word* data, i64 skip) {
+    return {data, all.stride, all.apart, all.odd == nullptr ? nullptr : all.odd + skip};
   }
 
   // A block of keys that a tile of queries sees.
@@ -293,16 +344,22 @@ class ForwardKernel {
     return 0;
   }
 
+  static constexpr i64 p_apart(int value_dim) { return p_keys(value_dim) * kQueries / 2; }  // from a piece to the next
+
   // Whether the softmax of a block is the same whatever else the call asks for.
   bool stays_in_order() const { return f_.dropout <= 0 && f_.entropy.data == nullptr; }
 
   // Takes in a block with references that the rows have (see TileMode). `more`: keys that lie behind it.
-  void flow(const QueryTile<Mode>& tile, const Block& now, const ScoreChain<Acc>& chain, const Memory& memory,
-            Stream& x, int more, Ahead* ahead) const {
+  void flow(const QueryTile<Mode>& tile, const Sequence& seq, i64 h, const Block& now, const ScoreChain<Acc>& chain,
+            const Memory& memory, Stream& x, int more, Ahead* ahead) const {
     const int count = now.count(), width = tile.width, depth = Mode::words(f_.head_dim);
     Acc* s = memory.scores;
     // Probabilities that wait are used up where there are many, or where this block's keys do not follow theirs.
-    if (x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0) {
+    const bool full =
+        x.count >= Mode::value_keys(f_.value_dim) || x.end != now.masked.begin || x.count % Mode::kWhole != 0;
+    if constexpr (kPieces > 1) {
+      split_products(tile, &now, memory, x, full, ahead);
+    } else if (full) {
       Product::template run_two<Into::overwrite, Into::add>(
           {now.keys.data, now.keys.stride, tile.q, width, count, depth, width, s, width},
           {x.values.data, x.values.stride, memory.kept_p, width, x.count > 0 ? f_.value_dim : 0, x.words, width,
@@ -315,6 +372,12 @@ class ForwardKernel {
     }
     if (units_.chain) chain.apply(s, width, tile.first, tile.rows, now.masked.begin, count, {});
     if (!now.masked.plain) exclude(s, width, count, now.masked.bits);
+    if constexpr (kPieces > 1) {
+      if (f_.entropy.data) {
+        mask_and_peak(s, width, count, nullptr, memory.peak);
+        track_top(s, width, count, now.masked.begin, tile, memory.peak);
+      }
+    }
     if (!Mode::settled(tile.row_max, width)) raise(tile, s, count, memory, x, ahead);
     if (x.count == 0) x.values = now.values;
     Word* p = memory.kept_p + x.count / 2 * width;
@@ -323,29 +386,84 @@ class ForwardKernel {
       near.keys = now.keys.data + count * now.keys.stride;
       near.values = now.values.data, near.value_stride = now.values.stride;
     }
-    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth)) {
+    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth,
+                            p_apart(f_.value_dim))) {
       raise(tile, s, count, memory, x, ahead);
       x.values = now.values;
-      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, memory.kept_p, true, {}, 0);
+      p = memory.kept_p;
+      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, true, {}, 0,
+                         p_apart(f_.value_dim));
+    }
+    if constexpr (kPieces > 1) {
+      if (f_.entropy.data) Mode::add_moments(s, width, count, tile.row_max, tile.row_moment, units_.to_base2);
+      if (f_.dropout > 0) {
+        dropout_bits(f_, seq.b, h, tile.first, width, now.masked.begin, count, memory.kept);
+        Mode::drop(p, p_apart(f_.value_dim), width, count, memory.kept);
+      }
     }
     x.count += count;
     x.words = (x.count + 1) / 2;
     x.end = now.masked.end;
     // Whole tiles, where nothing but zeros of values lies behind: no number that is hidden meets them.
     for (; now.last && x.words % Product::kStep != 0; x.words++)
-      for (int i = 0; i < width; i += lanes) store(memory.kept_p + x.words * width + i, Vec<Word>{});
+      for (int y = 0; y < kPieces; y++)
+        for (int i = 0; i < width; i += lanes)
+          store(memory.kept_p + y * p_apart(f_.value_dim) + x.words * width + i, Vec<Word>{});
   }
   void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
              Ahead* ahead) const {
     add_values(tile, memory, x, ahead);
-    Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
+    if constexpr (kPieces == 1)
+      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
+    else
+      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim,
+                  f_.entropy.data ? tile.row_moment : nullptr, tile.sum_before, tile.out_before);
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;
-    Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
-                                                           f_.value_dim, x.words, tile.width, tile.out, tile.width,
-                                                           nullptr, nullptr, ahead);
-    x.count = x.words = 0;
+    if constexpr (kPieces > 1) {
+      split_products(tile, nullptr, memory, x, true, ahead);
+    } else {
+      Product::template run<AOrder::column_major, Into::add>(x.values.data, x.values.stride, memory.kept_p, tile.width,
+                                                             f_.value_dim, x.words, tile.width, tile.out, tile.width,
+                                                             nullptr, nullptr, ahead);
+      x.count = x.words = 0;
+    }
+  }
+  // By pieces: the values that wait, where they are to be added now, and the scores of a block, if there is one.
+  void split_products(const QueryTile<Mode>& tile, const Block* now, const Memory& memory, Stream& x, bool add_values,
+                      Ahead* ahead) const {
+    const int width = tile.width, value_dim = f_.value_dim, depth = Mode::words(f_.head_dim);
+    add_values = add_values && x.count > 0;
+    typename Product::Pending last;
+    u64 odd[Mode::kColumnWords];
+    bool any_odd = false;
+    if (add_values) {
+      any_odd = Mode::odd_columns(x.values, x.count, value_dim, odd);
+      for (int d = 0; any_odd && d < value_dim; d++) {
+        if ((odd[d / 64] >> d % 64 & 1) == 0) continue;
+        for (int i = 0; i < width; i += lanes)
+          store(memory.odd_out + d * width + i,
+                Mode::first_pieces(x.values.data + d * x.values.stride, memory.kept_p + i, width, (x.count + 1) / 2,
+                                   load(tile.out + d * width + i)));
+      }
+      Product::template run<Mode::Pairs::values, true>(
+          {x.values.data, x.values.stride, x.values.apart, memory.kept_p, width, p_apart(value_dim), value_dim, x.words,
+           width, tile.out, width},
+          last, ahead);
+    }
+    if (now != nullptr)
+      Product::template run<Mode::Pairs::scores, false>(
+          {now->keys.data, now->keys.stride, now->keys.apart, tile.q, width, tile.split_q.apart, now->count(), depth,
+           width, memory.scores, width},
+          last, ahead);
+    Product::flush(last);
+    for (int d = 0; any_odd && d < value_dim; d++)
+      for (int i = 0; i < width && (odd[d / 64] >> d % 64 & 1) != 0; i += lanes)
+        store(tile.out + d * width + i, load(memory.odd_out + d * width + i));
+    if (now != nullptr && (now->keys.odd != nullptr || tile.split_q.odd != nullptr))
+      Mode::odd_scores(now->keys, tile.split_q, now->count(), width, depth, memory.scores);
+    if (add_values) x.count = x.words = 0;
   }
   // Pairs that the mask excludes become -inf.
   static void exclude(Acc* s, int width, int count, const u64* bits) {

@@ -13,6 +13,17 @@ template <class Word>
 struct Words {
   const Word* data;
   i64 stride;
+  // In pieces only (products/pieces.h): words from a piece to the next, and the rows that have a number that is not
+  // finite, or null where none has.
+  i64 apart = 0;
+  const unsigned char* odd = nullptr;
+};
+
+// Keys begin .. end - 1 and their values, as the products read them; `b`, `kv_head`: whose they are.
+template <class Word>
+struct PackedKeys {
+  i64 b = -1, kv_head = -1, begin = -1, end = -1;
+  Words<Word> keys{}, values{};
 };
 
 // Stored as E, computed in C: float and double as they are, the 16-bit types widened block by block.
@@ -30,6 +41,7 @@ struct PlainMode {
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
   static constexpr int grad_tiles = 1;   // of queries, that the backward pass takes at once
+  static constexpr int pieces = 1;       // see products/pieces.h
 
   TW_INLINE Vec<C> power(Vec<C> x) { return exp2<exp2_degree>(x, C{}); }
   // What a row subtracts from its scores, from a block of keys on whose largest score is `peak`.
@@ -86,6 +98,7 @@ struct PairMode {
   static constexpr int tile_queries = kTileQueries;
   static constexpr int query_tiles = 8;
   static constexpr int grad_tiles = 1;
+  static constexpr int pieces = 1;
 
   TW_INLINE Vec<float> power(Vec<float> x) { return exp2<exp2_degree>(x, float{}); }
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float) { return vmax(peak, before); }

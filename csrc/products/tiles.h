@@ -29,6 +29,7 @@ struct TileMode : PairMode {
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
     unsigned control;
+    PackedKeys<Word> packed;  // heads that share keys are mostly tasks one after the other
   };
 
   // A row's reference grows where a probability would be more than 2^8. Those up to 2^8 have as many digits as those up
@@ -73,7 +74,7 @@ struct TileMode : PairMode {
   // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
   // `last`. Meanwhile the nearest cache takes in what the next products read; `words`: of a key.
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
-                           i32* p, bool last, Near fetched, int words) {
+                           i32* p, bool last, Near fetched, int words, i64 = 0) {
     alignas(64) float top[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       // A row that has seen no key yet has no maximum to subtract.
@@ -143,12 +144,17 @@ struct TileMode : PairMode {
     return none == 0;
   }
   // Lets the references of rows grow to the largest scores of a block, and scales what the rows have so far.
-  TW_NOINLINE static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
-                                float* out, int value_dim) {
+  static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
+                    int value_dim) {
+    raise_by<TileMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+  }
+  template <class Mode>
+  TW_NOINLINE static void raise_by(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
+                                   float* out, int value_dim) {
     for (int i = 0; i < width; i += kLanes<float>) {
       Vec<float> peak = set(-__builtin_inff());
       for (int j = 0; j < count; j++) peak = vmax(load(s + j * width + i), peak);
-      const Vec<float> before = load(row_max + i), now = reference(before, peak, factor);
+      const Vec<float> before = load(row_max + i), now = Mode::reference(before, peak, factor);
       const u64 grown = bits_of_mask<i32>((Vec<i32>)(now != before));
       if (grown == 0) continue;
       store(row_max + i, now);
@@ -200,7 +206,7 @@ struct TileMode : PairMode {
   static Words<Word> along_rows(const Bf16* p, i64 row, i64 col, int rows, int depth, Word* room) {
     const i64 stride = row_stride(rows);
     constexpr int lanes = kLanes<i32>;
-    for (int j = 0; j < rows + 2 * lanes; j += 2 * lanes) {
+    for (int j = 0; j < rows; j += 2 * lanes) {
       for (int d = 0; d < depth; d += lanes) {
         const bool whole = col == 1 && j + 2 * lanes <= rows && d + lanes <= depth;
         Vec<i32> r[lanes];
@@ -213,7 +219,15 @@ struct TileMode : PairMode {
         for (int x = 0; x < lanes; x++) store(room + (d + x) * stride + j / 2, r[x]);
       }
     }
+    clear_behind(room, rows, depth, 1, 0);
     return {room, stride};
+  }
+  // The tile of zeros behind the last key, in each of so many planes.
+  static void clear_behind(Word* room, int rows, int depth, int planes, i64 apart) {
+    const i64 stride = row_stride(rows);
+    Word* const first = room + stride - TileGemm::kSide;
+    for (int y = 0; y < planes; y++)
+      for (int d = 0; d < depth; d++) store(first + y * apart + d * stride, Vec<Word>{});
   }
   // 16 words of a row and the row behind it.
   TW_INLINE Vec<i32> whole_pair(const u16* p, i64 row) {

@@ -115,7 +115,8 @@ inline void check(const Case& c) {
       fail("out of memory: " + what);
       continue;
     }
-    const bool keeps_references = std::string(kernels->name) == "avx512_amx" && c.dtype == DType::bf16;
+    const bool keeps_references =
+        std::string(kernels->name) == "avx512_amx" && (c.dtype == DType::bf16 || c.dtype == DType::f16);
     compare(end, *truth[pairs], keeps_references ? 8 * std::log(2.0) : 0, what);
     const auto one = end.results(), other = start.results();
     for (std::size_t i = 0; i < one.size(); i++) {

@@ -8,6 +8,7 @@ from tilewise.loading import collecting_later, command_loads, ending_at_once
 with collecting_later(), ending_at_once(command_loads()):  # torch takes its time
     import tilewise.head_rows  # noqa: F401  # exported programs may have its ops
     from tilewise import errors
+    from tilewise.choice import left_to_torch, prefer, preferred
     from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (
         AttentionResult,
@@ -25,6 +26,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.indexer import TopKeys, top_keys
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
+    from tilewise.precision import get_float32, set_float32
     from tilewise.sparse.block_mask import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked
@@ -55,6 +57,8 @@ __all__ = [
     "checked",
     "errors",
     "explain",
+    "get_float32",
+    "left_to_torch",
     "linear_cross_entropy",
     "masks",
     "maximum",
@@ -63,7 +67,10 @@ __all__ = [
     "nn",
     "patterns",
     "plan",
+    "prefer",
+    "preferred",
     "scores",
+    "set_float32",
     "top_keys",
     "visible_pairs",
     "where",

@@ -23,13 +23,18 @@ from tilewise.kernels.cpu.core import absence, core
 _WIDENED = "widened to float32 first, which saves memory and not time"
 # What is fast on a processor and what is not, by the instruction set that runs.
 FAST = {
-    "avx512_amx": f"Fast here: bfloat16, in AMX tiles, and float32. float16 is {_WIDENED}.",
+    "avx512_amx": "Fast here: bfloat16, in AMX tiles, float16 without gradients, and float32. "
+    f"For gradients float16 is {_WIDENED}.",
     "avx512_bf16": f"Fast here: bfloat16, in pairs, and float32. float16 is {_WIDENED}.",
     "avx512": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
     "avx2": f"Fast here: float32. bfloat16 and float16 are {_WIDENED}.",
     "neon_bf16": f"Fast here: bfloat16, in blocks of 2 x 2, and float32. float16 is {_WIDENED}.",
     "portable": "Portable code runs here. It is fast on ARM, in float32, and slow elsewhere.",
 }
+_REFUSED = (
+    "; the processor has AMX tiles, but the system does not let this process use them: Linux 5.16 "
+    "or newer does, unless a thread has a small alternative signal stack (sigaltstack)"
+)
 _NO_CORE = (
     "Nothing is fast here: without the compiled core only `tiled` runs, in plain torch. It saves "
     "memory, not time."
@@ -120,12 +125,13 @@ def _core_checks() -> list[Check]:
     forced = os.environ.get("TILEWISE_ISA")
     how = f", forced by TILEWISE_ISA={forced}" if forced else ""
     compiled = core()
+    refused = _REFUSED if compiled.tiles_refused() else ""
     return [
         Check("compiled core", str(compiled.__file__)),
         Check(
             "instruction set",
             f"{compiled.isa_active()} runs{how}; "
-            f"this machine has {', '.join(compiled.isa_available())}",
+            f"this machine has {', '.join(compiled.isa_available())}{refused}",
         ),
     ]
 

@@ -11,9 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tilewise import functional
+from tilewise.choice import left_to_torch, slower
+from tilewise.variants.masks import causal
+
+_TORCH = torch.nn.functional.scaled_dot_product_attention  # whatever replaces it later
+_CAUSAL = causal("top_left").program
 
 
 class Route(Protocol):
@@ -42,6 +48,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     if _route is None:
         return functional.attention(q, k, v, **keywords)
     return _route.attention(q, k, v, **keywords)
+
+
+def by_the_faster(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+    """``attention``, or torch's function where that is faster and means the same."""
+    if _route is None and not torch.compiler.is_compiling() and (reason := slower(q, k, v)):
+        mask = keywords.get("mask")
+        if (mask is None or mask.program == _CAUSAL) and _says_no_more(keywords):
+            left_to_torch().note(reason)
+            return _TORCH(
+                q,
+                k,
+                v,
+                is_causal=mask is not None,
+                scale=keywords.get("scale"),
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+    return attention(q, k, v, **keywords)
+
+
+def _says_no_more(keywords: dict[str, Any]) -> bool:
+    """Return whether a call has a mask and a scale at most."""
+    return all(
+        value is None or (name == "dropout_p" and value == 0.0)
+        for name, value in keywords.items()
+        if name not in ("mask", "scale")
+    )
 
 
 def attention_varlen(

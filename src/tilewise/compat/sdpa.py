@@ -9,20 +9,24 @@ Three ways to it, each asked for (importing this module patches nothing):
   (``flash_impl.py``); the name is known to torch once this module is imported.
 """
 
+import torch
 import torch.nn.attention
 from torch import Tensor
 
+from tilewise.choice import Report
 from tilewise.compat import flash_impl
 from tilewise.compat.sdpa_call import (
     Call,
     attend,
+    attend_usual,
     cast,
+    is_usual,
     mistake,
     raise_as_torch,
     raise_unsupported,
     why_not,
 )
-from tilewise.compat.sdpa_switch import Report, disable, enable, sdpa
+from tilewise.compat.sdpa_switch import disable, enable, sdpa
 
 __all__ = ["Report", "disable", "enable", "scaled_dot_product_attention", "sdpa"]
 
@@ -80,6 +84,8 @@ def scaled_dot_product_attention(
     torch.nn.functional.scaled_dot_product_attention.html
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not torch.compiler.is_compiling() and is_usual(call):
+        return attend_usual(call)
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         call = cast(call)
     wrong = mistake(call)

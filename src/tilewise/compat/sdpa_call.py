@@ -21,6 +21,8 @@ from tilewise.variants.values import Mask, Score
 
 _CAUSAL = masks.causal("top_left")
 _NOTHING = ~Mask(())
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 2
 
 
 class Call(NamedTuple):
@@ -34,6 +36,37 @@ class Call(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+
+
+def is_usual(call: Call) -> bool:
+    """Return whether ``attend_usual`` computes a call: nothing but its sizes is to be looked at.
+
+    Most calls are such: q, k and v [B, H, S, E] without a mask or dropout. What the others are
+    looked at for takes longer than a small call.
+    """
+    q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    if attn_mask is not None or type(dropout_p) is not float or dropout_p != 0.0:
+        return False
+    if not (type(q) is type(k) is type(v) is Tensor) or q.is_nested or k.is_nested or v.is_nested:
+        return False
+    if not (q.dtype is k.dtype is v.dtype and q.dtype in _DTYPES) or type(is_causal) is not bool:
+        return False
+    if scale is not None and not (type(scale) is float and abs(scale) <= _LARGEST_SCALE):
+        return False
+    a, b, c = q.shape, k.shape, v.shape
+    if not (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and b[1] == c[1]):
+        return False
+    heads = a[1] == b[1] or (enable_gqa is True and b[1] > 0 and a[1] % b[1] == 0)
+    if not (heads and a[3] == b[3] and b[2] == c[2]) or 0 in a or 0 in c:
+        return False
+    return q.device == k.device == v.device and not torch.is_autocast_enabled(q.device.type)
+
+
+def attend_usual(call: Call) -> Tensor:
+    """Attention as a call means it that ``is_usual``."""
+    mask = _CAUSAL if call.is_causal else None
+    out: Tensor = attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
+    return out
 
 
 def cast(call: Call) -> Call:
@@ -162,7 +195,6 @@ def _product(sizes: Sequence[int]) -> int:
 
 TORCH = torch.nn.functional.scaled_dot_product_attention  # whatever replaces it later
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -194,7 +226,7 @@ def why_not(call: Call) -> str | None:
     """Return why ``tilewise.attention`` does not take a call without mistakes; None if it does."""
     if call.query.dtype not in _DTYPES:
         return f"{call.query.dtype}"
-    if call.scale is not None and not abs(call.scale) <= torch.finfo(torch.float32).max / 2:
+    if call.scale is not None and not abs(call.scale) <= _LARGEST_SCALE:
         return "a scale that is not finite"
     if call.attn_mask is not None and call.attn_mask.device != call.query.device:
         return "attn_mask on another device"

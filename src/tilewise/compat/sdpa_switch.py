@@ -11,7 +11,6 @@ model that ``tilewise.integrations.timm`` switched.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise.compat.sdpa_call import Call, attend, cast, mistake, why_not
+from tilewise.choice import Report, slower
+from tilewise.compat.sdpa_call import (
+    Call,
+    attend,
+    attend_usual,
+    cast,
+    is_usual,
+    mistake,
+    why_not,
+)
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.torch_private import FakeTensor, constant_while_compiling
 from tilewise.variants.values import Score
@@ -31,41 +39,6 @@ __all__ = ["Report", "disable", "enable", "sdpa"]
 
 _PLAIN = frozenset((Tensor, Parameter, FakeTensor))
 _WIDEST = 512  # of every backend; torch.compile cannot ask them before the call runs
-
-
-class Report:
-    """Record of the calls that a switch saw.
-
-    Args:
-        taken: how many calls tilewise computed.
-        left: how many calls torch computed, by the reason why tilewise did not.
-    """
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.left: Counter[str] = Counter()
-        self._lock = Lock()
-
-    @property
-    def calls(self) -> int:
-        """Return all of them."""
-        return self.taken + sum(self.left.values())
-
-    def note(self, reason: str | None) -> None:
-        """Count a call that was taken (no reason) or left."""
-        with self._lock:
-            if reason is None:
-                self.taken += 1
-            else:
-                self.left[reason] += 1
-
-    def __repr__(self) -> str:
-        return f"Report(taken={self.taken}, left={dict(self.left)})"
-
-    def __str__(self) -> str:
-        lines = [f"{self.taken} of {self.calls} calls taken"]
-        lines += [f"  {count} left: {reason}" for reason, count in self.left.most_common()]
-        return "\n".join(lines)
 
 
 def take(
@@ -91,7 +64,12 @@ def _tried(
         call = Call(*args, **keywords)
         if not isinstance(call.query, Tensor):
             return "what torch refuses (types)", None
+        if not more and is_usual(call):
+            faster = slower(call.query, call.key, call.value)
+            return (faster, None) if faster else (None, attend_usual(call))
         call = cast(call)
+    except Unsupported as error:  # raised before anything is computed
+        return _reason(error), None
     except (TypeError, AttributeError):
         return "what torch refuses (types)", None
     reason = _against(call)
@@ -99,7 +77,7 @@ def _tried(
         return reason, None
     try:
         return None, attend(call, more)
-    except Unsupported as error:  # raised before anything is computed
+    except Unsupported as error:
         return _reason(error), None
     except TilewiseError as error:
         return str(error), None

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from tilewise.errors import InvalidArgument, SlowPathWarning
 from tilewise.nn.implementations import Ask, with_weights
 from tilewise.nn.multihead_masks import Masks, Sizes, check_shapes, said_by
-from tilewise.routes import attention, attention_varlen
+from tilewise.routes import attention_varlen, by_the_faster
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask
 
@@ -170,7 +170,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             out, weights = self._with_weights(q, k, v, masks)
             weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
-            out = attention(q, k, v, **self._keywords(masks))
+            out = by_the_faster(q, k, v, **self._keywords(masks))
         order = (2, 0, 1, 3) if seq_first else (0, 2, 1, 3)
         out = linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
         if batched:

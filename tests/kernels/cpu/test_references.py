@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -125,3 +129,62 @@ def test_new_threads_and_forked_children_have_the_same_bits(isa: str) -> None:
     child.join()
     assert child.exitcode == 0
     assert torch.equal(torch.tensor(numbers), expected.float().flatten())
+
+
+def test_signals_change_no_bit(isa: str) -> None:
+    # A signal that arrives within the kernel saves the tiles, and what handles it may use them.
+    q, k, v = _inputs(64)
+    expected = tilewise.attention(q, k, v)
+    seen: list[Tensor] = []
+
+    def again(*_: object) -> None:
+        seen.append(tilewise.attention(q, k, v))
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    try:
+        found = []
+        while len(seen) < 20:
+            found.append(tilewise.attention(q, k, v))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(torch.equal(each, expected) for each in (*found, *seen))
+
+
+# Linux grants tiles to no process one of whose threads has a signal stack that they do not fit on.
+_REFUSED = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+room = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(room), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+import torch, tilewise
+from tilewise import _core
+from tilewise.doctor import examine
+q = torch.randn(1, 2, 70, 64).bfloat16()
+assert tilewise.attention(q, q, q).isfinite().all()
+assert "avx512_amx" not in _core.isa_available() and _core.tiles_refused()
+print({check.what: check.found for check in examine()}["instruction set"])
+"""
+
+
+def test_a_system_that_refuses_tiles() -> None:
+    from tilewise import _core
+
+    if "avx512_amx" not in _core.isa_available():
+        pytest.skip("needs matrix tiles (AMX)")
+    environment = {k: v for k, v in os.environ.items() if k != "TILEWISE_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", _REFUSED],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if "sigaltstack" in done.stderr:
+        pytest.skip("this system takes no signal stack so small")
+    assert done.returncode == 0, done.stderr
+    assert "the system does not let this process use them" in done.stdout

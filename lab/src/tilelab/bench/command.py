@@ -46,6 +46,7 @@ SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "lists": suites.lists,
     "list-memory": suites.list_memory,
     "widths": suites.widths,
+    "doors": suites.doors,
 }
 _OF_GOALS = ("cpu", "me")  # measured from the cases that have goals
 NAMES = (*_OF_GOALS, *SUITES, "all", "compare", "show")
@@ -213,8 +214,8 @@ def _parser_of_goals() -> argparse.ArgumentParser:
         "one process, and against the machine's own peak.",
         epilog="The whole bench takes minutes and writes benchmarks/<chip>/cpu.json; a part of it "
         "writes only where --json says. Suites are beside it: tilewise bench speed, memory, "
-        "accuracy, paper, models, variants, lists, list-memory, widths or all (each with --help), "
-        "tilewise bench show FILE, and tilewise bench compare A.json B.json.",
+        "accuracy, paper, models, variants, lists, list-memory, widths, doors or all (each with "
+        "--help), tilewise bench show FILE, and tilewise bench compare A.json B.json.",
     )
     add = parser.add_argument
     said = "the cases that have goals (cpu), or eight of them in a minute, with a picture (me)"

@@ -232,6 +232,7 @@ ABOUT = {
     "masks count. Each row reads 512 keys. tilewise over all keys computes something else.",
     "widths": "Causal attention with heads of other widths than 64 and 128. Latent: 16 heads over "
     "keys of 576 whose first 512 numbers are the values.",
+    "doors": "Calls of torch's function that tilewise.sdpa takes, with what converting them costs.",
 }
 
 

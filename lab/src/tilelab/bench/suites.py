@@ -6,7 +6,8 @@ Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and 
 ``models``: one attention layer of well-known models, from its input to its output. ``variants``:
 masks and scores of the table, against none and against others. ``lists``: some keys of each row,
 by lists and by masks. ``list-memory``: the peaks of these. ``widths``: other widths of heads than
-64 and 128, and latent attention.
+64 and 128, and latent attention. ``doors``: small and long calls of ``tilewise.sdpa``, on which
+``tilewise.choice`` decides.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tilelab.cases.variants import listed, softcap, window
 from tilelab.peers.methods import (
     OURS,
     Method,
+    by_door,
     by_drawn_lists,
     by_lists,
     exact,
@@ -274,6 +276,28 @@ def widths(settings: Settings) -> list[Step]:
             more = {"name": name, "passes": direction, **sizes}
             works.append(settings.work("widths", row, length, dtype, **more))
     return timed(works, exact(settings.device, with_flex=settings.flex))
+
+
+_DOOR_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_DOOR_KEYS = (16, 64, 256, 1024, 4096, 16384)  # of one query
+_DOOR_HEADS = ((8, 8, 64), (32, 8, 128))  # and heads of keys, and their width
+
+
+def doors(settings: Settings) -> list[Step]:
+    """Return calls as other code makes them, through the door: one query, and as many as keys."""
+    longest = max(settings.lengths)
+    sizes = [(1, keys) for keys in _DOOR_KEYS] + [(each, each) for each in _DOOR_LENGTHS]
+    ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
+    works = []
+    for dtype, (heads, kv_heads, width) in product(settings.dtypes, _DOOR_HEADS):
+        for (way, words), (queries, keys) in product(ways, sizes):
+            if keys > longest or (way == "both" and queries == 1):
+                continue
+            case = Case(f"{words}, {queries} queries, {heads}:{kv_heads} heads", passes=way)
+            more = {"heads": heads, "kv_heads": kv_heads, "queries": queries}
+            more |= {"head_dim": width, "value_dim": width}
+            works.append(settings.work("doors", case, keys, dtype, **more))
+    return timed(works, [by_door(), sdpa()])
 
 
 LIST_ROWS = 16  # of queries: times are in proportion to them

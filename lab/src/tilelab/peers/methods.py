@@ -33,6 +33,7 @@ from tilelab.peers.flex import flex_mask, flex_score
 from tilelab.peers.plain import chunked, plain, seen_rows
 from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
 from tilewise import masks, patterns
+from tilewise.compat.sdpa import scaled_dot_product_attention as by_torchs_signature
 from tilewise.variants.values import Score
 
 OURS = "tilewise"
@@ -75,6 +76,16 @@ def ours() -> Method:
         same_dropout=True,
         statistics=True,
     )
+
+
+def by_door() -> Method:
+    """Ours by the arguments of torch's function, with what that costs."""
+
+    def make(work: Work, given: Given) -> Attend:
+        grouped = work.heads != work.kv_heads
+        return lambda q, k, v: by_torchs_signature(q, k, v, enable_gqa=grouped)
+
+    return Method(OURS, make)
 
 
 def block_sparse(name: str, pattern: Callable[[int], Any]) -> Method:

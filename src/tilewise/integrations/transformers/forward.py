@@ -14,7 +14,7 @@ from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.integrations.transformers.latent import by_heads, is_absorbed, operands
 from tilewise.integrations.transformers.masks import Pairs
-from tilewise.routes import attention, attention_varlen
+from tilewise.routes import attention_varlen, by_the_faster
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 
@@ -107,7 +107,7 @@ def attention_forward(
     lengths = _packed(seen.mask, kwargs)
     out: Tensor
     if lengths is None:
-        out = attention(query, key, value, **keywords)
+        out = by_the_faster(query, key, value, **keywords)
     else:
         out = _of_packed(query, key, value, lengths, keywords)
     out = out if up is None else by_heads(out, up)

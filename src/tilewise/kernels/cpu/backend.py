@@ -18,7 +18,7 @@ from tilewise.kernels.base import (
     raw_reasons,
 )
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32
 from tilewise.kernels.cpu.forks import threads
 from tilewise.problem import START, Grads, Operands, Problem, Result, Statistics
 from tilewise.reference.programs import Grid
@@ -29,6 +29,8 @@ from tilewise.variants.program import Instr, Program, encode
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
+_IN_TILES = "by matrix tiles, in forward passes that no gradient may follow"
+_NO_TILES = "as without set_float32: the instruction set has no matrix tiles"
 _LEAST_SCALE = 1e-30  # kLeastScale of the core
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:
 # csrc/base/schedule.h and passes/key_sums.h; of the forward pass of few queries: decode/tasks.h.
@@ -77,10 +79,14 @@ class CpuBackend(Backend):
         return reasons
 
     def notes(self, problem: Problem) -> tuple[tuple[str, str], ...]:
-        """Return how expressions run: interpreted, compiled, and why."""
-        if not (_exprs(problem.mask) or _exprs(problem.score)):
-            return ()
-        return (("functions", compiled.state(_label(problem))),)
+        """Return how expressions run: interpreted, compiled, and why; and float32 in tiles."""
+        notes: tuple[tuple[str, str], ...] = ()
+        if _exprs(problem.mask) or _exprs(problem.score):
+            notes = (("functions", compiled.state(_label(problem))),)
+        if problem.dtype == torch.float32 and settle_float32():
+            tiles = core().isa_active() == "avx512_amx"
+            notes += (("float32", _IN_TILES if tiles else _NO_TILES),)
+        return notes
 
     def tiles(self, problem: Problem) -> Tiles:
         """64 queries in the lanes against 128 keys; part of the rounding contract."""
@@ -352,10 +358,15 @@ class _Kernel:
         self._square = problem.head_dim == problem.value_dim
         self.plain = bare and problem.layout == "dense" and not problem.page_size
         self.plain_pages = bare and problem.page_size > 0 and problem.stored is None
+        # Where float32 has two ways, each call asks which one. Few queries have one.
+        several = problem.queries > _FEW_QUERIES
+        self._settles = several and problem.dtype is torch.float32 and has_tiles()
         self._loaded = _loaded(problem)
         self._derivative: Derivative | None = None
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        if self._settles:
+            settle_float32()
         q, k, v = operands.q, operands.k, operands.v
         out = self._room_for(q)
         lse, stats = self._lse, self._stats
@@ -394,6 +405,8 @@ class _Kernel:
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of a plain call: ``forward`` without the other results."""
+        if self._settles:
+            settle_float32()
         out = self._room_for(q)
         self._output(self._kernel, threads(), q, k, v, out)
         return out
@@ -408,6 +421,8 @@ class _Kernel:
         cu_seqlens_q: Tensor | None,
     ) -> Tensor:
         """Return the output of a call that has no other tensors: ``forward`` without the rest."""
+        if self._settles:
+            settle_float32()
         out = self._room_for(q)
         found = _in_pages(block_table, key_lengths, cu_seqlens_q, k.shape[2])
         call = (q, k, v, out, 0, 0, 0, 0, (), (), found[1], (), False, ())

@@ -4,6 +4,9 @@ import importlib
 import os
 from functools import cache
 from types import ModuleType
+from typing import Any
+
+import torch  # before the core, which borrows its OpenMP runtime
 
 from tilewise.errors import InvalidArgument
 
@@ -13,7 +16,6 @@ _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
     """Return the module, or None and why not."""
-    torch = importlib.import_module("torch")  # its OpenMP runtime is the one that the core borrows
     try:
         module = importlib.import_module("tilewise._core")
     except ImportError as error:
@@ -46,3 +48,39 @@ def core() -> ModuleType:
     module, why = _load()
     assert module is not None, why
     return module
+
+
+class _Float32:
+    """How float32 is computed where there are matrix tiles."""
+
+    way = "torch"
+    in_tiles = False  # what the core was told last
+
+
+def set_float32(way: str) -> None:
+    """Say how float32 is computed: "exact", in "tiles", or as "torch" is set."""
+    _Float32.way = way
+    settle_float32()
+
+
+def float32_way() -> str:
+    """Return what ``set_float32`` said last."""
+    return _Float32.way
+
+
+def settle_float32() -> bool:
+    """Tell the core whether float32 may be in matrix tiles now, and return it."""
+    wanted = _Float32.way == "tiles"
+    if _Float32.way == "torch":
+        backends: Any = torch.backends
+        wanted = backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16")
+    if wanted is not _Float32.in_tiles and absence() is None:
+        core().set_float_tiles(wanted)
+        _Float32.in_tiles = wanted
+    return wanted
+
+
+@cache
+def has_tiles() -> bool:
+    """Return whether the processor has matrix tiles."""
+    return absence() is None and "avx512_amx" in core().isa_available()

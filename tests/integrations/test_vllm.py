@@ -277,7 +277,14 @@ def test_somebody_elses_backend_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert place.get_path() == "their.Backend"
 
 
-MODELS = ("LlamaConfig", "GPT2Config", "Gemma2Config", "BloomConfig", "MistralConfig")
+MODELS = (
+    "LlamaConfig",
+    "GPT2Config",
+    "Gemma2Config",
+    "BloomConfig",
+    "MistralConfig",
+    "GptOssConfig",
+)
 PROGRAM = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -291,12 +298,17 @@ more = {"GPT2Config": dict(vocab_size=512, n_embd=256, n_layer=3, n_head=4, init
         "Gemma2Config": dict(head_dim=32, sliding_window=64, attn_logit_softcapping=0.5,
                              final_logit_softcapping=None, query_pre_attn_scalar=1,
                              initializer_range=0.02),  # its embeddings are tied: layers must count
-        "MistralConfig": dict(sliding_window=50)}.get(name, {})
+        "MistralConfig": dict(sliding_window=50),
+        "GptOssConfig": dict(head_dim=32, sliding_window=50, num_local_experts=4,
+                             num_experts_per_tok=2)}.get(name, {})
 if name not in ("GPT2Config", "BloomConfig"):
     more = small | more
 if who == "vllm":
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**more))
+    for key, value in model.named_parameters():
+        if key.endswith(".sinks"):
+            value.data.uniform_(0, 5)
     model.save_pretrained(folder)
 else:
     import tilewise.integrations.vllm

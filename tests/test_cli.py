@@ -198,7 +198,7 @@ def completions() -> dict[str, str]:
     return made
 
 
-@pytest.mark.parametrize(
+typed_and_offered = pytest.mark.parametrize(
     ("typed", "offered"),
     [
         (["ben"], ["bench"]),
@@ -211,6 +211,9 @@ def completions() -> dict[str, str]:
         (["nonsense", ""], []),
     ],
 )
+
+
+@typed_and_offered
 def test_bash_completes(completions: dict[str, str], typed: list[str], offered: list[str]) -> None:
     words = " ".join(f"'{word}'" for word in ["tilewise", *typed])
     program = (
@@ -219,6 +222,18 @@ def test_bash_completes(completions: dict[str, str], typed: list[str], offered: 
     )
     done = ran("bash", "-c", program)
     assert sorted(done.stdout.split()) == offered
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@typed_and_offered
+def test_fish_completes(
+    completions: dict[str, str], typed: list[str], offered: list[str], tmp_path: Path
+) -> None:
+    """Where the script offers nothing, fish offers the files of the folder: here are none."""
+    line = " ".join(["tilewise", *typed])
+    program = f"{completions['fish']}\ncd {tmp_path}\ncomplete -C '{line}'"
+    done = ran("fish", "--no-config", "-c", program)
+    assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == offered
 
 
 def test_other_shells_offer_the_same_words(completions: dict[str, str]) -> None:

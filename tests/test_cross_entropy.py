@@ -286,6 +286,7 @@ def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -
     )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 def test_the_op_is_well_formed() -> None:
     (hidden, weight, bias), targets, weights = operands(torch.float32)
     for once in (True, False):

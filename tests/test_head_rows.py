@@ -169,6 +169,7 @@ def test_compiled_code_runs_the_core_too(weights: str, monkeypatch: pytest.Monke
     assert_all_same_bits(with_gradients(compiled, operands), expected, "compiled")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 def test_the_torch_op_keeps_torchs_rules() -> None:
     """Of a layout that is not dense, with and without weights."""
     x, weight, bias, cos, sin = drawn(torch.float64, 12, 8, heads=False)

@@ -81,6 +81,12 @@ def test_the_record_has_the_pairs_that_the_script_runs_on_linux() -> None:
     assert planned <= recorded
 
 
+def test_the_install_page_counts_the_pairs_that_passed() -> None:
+    said = re.findall(r"(\d+) of (\d+) pairs", (ROOT / "docs/install.md").read_text())
+    passed = sum(entry["status"] == "passed" for entry in pairs().values())
+    assert said == [(str(passed), str(len(planned_pairs())))]
+
+
 def test_the_plan_covers_what_the_readme_claims() -> None:
     """Each version of both, on each system the oldest or newest torch, and nothing beyond."""
     for name in ("torch", "Python"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -250,6 +251,14 @@ def test_the_wheel_for_distribution_asks_for_glibc_2_28(
     lab, wheel = sorted(each.name for each in (tmp_path / "dist").iterdir())
     assert lab.startswith("tilelab-")
     assert "-manylinux_2_28_" in wheel
+    machine = "aarch64" if platform.machine() == "x86_64" else "x86_64"
+    done = run("wheel", str(tmp_path / "other"), machine)
+    if sys.version_info < (3, 12):
+        assert done.returncode == 1
+        assert "by Python 3.12 or newer" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert len(list((tmp_path / "other").glob(f"*-abi3-manylinux_2_*_{machine}.whl"))) == 1
 
 
 @pytest.mark.slow

@@ -160,6 +160,18 @@ def test_block_masks_are_torchs(apart: bool) -> None:
                            torchs.create_mask(other, *sizes, device="cpu"))  # fmt: skip
 
 
+def test_a_build_for_gpus_without_one_makes_tables_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """pip's default torch is such a build, and names the accelerator that it was built for."""
+
+    def named(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
+    assert create_block_mask(causal, 1, 1, M, N).kv_indices.device.type == "cpu"
+
+
 def test_a_block_mask_is_read_once_and_again_when_it_changes() -> None:
     q, k, v, *_ = (x.detach() for x in build(torch.float32))
     limits = torch.tensor([30, 60])

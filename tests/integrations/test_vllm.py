@@ -151,7 +151,6 @@ def test_layers(name: str, dtype: torch.dtype) -> None:
     )
     pages = step.block_table.numel()
     cache = torch.full((pages, layer.kv_heads, PAGE, 2 * layer.width), torch.nan, dtype=dtype)
-    impl.do_kv_cache_update(None, k, v, cache, step.slot_mapping)
     padded = torch.full((step.num_actual_tokens + 3, *q.shape[1:]), 7.0, dtype=dtype)
     impl.forward(None, q, k, v, cache, step, padded)
     assert bool((padded[-3:] == 7).all())  # behind the last token nothing is written
@@ -168,7 +167,6 @@ def test_encoders(window: int | None) -> None:
     q, k, v = torch.randn(3, step.num_actual_tokens, 4, 64)
     encoder = AttentionType.ENCODER_ONLY
     impl = ours.TilewiseImpl(4, 64, 0.2, 4, None, window, attn_type=encoder)
-    impl.do_kv_cache_update(None, k, v, torch.empty(0), step.slot_mapping)
     out = torch.empty_like(q)
     impl.forward(None, q, k, v, torch.empty(0), step, out)
     exact = truth(layer, q.double(), k.double(), v.double(), None)
@@ -179,37 +177,50 @@ def test_what_pads_a_step_is_neither_written_nor_read() -> None:
     """vLLM pads steps, and gives what pads them the slot -1 and no place in a sequence."""
     layer = Layer(TOKENS)
     step = step_of(layer)
-    k, v = torch.randn(2, len(step.slot_mapping), layer.kv_heads, layer.width)
+    tokens, keys = step.num_actual_tokens, len(step.slot_mapping)
+    k, v = torch.randn(2, keys + 3, layer.kv_heads, layer.width)
+    q = torch.randn(tokens + 2, layer.heads, layer.width)
     impl = ours.TilewiseImpl(layer.heads, layer.width, 0.2, layer.kv_heads)
     cache = torch.zeros(step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
-    impl.do_kv_cache_update(None, k, v, cache, step.slot_mapping)
+    alone = torch.empty_like(q[:tokens])
+    impl.forward(None, q[:tokens], k[:keys], v[:keys], cache, step, alone)
     before = cache.clone()
-    nowhere = torch.full((3,), -1)
-    impl.do_kv_cache_update(None, k[:3], v[:3], cache, nowhere)
-    assert torch.equal(cache, before)
-    cache.zero_()
-    padded = torch.cat((step.slot_mapping, nowhere))
-    more_k, more_v = (torch.cat((each, each[:3])) for each in (k, v))
-    impl.do_kv_cache_update(None, more_k, more_v, cache, padded)
+    assert bool(before.any())
+    tried = replace(step, slot_mapping=torch.full((3,), -1))
+    impl.forward(None, q[:tokens], k[:3], v[:3], cache, tried, torch.empty_like(alone))
     assert torch.equal(cache, before)
 
+    cache.zero_()
     common = SimpleNamespace(
-        num_actual_tokens=step.num_actual_tokens + 2,
+        num_actual_tokens=tokens + 2,
         query_start_loc=step.query_start_loc,
         seq_lens=step.seq_lens,
         block_table_tensor=step.block_table,
-        slot_mapping=padded,
+        slot_mapping=torch.cat((step.slot_mapping, torch.full((3,), -1))),
         causal=True,
     )
     builder = ours.TilewiseMetadataBuilder.__new__(ours.TilewiseMetadataBuilder)
     builder._causal = True
-    q = torch.randn(step.num_actual_tokens + 2, layer.heads, layer.width)
     out = torch.full_like(q, 7.0)
     impl.forward(None, q, k, v, cache, builder.build(0, common), out)
-    alone = torch.empty_like(q[:-2])
-    impl.forward(None, q[:-2], k, v, cache, step, alone)
-    assert torch.equal(out[:-2], alone)
-    assert bool((out[-2:] == 7).all())
+    assert torch.equal(cache, before)
+    assert torch.equal(out[:tokens], alone)
+    assert bool((out[tokens:] == 7).all())
+
+
+def test_a_layer_on_another_ones_pages_writes_nothing() -> None:
+    layer = Layer(TOKENS)
+    step = step_of(layer)
+    q = torch.randn(step.num_actual_tokens, layer.heads, layer.width)
+    k = torch.randn(len(step.slot_mapping), layer.kv_heads, layer.width)
+    cache = torch.randn(step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
+    before = cache.clone()
+    for shared in ("model.layers.0", None):
+        impl = ours.TilewiseImpl(
+            layer.heads, layer.width, 0.2, layer.kv_heads, kv_sharing_target_layer_name=shared
+        )
+        impl.forward(None, q, k, k, cache, step, torch.empty_like(q))
+        assert torch.equal(cache, before) == (shared is not None)
 
 
 def test_layers_of_a_step_check_its_pages_once() -> None:
@@ -221,7 +232,7 @@ def test_layers_of_a_step_check_its_pages_once() -> None:
     found = []
     for window in (None, 9):
         impl = ours.TilewiseImpl(layer.heads, layer.width, 0.2, layer.kv_heads, None, window)
-        impl.forward(None, q, q, q, cache, step, torch.empty_like(q))
+        impl.forward(None, q, None, None, cache, step, torch.empty_like(q))
         found.append(step.paged)
     assert found[0] is found[1] is not None
     other = replace(step, block_table=step.block_table.flip(0))
@@ -277,7 +288,14 @@ def test_somebody_elses_backend_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert place.get_path() == "their.Backend"
 
 
-MODELS = ("LlamaConfig", "GPT2Config", "Gemma2Config", "BloomConfig", "MistralConfig")
+MODELS = (
+    "LlamaConfig",
+    "GPT2Config",
+    "Gemma2Config",
+    "BloomConfig",
+    "MistralConfig",
+    "GptOssConfig",
+)
 PROGRAM = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -291,12 +309,17 @@ more = {"GPT2Config": dict(vocab_size=512, n_embd=256, n_layer=3, n_head=4, init
         "Gemma2Config": dict(head_dim=32, sliding_window=64, attn_logit_softcapping=0.5,
                              final_logit_softcapping=None, query_pre_attn_scalar=1,
                              initializer_range=0.02),  # its embeddings are tied: layers must count
-        "MistralConfig": dict(sliding_window=50)}.get(name, {})
+        "MistralConfig": dict(sliding_window=50),
+        "GptOssConfig": dict(head_dim=32, sliding_window=50, num_local_experts=4,
+                             num_experts_per_tok=2)}.get(name, {})
 if name not in ("GPT2Config", "BloomConfig"):
     more = small | more
 if who == "vllm":
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**more))
+    for key, value in model.named_parameters():
+        if key.endswith(".sinks"):
+            value.data.uniform_(0, 5)
     model.save_pretrained(folder)
 else:
     import tilewise.integrations.vllm

@@ -35,8 +35,9 @@ def _write(
     isa: str,
     **_: Any,
 ) -> None:
-    impl = TilewiseImpl(key.shape[1], key.shape[2], 1.0)
-    impl.do_kv_cache_update(None, key, value, _whole(key_cache, value_cache), slot_mapping)
+    nothing = torch.empty(0)
+    step = TilewiseMetadata(0, nothing, nothing, nothing, slot_mapping, causal=True)
+    step.write(key, value, key_cache, value_cache)
 
 
 def _attend(
@@ -76,8 +77,7 @@ def _attend(
         causal or dynamic_causal is not None,
         None if dynamic_causal is None else dynamic_causal == 0,
     )
-    nothing = query.new_empty(0)
-    impl.forward(None, query, nothing, nothing, _whole(key_cache, value_cache), step, output)
+    impl.forward(None, query, None, None, _whole(key_cache, value_cache), step, output)
 
 
 def pytest_configure() -> None:

@@ -157,7 +157,7 @@ def create_block_mask(
         fix = "leave it False: the backward here is deterministic without it"
         raise Unsupported("create_block_mask with compute_dq_write_order", fix=fix)
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     rows, keys = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     sizes = (B, H, Q_LEN, KV_LEN)
     made: BlockMask = created(mask_mod, sizes, device, (rows, keys), separate_full_blocks)

@@ -76,7 +76,7 @@ def unregister() -> None:
 class TilewiseBackend(AttentionBackend):
     """What vLLM asks about the backend before it makes layers."""
 
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]  # of the model: nothing is converted
 
@@ -152,6 +152,7 @@ class TilewiseMetadata:
     causal: bool
     both_sides: Tensor | None = None
     paged: PagedStep | None = field(default=None, init=False)
+    _rows: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
 
     def pages(self, page_size: int) -> PagedStep:
         """Return the sequences' pages, which the first layer of a step checks for all."""
@@ -159,6 +160,21 @@ class TilewiseMetadata:
             tensors = self.block_table, self.seq_lens, self.query_start_loc
             self.paged = PagedStep(*tensors, page_size=page_size)
         return self.paged
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write new keys and values [tokens, Hk, D] into their rows of pages.
+
+        What pads a step has -1 for its row, and so has all of a step that vLLM only tries.
+        """
+        if self._rows is None:
+            slots, size = self.slot_mapping, keys.shape[2]
+            there = None if bool((slots >= 0).all()) else slots >= 0
+            slots = slots if there is None else slots[there]
+            self._rows = slots // size, slots % size, there
+        pages, rows, there = self._rows
+        count = self.slot_mapping.shape[0]
+        for place, new in ((keys, key[:count]), (values, value[:count])):
+            place.transpose(1, 2)[pages, rows] = new if there is None else new[there]
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -227,8 +243,8 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: TilewiseMetadata | None,
         output: Tensor,
@@ -240,7 +256,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         Args:
             layer: not read.
             query: [tokens, Hq, D].
-            key: [tokens, Hk, D]; read by encoders alone, for others it is in its page already.
+            key: [tokens, Hk, D]; or None with value, where all keys are in their pages already.
             value: [tokens, Hk, D].
             kv_cache: [pages, Hk, page_size, 2 D].
             attn_metadata: of the step; None while vLLM warms up.
@@ -257,33 +273,19 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         settings: dict[str, Any] = {"mask": mask, "score": self._score, "sinks": self.sinks}
         settings["scale"] = self.scale
         if self.attn_type in _ENCODERS:
+            assert key is not None
+            assert value is not None
             q, k, v = query[:count], key[:count], value[:count]
             starts = attn_metadata.query_start_loc
             found = attention_varlen(q, k, v, starts, starts, **settings)
         else:
             keys, values = _halves(kv_cache)
+            if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
+                attn_metadata.write(key, value, keys, values)
             step = attn_metadata.pages(keys.shape[2])
             found = attention_paged(query[:count], keys, values, step, **settings)
         output[:count] = found
         return output
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write new keys and values [tokens, Hk, D] into the rows of ``slot_mapping`` [tokens].
-
-        What pads a step has -1 for its row, and so has all of a step that vLLM only tries.
-        """
-        if self.attn_type in _ENCODERS:
-            return
-        count, size = slot_mapping.shape[0], kv_cache.shape[2]
-        there = slot_mapping >= 0
-        if not bool(there.all()):
-            key, value = key[:count][there], value[:count][there]
-            slot_mapping, count = slot_mapping[there], key.shape[0]
-        pages, rows = slot_mapping // size, slot_mapping % size
-        for place, new in zip(_halves(kv_cache), (key, value), strict=True):
-            place.transpose(1, 2)[pages, rows] = new[:count]
 
     def _mask(self, step: TilewiseMetadata) -> masks.Mask:
         both_sides = step.both_sides

@@ -37,6 +37,7 @@ from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_al
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
 YOUNGER = "The decode rows above predate the decode kernel; these are of a later run."
+PEER = "\npeer "  # what was not measured, and why
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"
 
 
@@ -46,6 +47,13 @@ def table(stored: Path) -> str:
     with contextlib.redirect_stdout(printed):
         bench.main(["cpu", "--from", str(stored), "--markdown", "--brief"])
     return printed.getvalue().strip()
+
+
+def others(stored: Path) -> str:
+    """The table of other packages of a stored result, under its machine."""
+    machine, _, rest = table(stored).partition("\n")
+    _, title, after = rest.partition("**Other packages")
+    return f"{machine}\n\n{title}{after.partition(PEER)[0].strip()}"
 
 
 def verdicts(report: str) -> str:
@@ -176,6 +184,7 @@ def pages() -> dict[Path, str]:
     decoded = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/decode.json"))]
     if measured and decoded:
         measured += [YOUNGER, *decoded]
+    measured += [others(path) for path in sorted((ROOT / "benchmarks").glob("*/peers.json"))]
     if measured:
         found[measured_page] = filled(found[measured_page], "measured", "\n\n".join(measured))
     if (ROOT / STUDY).exists():

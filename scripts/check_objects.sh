@@ -6,7 +6,7 @@
 # A function that several files define (inline, template) is kept once by the linker, from whichever file comes first. If
 # that copy was compiled for AVX-512, it runs on processors without it, and the process dies. So files
 # csrc/isa/NAME.cc and decode_NAME.cc may share no weak symbol with those of another instruction set, or of none.
-# Where there is a passes_NAME.cc, decode_NAME.cc belongs to it, and NAME.cc runs on any processor.
+# Where there is a passes_NAME.cc, decode_NAME.cc and pieces_NAME.cc belong to it, and NAME.cc runs on any processor.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,6 +15,7 @@ shared=$(
   for object in "$objects"/*/*.o; do
     file=${object#"$objects"/}
     passes=${file/#isa\/decode_/isa/passes_}
+    passes=${passes/#isa\/pieces_/isa/passes_}
     if [ -e "$objects/$passes" ]; then
       file=$passes
     fi

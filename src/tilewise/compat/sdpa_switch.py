@@ -128,7 +128,8 @@ def sdpa() -> Iterator[Report]:
 
     ``with tilewise.sdpa() as report:`` takes the calls of this thread (of this context, in asyncio)
     that it covers, leaves the others to torch, and counts both in ``report``. It nests: a call is
-    counted by every block that it is in.
+    counted by every block that it is in. It also leaves the few calls that torch computes faster,
+    unless ``tilewise.prefer("tilewise")`` was said.
 
     The switch reaches every caller of ``torch.nn.functional``: models that write
     ``F.scaled_dot_product_attention``, transformers, timm, ``nn.MultiheadAttention`` while

@@ -104,6 +104,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``add_zero_attn`` do copy the masks, to add a column. The same holds in eval mode: torch's fast
     path is not taken.
 
+    The few calls that torch computes faster are left to it, unless ``tilewise.prefer("tilewise")``
+    was said; ``tilewise.left_to_torch()`` counts them.
+
     What differs from torch's:
 
     * A query that sees no key gives the bias of ``out_proj``, weights 0 and gradients 0. Torch

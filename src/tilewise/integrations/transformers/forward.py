@@ -50,7 +50,8 @@ def attention_forward(
     """The attention function of ``AttentionInterface``: softmax(score(scaling q.k)) v by tilewise.
 
     The score is softcap first, then position_bias and a mask that adds. Without a mask it is causal
-    where the layer is and there is more than one query, as transformers' sdpa has it.
+    where the layer is and there is more than one query, as transformers' sdpa has it. The few calls
+    that torch computes faster are left to it, see ``tilewise.prefer``.
 
     Args:
         module: the layer; asked for ``is_causal``, and for its weights after ``absorb``.

@@ -46,9 +46,37 @@ TW_INLINE Vec<float> number_of(Vec8 x) {
   }
 }
 
-#if TILEWISE_VECTOR_BYTES == 32
+// The codes of two vectors of numbers.
+#if TILEWISE_VECTOR_BYTES == 64
+using Codes = __m256i;
+TW_INLINE Codes first_codes(const u8* p, i64 count) {
+  if (count >= 32) return _mm256_loadu_si256(reinterpret_cast<const Codes*>(p));
+  return _mm256_maskz_loadu_epi8(count <= 0 ? 0 : (1u << count) - 1, p);
+}
+#elif TILEWISE_VECTOR_BYTES == 32
+using Codes = __m128i;
+TW_INLINE Codes first_codes(const u8* p, i64 count) {
+  Codes x{};
+  if (count >= 16)
+    std::memcpy(&x, p, 16);
+  else if (count > 0)
+    std::memcpy(&x, p, static_cast<std::size_t>(count));
+  return x;
+}
+#endif
+
 // Two vectors of e4m3 at once: half of what they cost one by one, for the float16 are made in words.
-TW_INLINE void e4m3_pair(__m128i x, Vec<float>* to) {
+#if TILEWISE_VECTOR_BYTES == 64
+TW_INLINE void e4m3_pair(Codes x, Vec<float>* to) {
+  const __m512i bits = _mm512_cvtepi8_epi16(x), seven = _mm512_set1_epi16(0x7f);
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, seven), seven);
+  const __m512i shifted = _mm512_and_si512(_mm512_slli_epi16(bits, 7), _mm512_set1_epi16(-0x4080));
+  const __m512i half = _mm512_mask_mov_epi16(shifted, nan, _mm512_set1_epi16(0x7e00));
+  to[0] = (Vec<float>)_mm512_cvtph_ps(_mm512_castsi512_si256(half)) * 256.0f;
+  to[1] = (Vec<float>)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)) * 256.0f;
+}
+#elif TILEWISE_VECTOR_BYTES == 32
+TW_INLINE void e4m3_pair(Codes x, Vec<float>* to) {
   const __m256i bits = _mm256_cvtepi8_epi16(x), seven = _mm256_set1_epi16(0x7f);
   const __m256i nan =
       _mm256_and_si256(_mm256_cmpeq_epi16(_mm256_and_si256(bits, seven), seven), _mm256_set1_epi16(0x7e00));

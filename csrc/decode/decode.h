@@ -26,7 +26,8 @@ class DecodeKernel {
   using Key = typename Vectors::Key;
   using State = RowState<Acc>;
   static constexpr int lanes = kLanes<Acc>;
-  static constexpr bool kBytes = sizeof(Key) == 1;  // rows in 8 bits are widened by the products
+  static constexpr bool kBytes = sizeof(Key) == 1;                 // rows in 8 bits are widened by the products
+  static constexpr bool kIntegers = requires { Vectors::about; };  // decode/integers.h
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 
  public:
@@ -219,14 +220,38 @@ class DecodeKernel {
 
   // The scales of rows in 8 bits multiply scores and probabilities, which are fewer than numbers. So the products are
   // of the numbers as they are, and exact but for their sums.
-  void multiply(const SplitTask& t, const View& scales, i64 n0, i64 n1, Acc* scores, int rows,
-                const Memory& memory) const {
-    if (f_.stored == Stored::plain) return;
-    const i64 padded = round_up(n1 - n0, kSubKeys);
+  // One for each key, zeros behind them up to whole vectors.
+  const Acc* scales_of(const SplitTask& t, const View& scales, i64 n0, i64 n1, const Memory& memory) const {
+    if constexpr (std::is_same_v<Acc, float>) {
+      const KeyRun run = key_run(f_, scales, t.seq, t.kv_head, n0, n1);
+      if (run.count == n1 - n0 && scales.row == 1 && run.count % kSubKeys == 0)
+        return static_cast<const float*>(scales.data) + run.at;
+    }
     row_scales(f_, scales, t.seq, t.kv_head, n0, n1, memory.factors);
-    for (i64 j = n1 - n0; j < padded; j++) memory.factors[j] = 0;
-    for (int r = 0; r < rows; r++, scores += kRoomKeys)
-      for (i64 j = 0; j < padded; j += lanes) store(scores + j, load(scores + j) * load(memory.factors + j));
+    for (i64 j = n1 - n0, padded = round_up(j, kSubKeys); j < padded; j++) memory.factors[j] = 0;
+    return memory.factors;
+  }
+  void scale_scores(const SplitTask& t, i64 n0, i64 n1, int row0, Acc* scores, int rows, const Memory& memory) const {
+    const Acc* const factors = scales_of(t, f_.k_scales, n0, n1, memory);
+    for (int r = 0; r < rows; r++, scores += kRoomKeys) {
+      Vec<Acc> unit = set(Acc{1});
+      if constexpr (kIntegers) unit = set(Vectors::factor(memory.q + (row0 + r) * q_stride_, q_stride_));
+      for (i64 j = 0; j < n1 - n0; j += lanes) store(scores + j, load(scores + j) * (load(factors + j) * unit));
+    }
+  }
+  // Probabilities as the products take them. The row sums have been taken.
+  void make_weights(const SplitTask& t, i64 n0, i64 n1, Acc* scores, int rows, const Memory& memory) const {
+    const int padded = static_cast<int>(round_up(n1 - n0, kSubKeys));
+    const Acc* const factors = f_.stored == Stored::plain ? nullptr : scales_of(t, f_.v_scales, n0, n1, memory);
+    if constexpr (kIntegers) {
+      Vectors::weights(scores, rows, padded, factors);
+    } else {
+      for (int r = 0; r < rows; r++, scores += kRoomKeys) {
+        for (int j = 0; factors != nullptr && j < padded; j += lanes)
+          store(scores + j, load(scores + j) * load(factors + j));
+        Vectors::weights(scores, padded);
+      }
+    }
   }
 
   // Heads that see the same keys of a block go together; keys that a head does not see do not reach it.
@@ -262,7 +287,7 @@ class DecodeKernel {
     Acc* scores = memory.scores + static_cast<i64>(row0) * kRoomKeys;
     Product::dots(memory.room, memory.q, q_stride_, row0, rows, memory.keys, padded, f_.head_dim, scores, kRoomKeys,
                   *memory.ahead);
-    multiply(t, f_.k_scales, n0, n1, scores, rows, memory);
+    if (f_.stored != Stored::plain) scale_scores(t, n0, n1, row0, scores, rows, memory);
     for (int r = 0; r < rows; r++)
       for (int j = count; j < padded; j++) scores[r * kRoomKeys + j] = -kInfinity;
     for (i64 g = g0; g < g1; g++) head(t, g, to, memory);
@@ -270,10 +295,9 @@ class DecodeKernel {
     softmax(row0, rows, padded, to, memory);
     if (f_.dropout > 0)
       for (i64 g = g0; g < g1; g++) drop(t, g, n0, count, memory);
-    multiply(t, f_.v_scales, n0, n1, scores, rows, memory);  // the row sums have been taken
+    make_weights(t, n0, n1, scores, rows, memory);
     find(t, f_.v, n0, n1, f_.value_dim, memory.value_rows, memory.values, memory);
     memory.values[count] = memory.zeros;
-    for (int r = 0; r < rows; r++) Vectors::weights(scores + static_cast<i64>(r) * kRoomKeys, padded);
     Product::sums(memory.room, reinterpret_cast<const Word*>(scores), rows, memory.values, count, f_.value_dim,
                   to.out + row0 * out_stride_, out_stride_, memory.alpha + row0, *memory.ahead);
   }

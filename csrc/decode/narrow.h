@@ -3,7 +3,7 @@
 #pragma once
 
 #include "base/eight_bits.h"
-#include "decode/products.h"
+#include "decode/integers.h"
 
 namespace tilewise::TILEWISE_ISA {
 
@@ -97,7 +97,7 @@ TW_NOINLINE static void widen_rows(Stored stored, const u8* const* rows, int cou
 
 // ---- in registers
 
-#if TILEWISE_VECTOR_BYTES == 32
+#if TILEWISE_VECTOR_BYTES >= 32
 // Products in float32: a key is widened once for 8 rows, and nothing is written.
 template <class E, Stored kStored>
 struct NarrowWords : PlainMode<E, float> {};
@@ -108,23 +108,19 @@ struct RowVectors<NarrowWords<E, kStored>> {
   using Key = u8;
   using Acc = float;
   // Keys lie as those in 16 bits do, even places and odd ones for bfloat16: so the bits of a sum are the same.
-  static constexpr bool turned = std::is_same_v<E, Bf16>, pairs = kStored == Stored::e4m3;
-  static constexpr int unit = turned || pairs ? 2 : 1, step = unit * kLanes<float>, sums = pairs ? 2 : 1;
+  static constexpr bool pairs = kStored == Stored::e4m3, turned = pairs && std::is_same_v<E, Bf16>;
+  static constexpr int unit = pairs ? 2 : 1, step = unit * kLanes<float>, sums = unit;
 
   TW_INLINE void of_key(const u8* p, i64 count, Vec<float>* to) {
-    if constexpr (unit == 1) {
+    if constexpr (pairs)
+      e4m3_pair(turned ? even_places_first(first_codes(p, count)) : first_codes(p, count), to);
+    else
       to[0] = number_of<kStored>(load8(p, count));
-    } else {
-      __m128i x = first_16(p, count);
-      if constexpr (turned)
-        x = _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-      numbers(x, to);
-    }
   }
   template <class Rows>
   TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to) {
     if constexpr (pairs)
-      numbers(first_16(rows[j] + column, count), to);
+      e4m3_pair(first_codes(rows[j] + column, count), to);
     else
       to[0] = number_of<kStored>(load8(rows[j] + column, count));
   }
@@ -138,58 +134,37 @@ struct RowVectors<NarrowWords<E, kStored>> {
   }
 
  private:
-  TW_INLINE __m128i first_16(const u8* p, i64 count) {
-    __m128i x{};
-    if (count >= 16)
-      std::memcpy(&x, p, 16);
-    else if (count > 0)
-      std::memcpy(&x, p, static_cast<std::size_t>(count));
-    return x;
-  }
-  TW_INLINE void numbers(__m128i x, Vec<float>* to) {
-    if constexpr (pairs) return e4m3_pair(x, to);
-    to[0] = (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
-    to[1] = (Vec<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
+  TW_INLINE Codes even_places_first(Codes x) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+#if TILEWISE_VECTOR_BYTES == 64
+    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order)), 0xd8);
+#else
+    return _mm_shuffle_epi8(x, order);
+#endif
   }
 };
 #endif
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-template <Stored kStored>
+// e4m3 beside bfloat16.
 struct NarrowPairs : PairMode {};
 
-template <Stored kStored>
-struct RowVectors<NarrowPairs<kStored>> : RowVectors<PairMode> {
+template <>
+struct RowVectors<NarrowPairs> : RowVectors<PairMode> {
   using Key = u8;
   static constexpr int unit = 2, step = 64, sums = 2;
 
-  TW_INLINE void of_key(const u8* p, i64 count, Vec<i32>* to) {
-    if constexpr (kStored == Stored::e4m3) return e4m3_row(p, first_bits(count), to);
-    TW_UNROLL(2)
-    for (int i = 0; i < 64; i += 32)
-      to[i / 32] = upper_halves(number_of<kStored>(load8(p + i, count - i)),
-                                number_of<kStored>(load8(p + i + 16, count - i - 16)));
-  }
+  TW_INLINE void of_key(const u8* p, i64 count, Vec<i32>* to) { e4m3_row(p, first_bits(count), to); }
   // Two rows, neighbours in one word.
   template <class Rows>
   TW_INLINE void of_values(const Rows& rows, int j, i64 column, i64 count, Vec<i32>* to) {
-    const u8 *a = rows[j] + column, *b = rows[j + 1] + column;
-    if constexpr (kStored == Stored::e4m3) {
-      alignas(64) static constexpr u8 order[64] = {0,  64, 1,  65, 2,  66, 3,  67, 16, 80, 17, 81, 18, 82, 19, 83,  //
-                                                   4,  68, 5,  69, 6,  70, 7,  71, 20, 84, 21, 85, 22, 86, 23, 87,  //
-                                                   8,  72, 9,  73, 10, 74, 11, 75, 24, 88, 25, 89, 26, 90, 27, 91,  //
-                                                   12, 76, 13, 77, 14, 78, 15, 79, 28, 92, 29, 93, 30, 94, 31, 95};
-      const __mmask32 some = static_cast<__mmask32>(first_bits(count));
-      const __m512i first = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, a));
-      const __m512i second = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(some, b));
-      return e4m3_words(_mm512_permutex2var_epi8(first, _mm512_load_si512(order), second), to);
-    }
-    TW_UNROLL(2)
-    for (int i = 0; i < 32; i += 16) {
-      const Vec<float> first = number_of<kStored>(load8(a + i, count - i));
-      const Vec<float> second = number_of<kStored>(load8(b + i, count - i));
-      to[i / 16] = (Vec<i32>)((Vec<u32>)first >> 16 | (Vec<u32>)second);
-    }
+    alignas(64) static constexpr u8 order[64] = {0,  64, 1,  65, 2,  66, 3,  67, 16, 80, 17, 81, 18, 82, 19, 83,  //
+                                                 4,  68, 5,  69, 6,  70, 7,  71, 20, 84, 21, 85, 22, 86, 23, 87,  //
+                                                 8,  72, 9,  73, 10, 74, 11, 75, 24, 88, 25, 89, 26, 90, 27, 91,  //
+                                                 12, 76, 13, 77, 14, 78, 15, 79, 28, 92, 29, 93, 30, 94, 31, 95};
+    const __m512i first = _mm512_castsi256_si512(first_codes(rows[j] + column, count));
+    const __m512i second = _mm512_castsi256_si512(first_codes(rows[j + 1] + column, count));
+    return e4m3_words(_mm512_permutex2var_epi8(first, _mm512_load_si512(order), second), to);
   }
   TW_INLINE void in_order(Vec<float>*) {}
 };

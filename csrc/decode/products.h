@@ -23,19 +23,33 @@ struct Largest {
   TW_INLINE Vec<double> of(Vec<double> a, Vec<double> b) { return vmax(a, b); }
 };
 
-// The lanes of r[i] folded into lane i of the result; neighbours first, whatever i is.
-template <class Fold, class T, int kStep = 1>
+// Of each `domain` lanes of a, and then of b, the chunks at even places, or those at odd ones.
+template <int kChunk, int kDomain, bool kOdd, class V, int... I>
+TW_INLINE V every_second(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int n = sizeof...(I), half = kDomain / 2;
+  return __builtin_shufflevector(
+      a, b, (I / kDomain * kDomain + (I % half / kChunk * 2 + kOdd) * kChunk + I % kChunk + I % kDomain / half * n)...);
+}
+
+// The lanes of r[i] folded into lane i of the result; neighbours first, whatever i is. Within 16 bytes as long as there
+// are neighbours there: shuffles that stay there take half as long.
+template <class Fold, class T, int kWidth = 1>  // lanes that are folded already
 TW_INLINE Vec<T> fold_lanes(Vec<T>* r) {
-  constexpr int n = kLanes<T>;
-  using Order = std::make_integer_sequence<int, n>;
-  TW_UNROLL(16)
-  for (int i = 0; i < n; i += 2 * kStep)
-    r[i] = Fold::of(exchange<kStep, false>(r[i], r[i + kStep], Order{}),
-                    exchange<kStep, true>(r[i], r[i + kStep], Order{}));
-  if constexpr (2 * kStep < n)
-    return fold_lanes<Fold, T, 2 * kStep>(r);
-  else
+  constexpr int n = kLanes<T>, near = 16 / sizeof(T);
+  if constexpr (kWidth == n) {
     return r[0];
+  } else {
+    constexpr int chunk = kWidth < near ? 1 : near, domain = kWidth < near ? near : n;
+    using Order = std::make_integer_sequence<int, n>;
+    using Words = Vec<std::conditional_t<sizeof(T) == 4, float, T>>;  // GCC 12 takes a slower shuffle for integers
+    TW_UNROLL(8)
+    for (int i = 0; i < n / kWidth / 2; i++) {
+      const Words a = (Words)r[2 * i], b = (Words)r[2 * i + 1];
+      r[i] = Fold::of((Vec<T>)every_second<chunk, domain, false>(a, b, Order{}),
+                      (Vec<T>)every_second<chunk, domain, true>(a, b, Order{}));
+    }
+    return fold_lanes<Fold, T, 2 * kWidth>(r);
+  }
 }
 
 // The lanes of one vector, to the bit as fold_lanes has them.
@@ -209,7 +223,12 @@ struct RowVectors<PairMode> {
 // Words of a packed row of queries.
 template <class Mode, class Product>
 static i64 row_words(int depth) {
-  return round_up(Mode::words(depth), Product::Vectors::unit * kLanes<typename Mode::Word>);
+  using Vectors = typename Product::Vectors;
+  const i64 words = round_up(Mode::words(depth), Vectors::unit * kLanes<typename Mode::Word>);
+  if constexpr (requires { Vectors::about; })  // decode/integers.h
+    return 2 * words + Vectors::about;
+  else
+    return words;
 }
 
 template <class Mode>
@@ -217,15 +236,17 @@ class FewRows {
   using Word = typename Mode::Word;
   using Acc = typename Mode::Acc;
   using Dot = typename Mode::Dot;
+  using Total = typename Dot::Acc;  // integers sum up in integers
   using Rows = RowVectors<Mode>;
   using Key = typename Rows::Key;
+  static constexpr bool integers = !std::is_same_v<Total, Acc>;
   static constexpr int lanes = kLanes<Acc>;
   static constexpr bool many = kVectorBytes == 64;  // registers
   // Products of one row that are summed over the lanes together.
   static constexpr int kDots = many ? 16 : 8;
-  // Keys in 8 bits are widened for as many rows as can be.
   static constexpr bool narrow = sizeof(Key) == 1;
-  static constexpr int kDotRows = narrow ? 8 : many ? 4 : 2, kSumRows = many ? 8 : 4;
+  // Keys in 8 bits are widened for as many rows as can be; to integers it takes one instruction.
+  static constexpr int kDotRows = narrow && !integers ? 8 : many ? 4 : 2, kSumRows = many ? 8 : 4;
   // Vectors of one row's sum in registers: half of them, or a quarter of many.
   template <int kR>
   static constexpr int kMost = kR >= 8            ? 2
@@ -251,7 +272,14 @@ class FewRows {
     constexpr int kBlocks = kSubKeys * kDotRows / kDots;
     ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
     q += row0 * q_stride;
-    for (int j = 0; j < count; j += kSubKeys) dots_piece(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
+    bool second = false;
+    if constexpr (integers)
+      for (int r = 0; r < rows; r++) second |= Rows::has_second(q + r * q_stride, q_stride);
+    for (int j = 0; j < count; j += kSubKeys) {
+      dots_piece(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
+      if constexpr (integers)
+        if (second) add_second(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
+    }
   }
 
   // The same of one row.
@@ -290,6 +318,27 @@ class FewRows {
   }
 
  private:
+  TW_INLINE Vec<Acc> number(Vec<Total> x) {
+    if constexpr (integers)
+      return __builtin_convertvector(x, Vec<Acc>);
+    else
+      return x;
+  }
+
+  // What the second integers of some rows add. They count for such a row alone: no row changes another's bits.
+  TW_NOINLINE static void add_second(const Word* q, i64 q_stride, int rows, const Key* const* keys, int depth, Acc* s,
+                                     i64 stride, RowsAhead& ahead) {
+    alignas(kVectorBytes) Acc more[kTileQueries * kSubKeys];
+    dots_piece(q + Rows::second(q_stride), q_stride, rows, keys, depth, more, kSubKeys, ahead);
+    for (int r = 0; r < rows; r++) {
+      if (!Rows::has_second(q + r * q_stride, q_stride)) continue;
+      for (int x = 0; x < kSubKeys; x += lanes) {
+        Acc* at = s + r * stride + x;
+        store(at, fused(load(more + r * kSubKeys + x), set(Rows::second_unit), load(at)));
+      }
+    }
+  }
+
   TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Key* const* keys, int depth, Acc* s,
                                      i64 stride, RowsAhead& ahead) {
     int r = 0;
@@ -314,7 +363,7 @@ class FewRows {
 
   template <int kR, int kK, class Keys>
   TW_INLINE void dot_block(const Word* q, i64 q_stride, const Keys& keys, int depth, Acc* s, i64 stride) {
-    Vec<Acc> acc[kR * kK] = {};
+    Vec<Total> acc[kR * kK] = {};
     const auto step = [&](int d, i64 count) {
       constexpr int kU = Rows::unit;
       if constexpr (kR > kK) {  // there are registers for the fewer, the keys
@@ -350,7 +399,7 @@ class FewRows {
     if (d < depth) step(d, depth - d);
     TW_UNROLL(16)
     for (int x = 0; x < kR * kK; x += lanes) {
-      const Vec<Acc> sums = fold_lanes<Sum, Acc>(acc + x);
+      const Vec<Acc> sums = number(fold_lanes<Sum, Total>(acc + x));
       if constexpr (kK >= lanes) {
         store(s + x / kK * stride + x % kK, sums);
       } else {
@@ -380,7 +429,7 @@ class FewRows {
   }
 
   template <int kR, int kV>
-  using Block = Vec<Acc>[kR][kV];
+  using Block = Vec<Total>[kR][kV];
 
   template <int kR, int kV, bool kTail, class Values, class Ahead>
   TW_INLINE void sum_piece(const Word* p, const Values& values, int from, int to, i64 column, i64 count, Ahead& ahead,
@@ -406,8 +455,10 @@ class FewRows {
   TW_INLINE void sum_block(const Word* p, const Values& values, int steps, i64 column, i64 count, Acc* out,
                            i64 out_stride, const Acc* alpha, Ahead& ahead) {
     Block<kR, kV> acc = {};
-    sum_piece<kR, kV, kTail>(p, values, 0, steps < kChain ? steps : kChain, column, count, ahead, acc);
-    if constexpr (kChain < 1 << 10) {
+    // Floats are summed in pieces where chains are short; sums of integers are exact.
+    constexpr bool pieces = kChain < 1 << 10 && !integers;
+    sum_piece<kR, kV, kTail>(p, values, 0, pieces && steps > kChain ? kChain : steps, column, count, ahead, acc);
+    if constexpr (pieces) {
       for (int from = kChain; from < steps; from += kChain) {
         Block<kR, kV> piece = {};
         sum_piece<kR, kV, kTail>(p, values, from, from + kChain < steps ? from + kChain : steps, column, count, ahead,
@@ -419,12 +470,17 @@ class FewRows {
     TW_UNROLL(8)
     for (int r = 0; r < kR; r++) {
       TW_UNROLL(8)
-      for (int v = 0; v < kV; v += Rows::sums) Rows::in_order(acc[r] + v);
-      const Vec<Acc> factor = set(alpha[r]);
-      TW_UNROLL(8)
-      for (int v = 0; v < kV; v++) {
-        Acc* to = out + r * out_stride + v * lanes;
-        store(to, fused(load(to), factor, acc[r][v]));
+      for (int v = 0; v < kV; v += Rows::sums) {
+        Vec<Acc> sums[Rows::sums];
+        for (int x = 0; x < Rows::sums; x++) {
+          sums[x] = number(acc[r][v + x]);
+          if constexpr (integers) sums[x] *= Rows::weight_factor(p + r * kRoomKeys);
+        }
+        Rows::in_order(sums);
+        for (int x = 0; x < Rows::sums; x++) {
+          Acc* to = out + r * out_stride + (v + x) * lanes;
+          store(to, fused(load(to), set(alpha[r]), sums[x]));
+        }
       }
     }
   }

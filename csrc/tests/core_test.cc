@@ -106,6 +106,7 @@ std::vector<Test> tests() {
                                                              {"few queries, alone", test_few_queries_alone},
                                                              {"few queries, short", test_few_queries_short},
                                                              {"8 bits", test_eight_bits},
+                                                             {"int8 rows", test_int8_rows},
                                                              {"batch mates", test_batch_mates},
                                                              {"tables", test_covers}};
   for (const auto& each : numeric)

@@ -93,7 +93,7 @@ def judged(experiment: Experiment, apart: dict[str, float]) -> ExperimentVerdict
         steps = [replace(each, loss=each.loss and each.loss * factor) for each in record.steps]
         return replace(record, steps=steps)
 
-    known = {run.name for run in finals(experiment, {})}
+    known = {run.name for run in finals(experiment)}
     return judge(study, {k: moved(each) for k, each in records.items() if k in known}).experiments[
         0
     ]

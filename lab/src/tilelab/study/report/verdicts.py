@@ -182,16 +182,14 @@ def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment)
     changes = dict(next(each.changes for each in planned.arms if each.name == arm))
     sweep = next((each for each in experiment.sweeps if each.arm == arm), None)
     chosen = []
-    if sweep is not None and sweep.chosen is not None:
-        best = next(each for each in sweep.candidates if each.value == sweep.chosen)
-        values = best.point or {sweep.path: sweep.chosen}
-        for path in values:
+    if sweep is not None and sweep.values is not None:
+        for path in sweep.values:
             part, _, option = path.rpartition(".")
             changes.pop(path, None)
             if isinstance(changes.get(part), Mapping):
                 changes[part] = {key: each for key, each in changes[part].items() if key != option}
-        how = "search" if best.point else "sweep"
-        chosen = [f"{path} = {value:g} by its {how}" for path, value in values.items()]
+        how = "sweep" if sweep.path in sweep.values else "search"
+        chosen = [f"{path} = {value:g} by its {how}" for path, value in sweep.values.items()]
     return ", ".join([*(f"{path} = {spelled(each)}" for path, each in changes.items()), *chosen])
 
 

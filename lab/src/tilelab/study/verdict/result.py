@@ -210,6 +210,14 @@ class SweepResult:
     rungs: tuple[RungResult, ...] = ()  # of successive halving, the shortest first; empty without
     budget_tokens: int = 0  # that all trials may take
 
+    @property
+    def values(self) -> dict[str, float] | None:
+        """What was chosen, by its path; None while trials are missing, or all diverged."""
+        if self.chosen is None:
+            return None
+        best = next(each for each in self.candidates if each.value == self.chosen)
+        return best.point or {self.path: self.chosen}
+
 
 @dataclass(frozen=True)
 class FloorResult:

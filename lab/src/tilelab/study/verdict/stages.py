@@ -87,9 +87,7 @@ def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> 
     """
     rule = first.confirm
     assert rule is not None
-    tuned: dict[str, dict[str, Any]] = {
-        each.arm: {each.path: each.chosen} for each in sweeps if each.chosen is not None
-    }
+    tuned = {each.arm: each.values or {} for each in sweeps}
     changes = {**_together(first, winner.split("+")), **tuned.get(winner, {})}
     baseline = change(first.baseline, tuned.get(first.baseline_name, {}))
     return _stage(

@@ -215,17 +215,6 @@ def _searched(experiment: Experiment, arm: str, records: Records) -> Rung:
     return Rung(0, runs)
 
 
-def point_of(
-    experiment: Experiment, arm: str, number: float | None, records: Records
-) -> dict[str, float]:
-    """Return the values of a trial of a search; empty for any other sweep."""
-    sweep = experiment.sweep
-    if number is None or sweep is None or sweep.search is None:
-        return {}
-    name = trial(experiment, arm, number, 0, sweep.seeds[0]).name
-    return dict(recorded(experiment, arm, records.get(name)) or {})
-
-
 def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int) -> Rung:
     seeds = experiment.sweep.seeds if experiment.sweep else ()
     runs = {
@@ -309,11 +298,15 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     rungs = tuple(RungResult(each.steps, each.candidates(metric, records)) for each in known)
     # Of a value that several rungs tried, the longest trial counts.
     last = {each.value: each for rung in rungs for each in rung.candidates}
-    candidates = tuple(
-        replace(last[value], point=point_of(experiment, arm, value, records))
-        for value in sorted(last)
-    )
+    candidates = tuple(last[value] for value in sorted(last))
     search = sweep.search is not None
+    if search:
+        firsts = [records.get(runs[0].name) for runs in known[-1].runs.values()]  # of each trial
+        points = [recorded(experiment, arm, record) for record in firsts]
+        candidates = tuple(
+            replace(each, point=dict(point or {}))
+            for each, point in zip(candidates, points, strict=True)
+        )
     over = known[-1].over(records) and (
         not search or len(candidates) == len(experiment.candidates(arm))
     )

@@ -170,14 +170,17 @@ class Evaluation(Event):
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """The parts of memory: sums of storages, and the peak over what was held before the model."""
+    """The parts of memory: sums of storages, and the peak over what was held before the model.
+
+    Whole numbers in a record; in a verdict the means over an arm's seeds.
+    """
 
     event = "memory"
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int  # what autograd saves of one micro-batch, weights not counted
-    peak_bytes: int  # on a GPU the allocator's
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float  # what autograd saves of one micro-batch, weights not counted
+    peak_bytes: float  # on a GPU the allocator's
 
 
 @dataclass(frozen=True)

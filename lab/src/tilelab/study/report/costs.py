@@ -24,6 +24,7 @@ from tilelab.common.svg import (
     place,
 )
 from tilelab.study.ask.metrics import METRICS, rank
+from tilelab.study.records.events import Memory
 from tilelab.study.report.lines import (
     HEIGHT,
     LETTER,
@@ -37,14 +38,13 @@ from tilelab.study.report.lines import (
     marks,
 )
 from tilelab.study.report.page import NONE, Cell, Chart, Table
-from tilelab.study.report.verdicts import digits_of, metric_mean
+from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmVerdict,
     Baseline,
     ExperimentVerdict,
     Interval,
-    MemorySplit,
 )
 from tilelab.study.verdict.text import UNITS
 
@@ -181,13 +181,13 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     return figure, axes
 
 
-def parts_of(split: MemorySplit) -> dict[str, float]:
+def parts_of(split: Memory) -> dict[str, float]:
     """Return the bytes of each part; ``other`` is what the peak has beside those that are known."""
     known = {part: float(getattr(split, f"{part}_bytes")) for part in PARTS[:-1]}
     return {**known, "other": max(0.0, split.peak_bytes - sum(known.values()))}
 
 
-def drawn_parts(split: MemorySplit) -> list[float]:
+def drawn_parts(split: Memory) -> list[float]:
     """Return lengths that add up to the peak: gradients and activations may never be there at once.
 
     Where they were not, the activations are drawn up to the peak.
@@ -349,8 +349,8 @@ def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
     base, others = experiment.baseline, experiment.arms
     arms: list[Baseline | ArmVerdict] = [base, *(arm for arm in others if not arm.diverged)]
     for at, arm in enumerate(arms):
-        cost = arm.cost
-        metric, runs = metric_mean(arm.measures, experiment), cost.runs - cost.sweep_runs
+        metric, cost = arm.measures.mean(experiment.metric), arm.cost
+        runs = cost.runs - cost.sweep_runs
         if metric is None or cost.cpu_s is None or cost.sweep_cpu_s is None or not runs:
             continue  # withheld, or nothing has come yet
         spent = (cost.cpu_s - cost.sweep_cpu_s) / runs

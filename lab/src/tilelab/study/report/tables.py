@@ -107,10 +107,8 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
 
 def _reported(experiment: ExperimentVerdict) -> tuple[Cell, ...]:
     """Return the row of GPT-2 small, so that a reader sees how far a model is from it."""
-    scores = {
-        each.name: each.measures.summaries.get("word_perplexity") for each in experiment.all_arms
-    }
-    better = [arm for arm, score in scores.items() if score and score.mean < GPT2_SMALL]
+    scores = {each.name: each.measures.mean("word_perplexity") for each in experiment.all_arms}
+    better = [arm for arm, score in scores.items() if score and score < GPT2_SMALL]
     return (
         Cell("GPT-2, 124 million parameters", "as published"),
         Cell("40 GB of web text"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -32,6 +31,7 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     FactorEffect,
     Interaction,
+    RungResult,
     SweepResult,
 )
 from tilelab.study.verdict.text import UNITS
@@ -154,17 +154,9 @@ def _name(effect: FactorEffect) -> str:
 _APART = 1 / 4  # of the axis: its numbers do not touch
 
 
-class _Trials(NamedTuple):
-    """Trials of one length: ``steps`` is None without successive halving."""
-
-    steps: int | None
-    candidates: Sequence[Candidate]
-
-
-def _lengths(sweep: SweepResult) -> list[_Trials]:
-    if not sweep.rungs:
-        return [_Trials(None, sweep.candidates)]
-    return [_Trials(rung.steps, rung.candidates) for rung in sweep.rungs]
+def _lengths(sweep: SweepResult) -> Sequence[RungResult]:
+    """Return the trials by their length; without successive halving all have one (0 steps)."""
+    return sweep.rungs or [RungResult(0, sweep.candidates)]
 
 
 def sweep_table(experiment: ExperimentVerdict) -> Table | None:
@@ -181,7 +173,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
             for each in trials.candidates:
                 chosen = last and each.value == sweep.chosen
                 metric = "" if each.metric is None else words.plain(each.metric, digits)
-                steps = [] if not halved else [Cell(words.integer(trials.steps or 0))]
+                steps = [] if not halved else [Cell(words.integer(trials.steps))]
                 point = ", ".join(f"{path} {value:g}" for path, value in each.point.items())
                 rows.append(
                     (

@@ -12,14 +12,12 @@ from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.floors import not_learnt
 from tilelab.study.verdict.result import (
-    ArmMeasures,
     ArmVerdict,
     Cost,
     ExperimentVerdict,
     Label,
     Ratio,
     StudyVerdict,
-    Summary,
 )
 from tilelab.study.verdict.text import UNITS, seeds_text
 
@@ -217,7 +215,7 @@ def differences(values: Sequence[float], digits: int) -> list[str]:
 def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     """Return the baseline's row: absolute numbers where the arms have ratios."""
     base, digits = experiment.baseline, digits_of(experiment)
-    metric = metric_mean(base.measures, experiment)
+    metric = base.measures.mean(experiment.metric)
     speed = base.measures["tokens_per_s"]
     memory = base.measures.memory
     notes = [f"Diverged with {seeds_text(base.diverged)}."] if base.diverged else []
@@ -236,13 +234,6 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         cost=_cost(base.cost),
         notes=tuple(notes),
     )
-
-
-def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
-    """Return the mean of the experiment's metric over the seeds."""
-    own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
-    found = own.get(experiment.metric)
-    return None if found is None else found.mean
 
 
 def _seeds(arm: ArmVerdict) -> str:
@@ -374,7 +365,7 @@ def effect_words(arm: ArmVerdict, experiment: ExperimentVerdict) -> str:
     """
     effect, digits = abs(arm.effect or 0.0), digits_of(experiment)
     said = f"{words.plain(effect, digits)} {UNITS[experiment.metric]}"
-    base = metric_mean(experiment.baseline.measures, experiment)
+    base = experiment.baseline.measures.mean(experiment.metric)
     if experiment.metric != "bits_per_byte" or not base:
         return said
     fewer = "fewer" if arm.label == "better" else "more"

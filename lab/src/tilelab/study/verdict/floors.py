@@ -13,14 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tilelab.study.ask.metrics import BYTE_TABLE, Floor, ahead, rank
-from tilelab.study.verdict.result import (
-    ArmMeasures,
-    ArmVerdict,
-    Baseline,
-    ExperimentVerdict,
-    FloorResult,
-    Summary,
-)
+from tilelab.study.verdict.result import ArmVerdict, Baseline, ExperimentVerdict, FloorResult
 from tilelab.study.verdict.text import UNITS, count, listing, plain
 
 _OF_TEXT = ("bits_per_byte", "loss")  # metrics of a language model
@@ -61,7 +54,7 @@ def with_floors(
 
 def not_learnt(arm: Baseline | ArmVerdict, floor: FloorResult) -> str:
     """Say that an arm has not learnt: how it ended, and what the floor is."""
-    score = _score(arm.measures, floor.metric)
+    score = arm.measures.mean(floor.metric)
     assert score is not None
     unit = UNITS[floor.metric]
     value, least = plain(score, _DIGITS), plain(floor.value, _DIGITS)
@@ -87,14 +80,8 @@ def _deciding(floors: Sequence[Floor], metric: str) -> Floor | None:
     return next((each for each in floors if each.metric == metric), None)
 
 
-def _score(measures: ArmMeasures, metric: str) -> float | None:
-    own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
-    found = own.get(metric)
-    return None if found is None else found.mean
-
-
 def _beats(arm: Baseline | ArmVerdict, floor: Floor) -> bool | None:
-    score = _score(arm.measures, floor.metric)
+    score = arm.measures.mean(floor.metric)
     return None if score is None else ahead(floor.metric, score - floor.value)
 
 
@@ -102,7 +89,7 @@ def _sentence(
     base: Baseline, arms: Sequence[ArmVerdict], floors: Sequence[Floor], chosen: Floor
 ) -> str:
     """Say where the baseline stands among the floors, and which arms have not learnt."""
-    score = _score(base.measures, chosen.metric)
+    score = base.measures.mean(chosen.metric)
     if base.learnt is None or score is None:
         return ""
 

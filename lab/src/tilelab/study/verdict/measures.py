@@ -17,11 +17,10 @@ from typing import Literal
 from tilelab.stats.paired import exp, ratio, summary
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
-from tilelab.study.records.events import Evaluation, RunRecord, Step
+from tilelab.study.records.events import Evaluation, Memory, RunRecord, Step
 from tilelab.study.verdict.result import (
     ArmMeasures,
     Cost,
-    MemorySplit,
     Ratio,
     Status,
     Summary,
@@ -377,9 +376,9 @@ def over_seeds(runs: Sequence[Values]) -> ArmMeasures:
     def known(names: Iterable[str]) -> dict[str, Summary]:
         return {name: each for name, each in of(names).items() if each is not None}
 
-    memory = known(each.name for each in fields(MemorySplit))
+    memory = known(each.name for each in fields(Memory))
     means = {name: each.mean for name, each in memory.items()}
-    split = MemorySplit(**means) if means else None
+    split = Memory(**means) if means else None
     return ArmMeasures(of(MEASURES), known(task_metrics(runs)), split)
 
 

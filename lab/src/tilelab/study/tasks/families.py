@@ -153,7 +153,7 @@ def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
             raise InvalidArgument(f"model.{name}", str(value), required, fix)
     if model.context > found.context:
         required = f"at most {found.context}, the positions of {model.checkpoint}"
-        raise InvalidArgument("model.context", str(model.context), required)
+        raise config.unfit("model.context", required)
     if vocabulary != found.vocabulary:
         came = f"{model.checkpoint} with a vocabulary of {found.vocabulary:,}"
         raise InvalidArgument("model.checkpoint", came, f"{vocabulary:,}, the tokenizer's")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.verdict.detect import Families, families_of
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.ladder import rates
@@ -123,7 +123,7 @@ def _tuned(experiment: Experiment, rates: Mapping[str, float | None] | None = No
 
 
 def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
-    return not runs.expected and all(_is_done(run, records) for run in runs.known)
+    return not runs.expected and all(is_over(run.name, records) for run in runs.known)
 
 
 def _stage_runs(
@@ -134,7 +134,7 @@ def _stage_runs(
         return _finals(experiment, None, records, families)
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
-    if not later and all(_is_done(run, records) for run in known):
+    if not later and all(is_over(run.name, records) for run in known):
         chosen = {each.arm: each.values for each in sweep_results(experiment, records)}
         counted = _finals(experiment, chosen, records, families)
         return counted._replace(known=[*known, *counted.known])
@@ -153,18 +153,13 @@ def _finals(
         return _Runs(every, [])
     wanted = wanted_seeds(experiment, records, families[experiment.name])
     known = finals(experiment, tuned, wanted)
-    if all(_is_done(run, records) for run in known):
+    if all(is_over(run.name, records) for run in known):
         return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
     names = {run.name for run in known}
     # At most: an arm that is decided at its look needs no more seeds.
     ahead = max(map(len, wanted.values()))
     later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
     return _Runs(known, later)
-
-
-def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:
-    record = records.get(run.name)
-    return record is not None and record.done
 
 
 class Agenda:
@@ -204,19 +199,16 @@ class Agenda:
     @property
     def done(self) -> int:
         """Runs that have ended, diverged ones too."""
-        return sum(_is_done(run, self.records) for run in self._known)
+        return sum(is_over(run.name, self.records) for run in self._known)
 
     def ready(self) -> list[RunSpec]:
         """Return the runs that have not ended and may start now, the preferred ones first."""
-        return [run for run in self._known if not _is_done(run, self.records)]
+        return [run for run in self._known if not is_over(run.name, self.records)]
 
     def twin(self, run: RunSpec) -> RunSpec | None:
         """Return a run that has ended and is like this one; None where there is none."""
-        for other in self._known:
-            record = self.records.get(other.name)
-            if record is not None and record.done and run.is_like(other):
-                return other
-        return None
+        over = (other for other in self._known if is_over(other.name, self.records))
+        return next((other for other in over if run.is_like(other)), None)
 
     def check(self) -> None:
         """Refuse a record of another config: it does not belong to the study that is to go on.

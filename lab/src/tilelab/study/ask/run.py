@@ -116,6 +116,11 @@ class RunSpec:
 _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Execution}
 
 
+def final_name(experiment: Experiment, arm: str, seed: int) -> str:
+    """Return the name of a run that counts."""
+    return f"{experiment.name}/{arm}/seed-{seed}"
+
+
 def trial(
     experiment: Experiment,
     arm: str,

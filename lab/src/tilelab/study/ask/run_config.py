@@ -288,7 +288,8 @@ class RunConfig(Frozen):
             fix = "Or set attention.implementation to tilewise or plain."
             raise self.unfit("attention.variant", required, fix)
         if self.evaluation.text == "tuning" and not self.data.tuning:
-            raise self.unfit("evaluation.text", "held-out, or a data.tuning above 0")
+            required = "held-out, or a data.tuning above 0"
+            raise InvalidArgument("evaluation.text", "tuning", required)
         self.learning.check(self)
         return self
 

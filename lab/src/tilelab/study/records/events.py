@@ -23,7 +23,7 @@ import os
 import re
 import statistics
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -359,6 +359,11 @@ class RunRecord:
                 self.sample = event
             case End():
                 self.end = event
+
+
+def is_over(run: str, records: Mapping[str, RunRecord]) -> bool:
+    """Return whether the run of that name is over, by the records so far."""
+    return run in records and records[run].done
 
 
 _WHOLE_STEPS = 32  # first ones that are kept apart: kernels are compared by them

@@ -209,10 +209,9 @@ def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: 
 def designs_of(study: Study) -> Iterator[tuple[Experiment, Family]]:
     """Yield every experiment, rung and stage that a study may have, with its family."""
     families = families_of(study)
-    for experiment in study.experiments:
-        for each in (*(experiment.rungs.values() or (experiment,)), *stand_ins(experiment)):
-            if each.arms:
-                yield each, families[each.name]
+    for _, each in _members(study):
+        if each.arms:
+            yield each, families[each.name]
 
 
 def plan_lines(study: Study) -> list[str]:

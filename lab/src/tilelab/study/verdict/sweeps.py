@@ -24,7 +24,7 @@ from typing import Any
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.metrics import rank
 from tilelab.study.ask.run import RunSpec, trial
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
 from tilewise.errors import InvalidArgument
@@ -147,8 +147,7 @@ class Rung:
 
     def over(self, records: Records) -> bool:
         """Return whether every trial has ended."""
-        runs = (run for each in self.runs.values() for run in each)
-        return all((record := records.get(run.name)) is not None and record.done for run in runs)
+        return all(is_over(run.name, records) for each in self.runs.values() for run in each)
 
     def candidates(self, metric: str, records: Records) -> tuple[Candidate, ...]:
         """Return what became of every candidate so far, in ascending order."""

@@ -26,7 +26,6 @@ from tilelab.study.verdict.measures import (
     reach,
     spike_rate,
     status,
-    tokens_per_step,
 )
 from tilelab.study.verdict.result import ArmMeasures, Cost
 
@@ -45,9 +44,10 @@ def test_throughput_is_of_the_steps_after_the_warmup() -> None:
     ]
     run.steps[0] = replace(run.steps[0], wall_s=99.0)
     found = measure(run)
-    assert tokens_per_step(run) == TOKENS
+    assert run.start.tokens_per_step == TOKENS
     three = config_of(**{"training.accumulation": 3})
-    assert tokens_per_step(record_of(RunSpec("e", "a", 0, three), Behaviour())) == 3 * TOKENS
+    other = record_of(RunSpec("e", "a", 0, three), Behaviour())
+    assert other.start.tokens_per_step == 3 * TOKENS
     assert found["tokens_per_s"] == pytest.approx(TOKENS / 0.2)
     assert found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 0.4)
     assert found["step_s"] == pytest.approx(0.2)

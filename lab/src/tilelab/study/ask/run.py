@@ -106,6 +106,13 @@ class RunSpec:
         parts = {name: getattr(self, name).model_dump(mode="json") for name in _PARTS}
         return {**vars(self), "config_hash": self.config_hash, **parts}
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of the run when it starts, in JSON's types."""
+        names = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
+        values = self.as_json()
+        return {"run": self.name, **{name: values[name] for name in names}}
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunSpec:
         """Return the inverse of ``as_json``."""

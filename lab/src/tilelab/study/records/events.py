@@ -122,6 +122,12 @@ class Start(Event):
     same_as: str = ""  # the run of the study that was trained in this one's place, by its name
     format: int = FORMAT
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that an optimizer step can learn from: whole sequences, no padding."""
+        training = self.config["training"]
+        return int(training["batch"] * training["accumulation"] * self.config["model"]["context"])
+
 
 @dataclass(frozen=True)
 class Step(Event):
@@ -327,7 +333,7 @@ class RunRecord:
         if self.end is not None:
             last = max(last, self.end.step)
             if self.end.status == "done" and not self.of_script:
-                last = max(last, _planned_steps(self.start.config))
+                last = max(last, _planned_steps(self.start))
         if self.whole_steps >= last:
             return ""
         return f"{self.whole_steps} of {last} steps are in the record"
@@ -461,14 +467,13 @@ class Writer:
         self._file.close()
 
 
-def _planned_steps(config: dict[str, Any]) -> int:
+def _planned_steps(start: Start) -> int:
     """Steps of the whole run by its config as written; 0 where it does not say."""
     try:
-        budget, training = config["budget"], config["training"]
+        budget = start.config["budget"]
         if budget["tokens"] is None:
             return int(budget["steps"])
-        each = training["batch"] * training["accumulation"] * config["model"]["context"]
-        return int(-(-budget["tokens"] // each))
+        return int(-(-budget["tokens"] // start.tokens_per_step))
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         return 0
 

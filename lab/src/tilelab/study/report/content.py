@@ -11,6 +11,7 @@ from typing import Any
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import final_name
 from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
@@ -48,7 +49,6 @@ from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import StudyVerdict
 from tilelab.study.verdict.stages import Stage
-from tilelab.study.verdict.text import UNITS
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _figures(
         memory_chart(verdict, f"{slug}-memory"),
         *target_charts(verdict, slug, slowed),
         pareto_chart(verdict, f"{slug}-pareto"),
-        sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
+        sweep_chart(verdict.sweeps, METRICS[metric].unit, f"{slug}-sweep"),
         *attention_charts(layers, slug),
     )
     with_layers = {each.arm for each in layers}
@@ -260,7 +260,7 @@ def _experiment(stage: Stage, evidence: Evidence, slug: str, speeds: Speeds) -> 
     )
     charts, tables = _figures(stage, evidence, slug, speeds)
     share = f"{verdict.confidence * 100:g} %"
-    unit = UNITS[verdict.metric]
+    unit = METRICS[verdict.metric].unit
     wrote, wrote_note = _writings(planned, evidence)
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; {_pairing(planned.baseline)} "

@@ -46,7 +46,6 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     Interval,
 )
-from tilelab.study.verdict.text import UNITS
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 _ROW = 34.0  # height of an arm
@@ -99,7 +98,7 @@ def target_charts(
     ]
     if not known:
         return []
-    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
+    said = f"{known[0][2].target:g} {METRICS[verdict.metric].unit}"
     tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
     spent = [(arm, at, each.cpu_s if by_processor else each.wall_s) for arm, at, each in known]
     time = [each for each in spent if each[2]]

@@ -21,7 +21,7 @@ from tilelab.common.svg import (
     finish,
     place,
 )
-from tilelab.study.ask.metrics import ahead
+from tilelab.study.ask.metrics import METRICS, ahead
 from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
@@ -34,7 +34,6 @@ from tilelab.study.verdict.result import (
     RungResult,
     SweepResult,
 )
-from tilelab.study.verdict.text import UNITS
 
 _FOUND = ("better", "worse", "better together", "worse together")
 _LETTER_OF_FACTOR = 8.2
@@ -55,8 +54,8 @@ def effects_table(experiment: ExperimentVerdict) -> Table:
 
     head = ("factors", "verdict", "effect", "p (Holm)", *(["aliases"] if aliased else []), "")
     notes = [
-        f"In {UNITS[experiment.metric]}, averaged over the levels of all other factors. Of one "
-        "factor: with it less without it. Of several: beyond the sum of what smaller sets do.",
+        f"In {METRICS[experiment.metric].unit}, averaged over the levels of all other factors. Of "
+        "one factor: with it less without it. Of several: beyond the sum of what smaller sets do.",
     ]
     if aliased:
         notes.append(
@@ -142,7 +141,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
         for each in shown.values()
         if each.effect is not None
     )
-    unit = UNITS[metric]
+    unit = METRICS[metric].unit
     summary = f"Effects and interactions in {unit}: {'; '.join(sizes)}"
     return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
 
@@ -184,7 +183,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
                         Cell("chosen" if chosen else "", tone="best"),
                     )
                 )
-    unit = UNITS[experiment.metric]
+    unit = METRICS[experiment.metric].unit
     head = ("arm", *(["steps"] if halved else []), sweeps[0].path, unit, "")
     notes = (*(words.typeset(sweep.words) for sweep in sweeps), *_budgets(experiment))
     return Table("Sweep", head, tuple(rows), notes, "sweep")

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.clock import Speed, Speeds
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
@@ -19,7 +20,7 @@ from tilelab.study.verdict.result import (
     Ratio,
     StudyVerdict,
 )
-from tilelab.study.verdict.text import UNITS, seeds_text
+from tilelab.study.verdict.text import seeds_text
 
 MARKS: dict[Label, Mark] = {
     "better": Mark("better", "\N{CHECK MARK}", "better"),
@@ -364,7 +365,7 @@ def effect_words(arm: ArmVerdict, experiment: ExperimentVerdict) -> str:
     model gives a byte of text 2^|e| times the probability, as a geometric mean.
     """
     effect, digits = abs(arm.effect or 0.0), digits_of(experiment)
-    said = f"{words.plain(effect, digits)} {UNITS[experiment.metric]}"
+    said = f"{words.plain(effect, digits)} {METRICS[experiment.metric].unit}"
     base = experiment.baseline.measures.mean(experiment.metric)
     if experiment.metric != "bits_per_byte" or not base:
         return said
@@ -406,7 +407,7 @@ def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
             elif arm.label == "better" and not arm.neither_learnt:
                 size = abs(arm.effect or 0.0) / experiment.smallest_effect
                 short = words.plain(abs(arm.effect or 0.0), digits_of(experiment))
-                unit = UNITS[experiment.metric]
+                unit = METRICS[experiment.metric].unit
                 better.append((-size, f"{arm.arm} (by {short} {unit}{where})"))
             elif arm.kind == "training":
                 counts[arm.label] = counts.get(arm.label, 0) + 1

@@ -30,11 +30,12 @@ from typing import NamedTuple
 
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.verdict.measures import final_metric, learnt, metric_of
 from tilelab.study.verdict.result import Clock, EqualTime
-from tilelab.study.verdict.text import UNITS, duration, effect_text, interval_text
+from tilelab.study.verdict.text import duration, effect_text, interval_text
 
 _CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
 _APART = 1.05  # of two times that differ
@@ -74,7 +75,7 @@ def at_first_end(
     ends_of = "" if found.interval is None else f" {interval_text(found.interval, smallest)}"
     return found, (
         f"At equal {_TIMES[clock]}, the {duration(found.at_s)} of {first}: "
-        f"{effect_text(found.effect, smallest)} {UNITS[experiment.metric]}{ends_of}. "
+        f"{effect_text(found.effect, smallest)} {METRICS[experiment.metric].unit}{ends_of}. "
         f"The schedule of {other} had not ended by then, which is against it."
     )
 

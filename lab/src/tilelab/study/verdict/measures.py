@@ -270,16 +270,9 @@ MEASURES: Mapping[str, Measure] = {
 TIMES = {name for name, each in MEASURES.items() if each.is_time}  # withheld with the speed
 
 
-def tokens_per_step(record: RunRecord) -> int:
-    """Count the tokens that one optimizer step can learn from: whole sequences, no padding."""
-    config = record.start.config
-    training = config["training"]
-    return int(training["batch"] * training["accumulation"] * config["model"]["context"])
-
-
 def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
     """Return tokens that these steps learnt from, as they said, or as the config says."""
-    whole = tokens_per_step(record)
+    whole = record.start.tokens_per_step
     return sum(whole * each.of if each.tokens is None else each.tokens for each in steps)
 
 
@@ -433,7 +426,7 @@ def _budget(record: RunRecord) -> float:
     """
     if not record.diverged and record.evaluations:
         return float(record.evaluations[-1].tokens)
-    budget, step = record.start.config["budget"], tokens_per_step(record)
+    budget, step = record.start.config["budget"], record.start.tokens_per_step
     return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
 
 

@@ -74,8 +74,8 @@ def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
         first,
         "combine",
         question=f"What do {listing(list(factors))} do alone, and beyond the sum of it together?",
-        arms=[arm.model_dump(mode="json") for arm in arms],
-        design=design.model_dump(mode="json"),
+        arms=arms,
+        design=design,
         seeds=rule.seeds,
     )
 
@@ -94,7 +94,7 @@ def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> 
         first,
         "confirm",
         question=f"Does {winner} keep its lead on seeds that did not choose it?",
-        baseline=baseline.model_dump(mode="json"),
+        baseline=baseline,
         arms=[{"name": winner, "changes": changes}],
         seeds=rule.seeds,
         sweep=None,

@@ -128,7 +128,7 @@ def test_every_block_is_run_somewhere() -> None:
 
 
 def test_the_notebook_is_the_tour() -> None:
-    """Its cells are the page's blocks, which run above: as a kernel would run them, in turn."""
+    """Its cells are the page's blocks. tests/test_site.py runs it in a kernel."""
     made = runpy.run_path(str(ROOT / "scripts/notebook.py"))["notebook"](TEXTS["docs/tour.md"])
     stored = (ROOT / "docs/tour.ipynb").read_text()
     assert made == stored, "python scripts/notebook.py makes it again"

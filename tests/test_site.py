@@ -194,3 +194,19 @@ def test_the_start_page_and_the_search(site: Path, pages: dict[Path, Loads]) -> 
     named = {link.partition("#")[0] for link in pages[site / "docs/index.html"].links}
     for page in (ROOT / "docs").glob("*.md"):
         assert page.stem == "index" or f"{page.stem}.html" in named, page.name
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """As a reader would: all cells in turn in a kernel of its own, away from the source."""
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra docs: ./run docs --check")
+    nbformat = pytest.importorskip("nbformat", reason="comes with nbclient")
+    notebook = nbformat.read(ROOT / "docs/tour.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()  # raises the error of a cell
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    said = "".join(out.get("text", "") for cell in cells for out in cell.outputs)
+    assert "True\n" in said
+    assert "1 of 1 calls taken" in said

@@ -91,6 +91,7 @@ SLOWER = (
         "avx512_amx", torch.bfloat16, False, (0.87, 0.9), (1_000_000, 5_000_000), (1, 1), alone=True
     ),
     Slower("avx512_amx", torch.float16, False, (0.89, 0.89), (0, 300_000), (9, 16), alone=True),
+    Slower("avx512_bf16", torch.float32, True, (0.7, 0.81), (0, 1_500_000)),
 )
 
 

@@ -141,10 +141,10 @@ def test_the_verdicts_of_stored_studies(tmp_path: Path, archive: Path) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
     records, folder = read_records(tmp_path), archive.parent
-    experiments, _ = unfolded(read_study(folder).study, records)
+    stages, _ = unfolded(read_study(folder).study, records)
     sections = (folder / "report.md").read_text().partition("## Evidence")[0].split("\n### ")[1:]
-    assert len(sections) == len(experiments) > 0
-    for experiment, section in zip(experiments, sections, strict=True):
+    assert len(sections) == len(stages) > 0
+    for (experiment, _), section in zip(stages, sections, strict=True):
         printed, found = rows_of(section), verdicts_of(experiment, records)
         assert list(printed) == list(found) != []
         for arm, verdict in found.items():

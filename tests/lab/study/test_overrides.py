@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import known
+from tests.lab.study.records_of import experiment_of, known
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study, Sweep, config_hash
 from tilelab.study.ask.overrides import apply, notes
 from tilewise.errors import InvalidArgument
@@ -17,14 +17,7 @@ SDPA = Arm(name="sdpa", changes={"attention.implementation": "sdpa"}, kind="syst
 
 
 def experiment(name: str, *arms: Arm, **values: Any) -> Experiment:
-    return Experiment(
-        name=name,
-        question="Which?",
-        baseline=RunConfig(),
-        arms=arms,
-        smallest_effect=0.02,
-        **values,
-    )
+    return experiment_of(*arms, name=name, baseline=RunConfig(), **values)
 
 
 SWEEP = Sweep(values=dict.fromkeys(("adamw", "lion", "cosine"), (0.1, 0.2)))

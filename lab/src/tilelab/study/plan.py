@@ -26,17 +26,12 @@ from typing import Any, NamedTuple
 
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.run import RunSpec, finals
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.verdict.detect import Families, families_of
 from tilelab.study.verdict.judge import stages_of, wanted_seeds
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.stages import follows, stand_ins
-from tilelab.study.verdict.sweeps import (
-    expected_trials,
-    known_trials,
-    point_of,
-    sweep_results,
-)
+from tilelab.study.verdict.sweeps import expected_trials, known_trials, sweep_results
 from tilewise.errors import TilewiseError
 
 
@@ -92,27 +87,43 @@ def _ladder_runs(experiment: Experiment, records: Mapping[str, RunRecord]) -> _R
     tuned = [each for each in experiment.rungs.values() if each.sweep is not None]
     trials = [run for each in tuned for run in known_trials(each, records)]
     if found is None:
-        firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
-        stand_ins = dict.fromkeys(experiment.rungs, firsts)
-        return _Runs(trials, _rung_finals(experiment, stand_ins))
+        return _Runs(trials, _rung_finals(experiment, dict.fromkeys(experiment.rungs)))
     return _Runs([*trials, *_rung_finals(experiment, found)], [])
 
 
 def _rung_finals(
-    experiment: Experiment, found: Mapping[str, Mapping[str, float | None]]
+    experiment: Experiment, found: Mapping[str, Mapping[str, float | None] | None]
 ) -> list[RunSpec]:
-    path = None if experiment.sweep is None else experiment.sweep.path
+    """Return the runs of all rungs with their rates; first candidates where there are none."""
     ladder = experiment.ladder
     shared = ladder.shared if ladder is not None and ladder.axis == "tokens" else ()
     return [
         run
         for name, planned in experiment.rungs.items()
-        for run in finals(planned, found[name], path=path, branching=shared)
+        for run in finals(planned, _tuned(experiment, found[name]), branching=shared)
     ]
 
 
+_Tuned = Mapping[str, Mapping[str, float] | None] | None  # as ``run.finals`` takes it
+
+
+def _tuned(experiment: Experiment, rates: Mapping[str, float | None] | None = None) -> _Tuned:
+    """Return what the arms are tuned to: their rates, or a sweep's first candidates without any.
+
+    Of a search nothing stands for its first trial but the arm's own values.
+    """
+    sweep = experiment.sweep
+    if sweep is None:
+        return None
+    if sweep.search is not None:
+        return {name: {} for name in experiment.arm_names}
+    if rates is None:
+        rates = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
+    return {arm: None if rate is None else {sweep.path: rate} for arm, rate in rates.items()}
+
+
 def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
-    return not runs.expected and all(_is_done(run, records) for run in runs.known)
+    return not runs.expected and all(is_over(run.name, records) for run in runs.known)
 
 
 def _stage_runs(
@@ -120,47 +131,35 @@ def _stage_runs(
 ) -> _Runs:
     """Return the runs of one experiment, without the stages that follow from it."""
     if experiment.sweep is None:
-        return _finals(experiment, {}, records, families)
+        return _finals(experiment, None, records, families)
     known = known_trials(experiment, records)
     later = expected_trials(experiment, records)
-    if not later and all(_is_done(run, records) for run in known):
-        chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
-        points = {arm: point_of(experiment, arm, at, records) for arm, at in chosen.items()}
-        counted = _finals(experiment, chosen, records, families, points)
+    if not later and all(is_over(run.name, records) for run in known):
+        chosen = {each.arm: each.values for each in sweep_results(experiment, records)}
+        counted = _finals(experiment, chosen, records, families)
         return counted._replace(known=[*known, *counted.known])
-    firsts = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
-    own = None if experiment.sweep.search is None else dict[str, dict[str, float]]()
-    return _Runs(known, [*later, *finals(experiment, firsts, points=own)])
+    return _Runs(known, [*later, *finals(experiment, _tuned(experiment))])
 
 
 def _finals(
     experiment: Experiment,
-    chosen: Mapping[str, float | None],
+    tuned: _Tuned,
     records: Mapping[str, RunRecord],
     families: Families,
-    points: Mapping[str, Mapping[str, float]] | None = None,
 ) -> _Runs:
     """Return the runs that count; for a sequential experiment, those of the looks so far."""
-    sweep = experiment.sweep
-    if sweep is None or sweep.search is None:
-        points = None
-    every = finals(experiment, chosen, points=points)
+    every = finals(experiment, tuned)
     if experiment.sequential is None:
         return _Runs(every, [])
     wanted = wanted_seeds(experiment, records, families[experiment.name])
-    known = finals(experiment, chosen, wanted, points=points)
-    if all(_is_done(run, records) for run in known):
+    known = finals(experiment, tuned, wanted)
+    if all(is_over(run.name, records) for run in known):
         return _Runs(known, [])  # every arm is decided: a look that is not would ask for more
     names = {run.name for run in known}
     # At most: an arm that is decided at its look needs no more seeds.
     ahead = max(map(len, wanted.values()))
     later = [run for run in every if run.name not in names and len(wanted[run.arm]) == ahead]
     return _Runs(known, later)
-
-
-def _is_done(run: RunSpec, records: Mapping[str, RunRecord]) -> bool:
-    record = records.get(run.name)
-    return record is not None and record.done
 
 
 class Agenda:
@@ -200,19 +199,16 @@ class Agenda:
     @property
     def done(self) -> int:
         """Runs that have ended, diverged ones too."""
-        return sum(_is_done(run, self.records) for run in self._known)
+        return sum(is_over(run.name, self.records) for run in self._known)
 
     def ready(self) -> list[RunSpec]:
         """Return the runs that have not ended and may start now, the preferred ones first."""
-        return [run for run in self._known if not _is_done(run, self.records)]
+        return [run for run in self._known if not is_over(run.name, self.records)]
 
     def twin(self, run: RunSpec) -> RunSpec | None:
         """Return a run that has ended and is like this one; None where there is none."""
-        for other in self._known:
-            record = self.records.get(other.name)
-            if record is not None and record.done and run.is_like(other):
-                return other
-        return None
+        over = (other for other in self._known if is_over(other.name, self.records))
+        return next((other for other in over if run.is_like(other)), None)
 
     def check(self) -> None:
         """Refuse a record of another config: it does not belong to the study that is to go on.

@@ -21,7 +21,7 @@ from tests.lab.study.tasks.small import config_of
 from tilelab.models.bert import BERT, Shape
 from tilelab.models.vit import Shape as ViTShape
 from tilelab.models.vit import ViT
-from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study
+from tilelab.study.ask.config import Arm, RunConfig, Study
 from tilelab.study.conduct.checks import (
     NotEnoughMemoryError,
     available_bytes,
@@ -49,16 +49,8 @@ def examples() -> Examples:
 
 def study_from(baseline: RunConfig, *arms: Mapping[str, Any]) -> Study:
     changed = tuple(Arm(name=f"arm-{at}", changes=dict(each)) for at, each in enumerate(arms))
-    experiment = Experiment(
-        name="tuned",
-        question="?",
-        baseline=baseline,
-        arms=changed,
-        seeds=(0, 1),
-        smallest_effect=0.02,
-        metric="accuracy",
-    )
-    return study_of(experiment)
+    fields = {"name": "tuned", "baseline": baseline, "seeds": (0, 1), "metric": "accuracy"}
+    return study_of(experiment_of(*changed, **fields))
 
 
 def check(study: Study, data: Prepared) -> None:

@@ -43,7 +43,7 @@ def test_the_standard_library_is_split_by_file() -> None:
     train = set(first.train.split(b"\n"))
     held_out = [line for line in first.held_out.split(b"\n") if len(line) > 30]
     assert sum(line in train for line in held_out) < 0.15 * len(held_out)
-    assert first.prepared()[:4] == (first.train, first.held_out, None, None)
+    assert first.prepared() == [(first.train, None), (first.held_out, None)]
 
 
 def test_python_files_are_sorted_capped_and_freed_of_what_varies(tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_wikitext_brings_its_own_held_out_text(
     for source in ("wikitext-2", str(tmp_path / "wikitext-2")):
         found = load(source, 0.5, CAP)
         assert (found.train, found.held_out) == (train.encode(), valid.encode())
-        ready = found.prepared()
-        assert ready.train == b"\n= T =\n\nOne, two.\nThree.\n"
-        assert ready.held_out == b"\n= V =\n\nFour!\n"
-        assert (ready.train_words, ready.held_out_words) == (12, 7)
+        assert found.prepared() == [
+            (b"\n= T =\n\nOne, two.\nThree.\n", 12),
+            (b"\n= V =\n\nFour!\n", 7),
+        ]
     capped = load("wikitext-2", 0.5, len(train) - 3)
     assert capped.train.decode() == train[: -len(" Three . \n")]
     assert capped.held_out == found.held_out

@@ -88,7 +88,7 @@ def choose(study: Study, records: dict[str, RunRecord]) -> None:
     for experiment in study.experiments:
         if experiment.sweep is None:
             continue
-        chosen = {each.arm: each.chosen for each in sweep_results(experiment, records)}
+        chosen = {each.arm: each.values for each in sweep_results(experiment, records)}
         for run in finals(experiment, chosen):
             record = records[run.name]
             config = run.config.model_dump(mode="json")

@@ -33,7 +33,7 @@ from tilelab.common.svg import (
     spread,
 )
 from tilelab.study.ask.config import Arm
-from tilelab.study.records.events import LayerSoftmax, RunRecord
+from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
 from tilelab.study.report import gather, write
 from tilelab.study.report.attention import attention_charts, layers_of
 from tilelab.study.report.costs import (
@@ -49,7 +49,7 @@ from tilelab.study.report.lines import Series, curve, difference, enough, loss_c
 from tilelab.study.report.page import Chart
 from tilelab.study.report.verdicts import effect_words
 from tilelab.study.verdict.measures import measure, over_seeds
-from tilelab.study.verdict.result import FloorResult, MemorySplit
+from tilelab.study.verdict.result import FloorResult
 
 
 def _arms(**behaviours: Behaviour) -> dict[str, dict[int, RunRecord]]:
@@ -218,7 +218,7 @@ def test_no_front_is_drawn_through_differences_that_do_not_matter() -> None:
 
 @pytest.mark.parametrize("peak", [100.0, 40.0])
 def test_bars_of_memory_add_up_to_the_peak(peak: float) -> None:
-    split = MemorySplit(10.0, 10.0, 10.0, 20.0, peak)
+    split = Memory(10.0, 10.0, 10.0, 20.0, peak)
     assert sum(drawn_parts(split)) == peak
     assert parts_of(split)["activations"] == 20.0
 

@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tests.lab.study.in_process import quickly
-from tests.lab.study.records_of import folder_of, known, study_of
+from tests.lab.study.records_of import experiment_of, folder_of, known, study_of
 from tests.lab.study.tasks import test_images as images
 from tests.lab.study.tasks.small import WORDS, config_of, needs_wordpiece, write_glue
 from tests.lab.study.train.toys import CONFIG, CPU, record_of, session_for, text_file
 from tilelab.models import bert, gpt2, vit
-from tilelab.study.ask.config import Experiment, RunConfig, change
+from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord
@@ -117,10 +117,7 @@ def test_a_masked_run_feeds_one_of_glue_by_the_command(
     )
 
     def work(config: RunConfig, name: str, metric: str) -> RunRecord:
-        experiment = Experiment(
-            name=name, question="?", baseline=config, arms=(), smallest_effect=1.0, metric=metric
-        )
-        study = study_of(experiment)
+        study = study_of(experiment_of(name=name, baseline=config, metric=metric))
         folder = folder_of(store.folder_of(study, out), study, {})
         execution = Execution(folder=folder, cache=tmp_path / "cache", checkpoint_every_s=0.0)
         run = RunSpec(name, "baseline", 0, config, execution=execution)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lab.study.records_of import Behaviour, config_of, records_of, study_of
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilelab.models.bert import Head
 from tilelab.models.packed import pack
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
@@ -93,7 +93,7 @@ def judged(experiment: Experiment, apart: dict[str, float]) -> ExperimentVerdict
         steps = [replace(each, loss=each.loss and each.loss * factor) for each in record.steps]
         return replace(record, steps=steps)
 
-    known = {run.name for run in finals(experiment, {})}
+    known = {run.name for run in finals(experiment)}
     return judge(study, {k: moved(each) for k, each in records.items() if k in known}).experiments[
         0
     ]
@@ -132,12 +132,6 @@ def test_controls_leave_the_verdicts_on_the_others_as_they_are() -> None:
 
 def test_a_control_needs_something_to_control() -> None:
     with pytest.raises(ValueError, match="a systems arm that it is the control of"):
-        Experiment(
-            name="x",
-            question="?",
-            baseline=config_of(),
-            arms=(Arm(name="wrong", changes={"attention.fault": "mask"}, kind="control"),),
-            smallest_effect=0.1,
-        )
+        experiment_of(Arm(name="wrong", changes={"attention.fault": "mask"}, kind="control"))
     with pytest.raises(InvalidArgument, match=r"attention\.fault"):
         config_of(**{"attention.fault": "other"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,15 @@ from tests.lab.study.records_of import (
     study_of,
     work,
 )
+from tilelab.common.svg import house_style
 from tilelab.study.ask.config import Arm, Confirm, Experiment, Halving, Ladder, Sweep
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
+from tilelab.study.report.ladders import ladder_of
 from tilelab.study.verdict.judge import judge, unfolded
 from tilelab.study.verdict.ladder import rates
-from tilelab.study.verdict.result import ArmVerdict
+from tilelab.study.verdict.result import ArmVerdict, LadderVerdict
+from tilelab.study.verdict.text import signed
 
 WSD = Arm(name="wsd", changes={"schedule.name": "wsd"})
 DROP = Arm(name="drop", changes={"model.dropout.residual": 0.1})
@@ -174,6 +178,40 @@ def test_effects_at_equal_time() -> None:
     assert moved["cpu 40"].effect == pytest.approx(slow["cpu 40"].effect)
     assert moved["cpu 40"].at_s == pytest.approx(3 * slow["cpu 40"].at_s)
     assert not timed(9.0)
+
+
+def test_what_the_page_says_of_a_ladder() -> None:
+    study, best = study_of(laddered()), best_at(1.6e-3, 2.4e-3)
+    lost = best | {"length.40/wsd": Behaviour(survives=0.0)}
+    pages, found = [], list[LadderVerdict]()
+    for records in ({}, work(study, best).records, work(study, lost).records):
+        found += judge(study, records).ladders
+        with house_style():
+            pages.append(ladder_of(found[-1], 0.02, "l1"))
+    before, page, without = pages
+    assert before["meaning"] == "Too few rungs are over to say how effects change."
+    assert before["charts"] == []
+    assert re.fullmatch(
+        r"Effects in bits per byte, by bytes of text read: wsd \S+ at 2\.56k and \S+ at 20\.5k\. "
+        r"The fit without the last rung foretold it within 0\.02 for 1 of 1 arm\.",
+        page["meaning"],
+    )
+    effects, by_cpu, by_wall, tuned = page["tables"]
+    assert effects.head[3:] == ("40 (10.2k)", "80 (20.5k)", "foretold at 80", "missed by", "limit")
+    baseline, wsd, drop = ([cell.text for cell in row] for row in effects.rows)
+    assert baseline[1:5] == [f"{loss:.4f}" for loss in found[1].losses]
+    first, *_ = found[1].arms
+    told = (first.points[-1].effect, known(first.predicted), known(first.miss))
+    assert wsd[4:7] == [signed(each, 4) for each in told]
+    assert (drop[0], drop[1:4], drop[5:]) == ("drop", ["\N{EN DASH}"] * 3, ["\N{EN DASH}"] * 3)
+    assert (by_cpu.head[4], by_wall.head[4]) == ("80 (3.9 s)", "80 (4.3 s)")
+    assert len(by_cpu.rows) == 1, "an arm of the last rung alone has no line to be read from"
+    assert [cell.text for cell in tuned.rows[0][1:]] == ["0.0016", "0.00196", "0.0024", "0.00294"]
+    assert [cell.text for cell in without["tables"][-1].rows[1][1:]] == ["diverged"] * 4
+    (chart,) = page["charts"]
+    assert chart.title == "Effect by bytes of text read"
+    assert "wsd from" in chart.svg
+    assert "drop from" not in chart.svg
 
 
 def test_noise_widens_what_is_foretold() -> None:

@@ -26,9 +26,8 @@ from tilelab.study.verdict.measures import (
     reach,
     spike_rate,
     status,
-    tokens_per_step,
 )
-from tilelab.study.verdict.result import ArmMeasures, Cost, MemorySplit
+from tilelab.study.verdict.result import ArmMeasures, Cost
 
 STEPS, TOKENS = 40, 256  # of the builder's runs: 4 sequences of 64 tokens
 
@@ -45,9 +44,10 @@ def test_throughput_is_of_the_steps_after_the_warmup() -> None:
     ]
     run.steps[0] = replace(run.steps[0], wall_s=99.0)
     found = measure(run)
-    assert tokens_per_step(run) == TOKENS
+    assert run.start.tokens_per_step == TOKENS
     three = config_of(**{"training.accumulation": 3})
-    assert tokens_per_step(record_of(RunSpec("e", "a", 0, three), Behaviour())) == 3 * TOKENS
+    other = record_of(RunSpec("e", "a", 0, three), Behaviour())
+    assert other.start.tokens_per_step == 3 * TOKENS
     assert found["tokens_per_s"] == pytest.approx(TOKENS / 0.2)
     assert found["tokens_per_cpu_s"] == pytest.approx(TOKENS / 0.4)
     assert found["step_s"] == pytest.approx(0.2)
@@ -203,7 +203,7 @@ def test_over_seeds_summarises_every_measure() -> None:
 def test_memory_is_the_mean_of_the_seeds() -> None:
     records = [record(), record(), RunRecord()]
     records[0].memory, records[1].memory = Memory(1, 2, 3, 4, 10), Memory(1, 2, 3, 6, 20)
-    assert over_seeds([measure(each) for each in records]).memory == MemorySplit(1, 2, 3, 5, 15)
+    assert over_seeds([measure(each) for each in records]).memory == Memory(1, 2, 3, 5, 15)
 
 
 PAGE = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
@@ -217,7 +217,7 @@ def test_every_measure_is_defined(measure: measures.Measure) -> None:
 
 
 def test_ratios_memory_and_what_decides_are_defined() -> None:
-    names = {each.name for kind in (ArmMeasures, MemorySplit) for each in fields(kind)}
+    names = {each.name for kind in (ArmMeasures, Memory) for each in fields(kind)}
     names |= {"interval", "p_value", "p_holm", "p_equivalence", "p_equivalence_holm"}
     names |= {"more_seeds", "speed_withheld", "cost", "survived", "chosen", "at_edge"}
     assert [name for name in names - {"summaries", "kernels"} if f"`{name}`" not in PAGE] == []

@@ -51,7 +51,7 @@ def stages(study: Study, behaviours: dict[str, Behaviour] | None = None) -> list
     agenda = work(study, BEHAVIOURS if behaviours is None else behaviours)
     found, verdict = unfolded(study, agenda.records)
     assert verdict.complete
-    return list(found)
+    return [each.planned for each in found]
 
 
 def test_survivors_are_combined_and_the_winner_runs_again() -> None:

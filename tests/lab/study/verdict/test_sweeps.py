@@ -24,7 +24,6 @@ from tilelab.study.ask.run import trial
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.judge import judge
-from tilelab.study.verdict.measures import tokens_per_step
 from tilelab.study.verdict.result import Interval, SweepResult
 from tilelab.study.verdict.sweeps import (
     all_diverged,
@@ -161,7 +160,7 @@ def test_every_arm_is_tuned_with_the_tokens_that_are_stated() -> None:
     (found,) = judge(study, agenda.records).experiments
     for arm in study.experiments[0].arm_names:
         taken = [
-            len(record.steps) * tokens_per_step(record)
+            len(record.steps) * record.start.tokens_per_step
             for record in agenda.records.values()
             if (record.start.arm, record.start.phase) == (arm, "sweep")
         ]

@@ -276,11 +276,7 @@ class Experiment(Frozen):
         for name, changes in ladder.rungs.items():
             arms = [arm for arm in self.arms if name == top or arm.name not in ladder.last]
             paths = {f"baseline.{path}": value for path, value in changes.items()}
-            own: dict[str, Any] = {
-                "name": f"{self.name}.{name}",
-                "ladder": None,
-                "arms": [arm.model_dump(mode="json") for arm in arms],
-            }
+            own: dict[str, Any] = {"name": f"{self.name}.{name}", "ladder": None, "arms": arms}
             if name not in ladder.tuned:
                 own["sweep"] = None
             elif name in ladder.multiples:

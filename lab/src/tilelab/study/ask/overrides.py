@@ -106,7 +106,7 @@ def _apply(study: Study, override: _Override) -> Study:
         if root in _OF_RUN:
             value = _value(override.text, value_at(experiment.baseline, override.path))
             baseline = change(experiment.baseline, {override.path: value})
-            return change(experiment, {"baseline": baseline.model_dump(mode="json")})
+            return change(experiment, {"baseline": baseline})
         value = _value(override.text, value_at(experiment, override.path))
         return change(experiment, {override.path: value})
 
@@ -117,7 +117,7 @@ def _keep_experiments(study: Study, names: list[str]) -> Study:
     known = [each.name for each in study.experiments]
     _check_names("experiments", names, known)
     kept = [each for each in study.experiments if each.name in names]
-    return change(study, {"experiments": [each.model_dump(mode="json") for each in kept]})
+    return change(study, {"experiments": kept})
 
 
 def _keep_arms(study: Study, override: _Override) -> Study:
@@ -130,14 +130,11 @@ def _keep_arms(study: Study, override: _Override) -> Study:
     def fewer(experiment: Experiment) -> Experiment:
         if experiment.name in left:
             return experiment
-        values = experiment.model_dump(mode="json")
-        changes: dict[str, Any] = {
-            "arms": [each for each in values["arms"] if each["name"] in names]
-        }
-        if values["sweep"] is not None:
-            swept = {*names, experiment.baseline_name}
-            kept = {arm: each for arm, each in values["sweep"]["values"].items() if arm in swept}
-            changes["sweep.values"] = kept
+        kept, sweep = (*names, experiment.baseline_name), experiment.sweep
+        changes: dict[str, Any] = {"arms": [arm for arm in experiment.arms if arm.name in kept]}
+        if sweep is not None:
+            values = {arm: each for arm, each in sweep.values.items() if arm in kept}
+            changes["sweep.values"] = values
         return change(experiment, changes)
 
     fewer_arms = _each(study, override, fewer)
@@ -156,7 +153,7 @@ def _each(study: Study, override: _Override, changed: Callable[[Experiment], Exp
             where = f"(In experiment {experiment.name!r}.)"
             fix = f"{error.fix} {where}".strip()
             raise InvalidArgument(error.argument, error.came, error.required, fix) from None
-    return change(study, {"experiments": [each.model_dump(mode="json") for each in made]})
+    return change(study, {"experiments": made})
 
 
 def _targets(study: Study, override: _Override) -> list[Experiment]:

@@ -106,6 +106,13 @@ class RunSpec:
         parts = {name: getattr(self, name).model_dump(mode="json") for name in _PARTS}
         return {**vars(self), "config_hash": self.config_hash, **parts}
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of the run when it starts, in JSON's types."""
+        names = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
+        values = self.as_json()
+        return {"run": self.name, **{name: values[name] for name in names}}
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunSpec:
         """Return the inverse of ``as_json``."""
@@ -114,6 +121,11 @@ class RunSpec:
 
 
 _PARTS: Mapping[str, type[Frozen]] = {"config": RunConfig, "execution": Execution}
+
+
+def final_name(experiment: Experiment, arm: str, seed: int) -> str:
+    """Return the name of a run that counts."""
+    return f"{experiment.name}/{arm}/seed-{seed}"
 
 
 def trial(
@@ -143,42 +155,32 @@ def trial(
 
 def finals(
     experiment: Experiment,
-    chosen: Mapping[str, float | None],
+    tuned: Mapping[str, Mapping[str, float] | None] | None = None,
     wanted: Mapping[str, Sequence[int]] | None = None,
-    path: str | None = None,
     branching: Sequence[str] = (),
-    points: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[RunSpec]:
-    """Return the runs that count, for all seeds or those that are ``wanted`` (arm -> seeds).
+    """Return the runs that count.
 
-    With a sweep, or where ``chosen`` is of another ``path``, an arm that has chosen nothing, or is
-    not known to, has no runs. Runs of the ``branching`` arms share steps with those of other rungs.
-    ``points`` (arm -> values) are what the trials of a search stand for.
+    Args:
+        experiment: of the runs.
+        tuned: arm -> the values that its trials chose, by their paths; an arm that has none has no
+            runs. None where every arm runs with the values of its config.
+        wanted: arm -> its seeds; None for all.
+        branching: arms whose runs share steps with those of other rungs.
     """
     names = experiment.arm_names
-    if path is None and experiment.sweep is not None:
-        path = experiment.sweep.path
     found = []
     for index, seed in enumerate(experiment.seeds):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
             if seed not in (experiment.seeds_of(name) if wanted is None else wanted[name]):
                 continue
-            changes = {}
-            if path is not None:
-                value = chosen.get(name)
-                if value is None:
-                    continue
-                changes = {path: value} if points is None else {**points.get(name, {})}
-            config, branches = experiment.config_of(name, changes), name in branching
+            values = {} if tuned is None else tuned.get(name)
+            if values is None:
+                continue
+            config, branches = experiment.config_of(name, values), name in branching
+            alone = experiment.alone
             found.append(
-                RunSpec(
-                    experiment.name,
-                    name,
-                    seed,
-                    config,
-                    alone=experiment.alone,
-                    branches=branches,
-                )
+                RunSpec(experiment.name, name, seed, config, alone=alone, branches=branches)
             )
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -277,21 +278,24 @@ class RunConfig(Frozen):
         """Refuse what no run could do, before the first one and not after hours of others."""
         stride, context = self.evaluation.final_stride, self.model.context
         if stride > context:
-            required = f"at most model.context={context}"
-            raise InvalidArgument("evaluation.final_stride", str(stride), required)
+            raise self.unfit("evaluation.final_stride", f"at most model.context={context}")
         warmup = self.training.length_warmup
         if warmup.steps and context % warmup.start:
             required = f"a divisor of model.context={context}"
-            raise InvalidArgument("training.length_warmup.start", str(warmup.start), required)
+            raise self.unfit("training.length_warmup.start", required)
         if self.attention.implementation == "sdpa" and self.attention.variant.name == "softcap":
-            came, required = "softcap", "a variant that scaled_dot_product_attention has"
+            required = "a variant that scaled_dot_product_attention has"
             fix = "Or set attention.implementation to tilewise or plain."
-            raise InvalidArgument("attention.variant", came, required, fix)
+            raise self.unfit("attention.variant", required, fix)
         if self.evaluation.text == "tuning" and not self.data.tuning:
             required = "held-out, or a data.tuning above 0"
             raise InvalidArgument("evaluation.text", "tuning", required)
         self.learning.check(self)
         return self
+
+    def unfit(self, path: str, required: str, fix: str = "") -> InvalidArgument:
+        """Return the complaint about the value at a dotted path."""
+        return InvalidArgument(path, written(attrgetter(path)(self)), required, fix)
 
     @property
     def learning(self) -> Any:
@@ -335,6 +339,15 @@ class RunConfig(Frozen):
         counts = Counter(self.length_at(step) for step in range(warm))
         counts[self.model.context] += self.steps - warm
         return {length: count for length, count in sorted(counts.items()) if count}
+
+
+def written(value: object) -> str:
+    """Return a value of a config as a user writes it; a choice by its name."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Choice):
+        return value.name
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 OF_SCRIPT = ("task", "choice", "budget")  # the parts of a config that a script uses

@@ -32,21 +32,11 @@ def main(argv: Sequence[str], console: Console) -> int:
     """Do the command; return the exit status.
 
     Raises:
-        InvalidArgument: as of ``judge_table``.
+        InvalidArgument: the table, a column or a value is not what it has to be; seeds that do not
+            pair up.
     """
     options = _parser().parse_args(argv)
-    found = judge_table(
-        options.table,
-        arm=options.arm,
-        seed=options.seed,
-        metric=options.metric,
-        baseline=options.baseline,
-        smallest_effect=options.smallest_effect,
-        higher_is_better=options.higher_is_better,
-        confidence=options.confidence,
-        seeds=None if options.seeds is None else _whole_numbers("--seeds", options.seeds),
-        conditions=options.where,
-    )
+    found = _judged(options)
     console.print(shown(found))
     if options.report is not None:
         write_atomically(options.report, visible(report(found)))
@@ -115,42 +105,30 @@ class Judged:
     interactions: tuple[Interaction, ...]  # of arms named ``a+b``
 
 
-def judge_table(
-    path: Path,
-    *,
-    arm: Sequence[str],
-    seed: str,
-    metric: str,
-    baseline: str,
-    smallest_effect: float,
-    higher_is_better: bool = False,
-    confidence: float = 0.95,
-    seeds: Sequence[int] | None = None,
-    conditions: Sequence[str] = (),
-) -> Judged:
-    """Return the verdict on every arm of a table; arguments as of ``tilelab.stats.tables``.
-
-    Raises:
-        InvalidArgument: the table, a column or a value is not what it has to be; seeds that do not
-            pair up.
-    """
-    found = values_of(where(read(path), conditions), arm=arm, seed=seed, metric=metric)
-    base, arms = paired_values(found, baseline, seeds)
-    unit = metric.rpartition(".")[2]
+def _judged(options: argparse.Namespace) -> Judged:
+    """Return the verdict on every arm of a table, as ``tilelab.stats`` decides it."""
+    seeds = None if options.seeds is None else _whole_numbers("--seeds", options.seeds)
+    rows, unit = where(read(options.table), options.where), options.metric.rpartition(".")[2]
+    found = values_of(rows, arm=options.arm, seed=options.seed, metric=options.metric)
+    base, arms = paired_values(found, options.baseline, seeds)
     rules: dict[str, Any] = {
-        "smallest_effect": smallest_effect,
-        "higher_is_better": higher_is_better,
+        "smallest_effect": options.smallest_effect,
+        "higher_is_better": options.higher_is_better,
         "unit": unit,
-        "confidence": confidence,
+        "confidence": options.confidence,
     }
     verdicts = compare_all(base, arms, **rules)
-    together = interactions_of(base, arms, **rules)
     whole = summary([value for value in base.values() if value is not None])
-    mean = None if whole is None else whole.mean
-    every = tuple(verdicts.values())
     return Judged(
-        *(str(path), unit, baseline, smallest_effect, confidence, tuple(base), mean),
-        *(every, together),
+        table=str(options.table),
+        metric=unit,
+        baseline=options.baseline,
+        smallest_effect=options.smallest_effect,
+        confidence=options.confidence,
+        seeds=tuple(base),
+        mean=None if whole is None else whole.mean,
+        arms=tuple(verdicts.values()),
+        interactions=interactions_of(base, arms, **rules),
     )
 
 

@@ -16,7 +16,6 @@ from tilelab.study.ask.metrics import METRICS, reached, value_in
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.need import Need, host_need
 from tilelab.study.tasks.task import Prepared, data_key
-from tilelab.study.verdict.text import UNITS
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 
 
@@ -71,7 +70,7 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
     example = (1 + first) / 2 if higher else 0.6 * first
     raise InvalidArgument(
         f"{experiment}.target",
-        f"{found.target:g} {UNITS[found.metric]}",
+        f"{found.target:g} {METRICS[found.metric].unit}",
         f"{'more' if higher else 'less'} than {first:.4g}, the held-out metric of weights that are "
         "not trained yet",
         f"Set it, for example: --set {experiment}.target={example:.3g}",

@@ -20,7 +20,7 @@ from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.metrics import Floor
-from tilelab.study.ask.run import STANDARD, Execution, RunSpec
+from tilelab.study.ask.run import STANDARD, Execution, RunSpec, final_name
 from tilelab.study.conduct import progress
 from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
@@ -37,7 +37,7 @@ from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import gpu_need, host_need
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.tasks.task import data_key
 from tilelab.study.track.tracking import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
@@ -195,7 +195,7 @@ class Conductor:
     ) -> int:
         """Run what is left of the agenda, if the user wants it to start."""
         runs, records = agenda.runs, agenda.records
-        todo = [run for run in runs if run.name not in records or not records[run.name].done]
+        todo = [run for run in runs if not is_over(run.name, records)]
         if self.on == "here" and (warning := crowded(execution.threads)):
             say(console, warning)
         for run in todo:
@@ -386,9 +386,8 @@ def complete_floors(study: Study, folder: Path, say: Callable[[str], None]) -> N
     """
     records = store.readable_records(folder).whole
     known = store.read_floors(folder)
-    for planned in unfolded(study, records)[0]:
-        run = RunSpec(planned.name, planned.baseline_name, planned.seeds[0], planned.baseline)
-        record = records.get(run.name)
+    for planned, _ in unfolded(study, records)[0]:
+        record = records.get(final_name(planned, planned.baseline_name, planned.seeds[0]))
         asks = any(arm.kind == "training" for arm in planned.arms)  # what is learnt
         if not asks or planned.name in known or record is None or not record.done:
             continue

@@ -26,7 +26,7 @@ import torch
 
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.tasks.language import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared, data_key, dtype_of
 from tilelab.study.train import trunk
@@ -84,7 +84,7 @@ def forecast_s(
     of_all = statistics.median(of_kind.values()) if of_kind else 1.0
     shared, found = _shared_steps(there), {}
     for run in there:
-        if run.name in records and records[run.name].done:
+        if is_over(run.name, records):
             continue
         ratio = of_kind.get(_kind(run.config), of_all)
         own = Price(*(ratio * each for each in priced(run.config)))

@@ -276,7 +276,7 @@ class Checked:
     predicted_step_ms: float
     measured_step_ms: float  # the median over the steps of all runs, without warm-up
     predicted_bytes: int  # beside the process itself, as the measured ones
-    measured_bytes: int  # the largest peak of its runs
+    measured_bytes: float  # the largest peak of its runs
 
 
 def checked(study: Study, records: Mapping[str, RunRecord]) -> list[Checked]:

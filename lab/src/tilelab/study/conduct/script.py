@@ -352,14 +352,11 @@ class _Book:
             self._train_cpu_s += sum(each.cpu_s for each in kept)
             older = [each.step for each in self._record.evaluations if each.step <= self._step]
             self._evaluated, self._last = bool(older), max(older, default=0)
-        run, source = self._run, self.script.prepare(self._run.config, Path())
-        values = run.as_json()
-        execution = run.execution
-        names = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
+        run, execution = self._run, self._run.execution
+        source = self.script.prepare(run.config, Path())
         self._writer.write(
             Start(
-                run=run.name,
-                **{name: values[name] for name in names},
+                **run.facts,
                 from_step=self._step,
                 time=datetime.now(UTC).isoformat(timespec="seconds"),
                 environment={

@@ -39,15 +39,11 @@ class Piece(NamedTuple):
     data: bytes
 
 
-class Prepared(NamedTuple):
-    """The text as the tokenizer gets it."""
+class Part(NamedTuple):
+    """A part of a text as the tokenizer gets it."""
 
-    train: bytes  # UTF-8, or any bytes where only bytes are asked for
-    held_out: bytes
-    train_words: int | None  # original words of WikiText; None for other text
-    held_out_words: int | None
-    tuning: bytes = b""
-    tuning_words: int | None = None
+    text: bytes  # UTF-8, or any bytes where only bytes are asked for
+    words: int | None = None  # original words of WikiText; None for other text
 
 
 @dataclass(frozen=True)
@@ -89,21 +85,12 @@ class Corpus:
             [len(wikitext.detokenise(article).encode()) for article in part] for part in parts
         )
 
-    def prepared(self) -> Prepared:
-        """Return the text to tokenize; WikiText is detokenised and its words are counted."""
+    def prepared(self) -> list[Part]:
+        """Return each part to tokenize; WikiText is detokenised and its words are counted."""
         if not self.is_wikitext:
-            return Prepared(self.train, self.held_out, None, None, self.tuning)
-        train, held_out, tuning = (
-            part.decode() for part in (self.train, self.held_out, self.tuning)
-        )
-        return Prepared(
-            wikitext.detokenise(train).encode(),
-            wikitext.detokenise(held_out).encode(),
-            wikitext.words(train),
-            wikitext.words(held_out),
-            wikitext.detokenise(tuning).encode(),
-            wikitext.words(tuning) if tuning else None,
-        )
+            return [Part(part) for part in self.parts]
+        texts = [part.decode() for part in self.parts]
+        return [Part(wikitext.detokenise(text).encode(), wikitext.words(text)) for text in texts]
 
 
 def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0) -> Corpus:

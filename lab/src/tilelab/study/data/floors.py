@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from tilelab.common.files import write_atomically
 from tilelab.study.ask.metrics import BYTE_TABLE, TOKEN_TABLE, Floor
-from tilelab.study.data.tokens import CorruptCacheError, Tokens
+from tilelab.study.data.tokens import Tokens, reading
 
 FORMAT = 1
 BYTE_ORDERS, TOKEN_ORDERS = 4, 2
@@ -260,11 +260,6 @@ def _find(
 def _read(path: Path) -> dict[str, list[Floor]]:
     if not path.exists():
         return {}
-    try:
+    with reading("the file of floors", path):
         found = json.loads(path.read_text(encoding="utf-8"))
         return {name: [Floor(*each) for each in floors] for name, floors in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptCacheError(
-            f"the file of floors {path} is damaged ({error}). Delete it, and run the same command "
-            "again: it will be made anew."
-        ) from None

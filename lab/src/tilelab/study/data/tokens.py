@@ -18,7 +18,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -117,8 +118,24 @@ def read_documents(path: Path, *tokens: int) -> Documents:
 FORMAT = 1
 
 
+_OTHER_CHECKSUM = "its checksum is another one"
+
+
 class CorruptCacheError(TilewiseError):
     """A file of a token cache is not what was written."""
+
+
+@contextmanager
+def reading(what: str, *files: Path) -> Iterator[None]:
+    """Any error of this block is that of a damaged file of a cache, and says what to delete."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        them, made = ("it", "it") if len(files) == 1 else (" and ".join(map(str, files)), "they")
+        raise CorruptCacheError(
+            f"{what} {files[0]} is damaged ({error}). Delete {them}, and run the same command "
+            f"again: {made} will be made anew."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -233,7 +250,8 @@ def prepare(data: Data, cache: Path) -> Tokens:
         return _documents(cache / f"documents-{borders}.json", data, chosen, parts)
 
     def find_text() -> tuple[bytes, bytes]:
-        return _text(data).prepared()[:2]
+        train, held_out, *_ = _text(data).prepared()
+        return train.text, held_out.text
 
     return Tokens(
         name=text.name,
@@ -279,23 +297,17 @@ def _tokenizer(data: Data, text: corpus.Corpus, text_sha256: str, cache: Path) -
     path = cache / f"vocabulary-{key}.json"
 
     def make() -> None:
-        made = train_vocabulary(text.prepared().train, data.vocabulary, most)
+        made = train_vocabulary(text.prepared()[0].text, data.vocabulary, most)
         said = {**made._asdict(), "sha256": made.sha256}
         write_atomically(path, json.dumps(said, indent=1) + "\n")
 
     _made_once(path, make)
-    try:
+    with reading("the vocabulary", path):
         said = json.loads(path.read_text(encoding="utf-8"))
         merges = tuple((left, right) for left, right in said["merges"])
         found = Vocabulary(tuple(said["tokens"]), merges)
-        reason = "" if found.sha256 == said["sha256"] else "its checksum is another one"
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error)
-    if reason:
-        raise CorruptCacheError(
-            f"the vocabulary {path} is damaged ({reason}). Delete it, and run the same command "
-            "again: it will be made anew."
-        )
+        if found.sha256 != said["sha256"]:
+            raise ValueError(_OTHER_CHECKSUM)
     return of_vocabulary(found)
 
 
@@ -313,13 +325,8 @@ def _documents(
         write_atomically(path, json.dumps(found) + "\n")
 
     _made_once(path, make)
-    try:
+    with reading("the file of documents", path):
         return read_documents(path, *map(len, parts))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCacheError(
-            f"the file of documents {path} is damaged ({error}). Delete it, and run the same "
-            "command again: it will be made anew."
-        ) from None
 
 
 def _made_once(path: Path, make: Callable[[], None]) -> None:
@@ -333,9 +340,8 @@ def _made_once(path: Path, make: Callable[[], None]) -> None:
 
 
 def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) -> None:
-    prepared = text.prepared()
-    names = _PARTS if text.tuning else _PARTS[:2]
-    parts = {name: chosen.encode(getattr(prepared, name)) for name in names}
+    prepared = dict(zip(_PARTS, text.prepared(), strict=False))  # one may be for tuning
+    parts = {name: chosen.encode(each.text) for name, each in prepared.items()}
     digest = hashlib.sha256()
     with replacing(binary) as temporary, temporary.open("wb") as file:
         for part in parts.values():
@@ -344,8 +350,8 @@ def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) 
     said = {
         "dtype": chosen.dtype.name,
         **{f"{name}_tokens": len(part) for name, part in parts.items()},
-        **{f"{name}_bytes": len(getattr(prepared, name)) for name in names},
-        **{f"{name}_words": getattr(prepared, f"{name}_words") for name in names},
+        **{f"{name}_bytes": len(each.text) for name, each in prepared.items()},
+        **{f"{name}_words": each.words for name, each in prepared.items()},
         "sha256": digest.hexdigest(),
     }
     write_atomically(sidecar, json.dumps(said, indent=1) + "\n")
@@ -353,20 +359,13 @@ def _write(text: corpus.Corpus, chosen: Tokenizer, binary: Path, sidecar: Path) 
 
 def _open(binary: Path, sidecar: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     """Return what the sidecar says, and the tokens of each part."""
-    try:
+    with reading("the token cache", binary, sidecar):
         said = json.loads(sidecar.read_text(encoding="utf-8"))
         tokens: NDArray[Any] = np.memmap(binary, np.dtype(said["dtype"]), mode="r")
         sizes = [said[f"{name}_tokens"] for name in _PARTS if f"{name}_tokens" in said]
         if missing := [name for name in _COUNTS if name not in said]:
             raise KeyError(missing[0])
         whole = len(tokens) == sum(sizes)
-        whole = whole and hashlib.sha256(tokens.data).hexdigest() == said["sha256"]
-        reason = "" if whole else "its checksum is another one"
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error)
-    if reason:
-        raise CorruptCacheError(
-            f"the token cache {binary} is damaged ({reason}). Delete {binary} and {sidecar}, "
-            "and run the same command again: they will be made anew."
-        )
+        if not whole or hashlib.sha256(tokens.data).hexdigest() != said["sha256"]:
+            raise ValueError(_OTHER_CHECKSUM)
     return said, np.split(tokens, np.cumsum(sizes)[:-1])

@@ -23,7 +23,7 @@ import os
 import re
 import statistics
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -122,6 +122,12 @@ class Start(Event):
     same_as: str = ""  # the run of the study that was trained in this one's place, by its name
     format: int = FORMAT
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that an optimizer step can learn from: whole sequences, no padding."""
+        training = self.config["training"]
+        return int(training["batch"] * training["accumulation"] * self.config["model"]["context"])
+
 
 @dataclass(frozen=True)
 class Step(Event):
@@ -170,14 +176,17 @@ class Evaluation(Event):
 
 @dataclass(frozen=True)
 class Memory(Event):
-    """The parts of memory: sums of storages, and the peak over what was held before the model."""
+    """The parts of memory: sums of storages, and the peak over what was held before the model.
+
+    Whole numbers in a record; in a verdict the means over an arm's seeds.
+    """
 
     event = "memory"
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int  # what autograd saves of one micro-batch, weights not counted
-    peak_bytes: int  # on a GPU the allocator's
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float  # what autograd saves of one micro-batch, weights not counted
+    peak_bytes: float  # on a GPU the allocator's
 
 
 @dataclass(frozen=True)
@@ -324,7 +333,7 @@ class RunRecord:
         if self.end is not None:
             last = max(last, self.end.step)
             if self.end.status == "done" and not self.of_script:
-                last = max(last, _planned_steps(self.start.config))
+                last = max(last, _planned_steps(self.start))
         if self.whole_steps >= last:
             return ""
         return f"{self.whole_steps} of {last} steps are in the record"
@@ -356,6 +365,11 @@ class RunRecord:
                 self.sample = event
             case End():
                 self.end = event
+
+
+def is_over(run: str, records: Mapping[str, RunRecord]) -> bool:
+    """Return whether the run of that name is over, by the records so far."""
+    return run in records and records[run].done
 
 
 _WHOLE_STEPS = 32  # first ones that are kept apart: kernels are compared by them
@@ -453,14 +467,13 @@ class Writer:
         self._file.close()
 
 
-def _planned_steps(config: dict[str, Any]) -> int:
+def _planned_steps(start: Start) -> int:
     """Steps of the whole run by its config as written; 0 where it does not say."""
     try:
-        budget, training = config["budget"], config["training"]
+        budget = start.config["budget"]
         if budget["tokens"] is None:
             return int(budget["steps"])
-        each = training["batch"] * training["accumulation"] * config["model"]["context"]
-        return int(-(-budget["tokens"] // each))
+        return int(-(-budget["tokens"] // start.tokens_per_step))
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         return 0
 

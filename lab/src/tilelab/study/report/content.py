@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import tilewise
 from tilelab.common.svg import house_style
 from tilelab.study.ask import config
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run import final_name
 from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
@@ -45,8 +47,8 @@ from tilelab.study.verdict import text as words
 from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
-from tilelab.study.verdict.result import ExperimentVerdict, StudyVerdict
-from tilelab.study.verdict.text import UNITS
+from tilelab.study.verdict.result import StudyVerdict
+from tilelab.study.verdict.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -57,30 +59,27 @@ class Evidence:
     records: Mapping[str, RunRecord]  # that can be read, by the run's name
     verdict: StudyVerdict
     folder: Path
-    experiments: tuple[config.Experiment, ...]  # with the stages that follow, as in the verdict
+    stages: Sequence[Stage]  # its experiments, with those that follow from them
     damaged: Mapping[str, str]  # why the record of a run cannot be read, by the run's name
 
     def finals(self, experiment: config.Experiment, arm: str) -> dict[int, RunRecord]:
         """Return the runs of an arm that count, by seed; those that have not begun are left out."""
-        names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
+        names = {seed: final_name(experiment, arm, seed) for seed in experiment.seeds}
         return {seed: self.records[name] for seed, name in names.items() if name in self.records}
 
 
 def gather(folder: Path) -> Evidence:
     """Read a study's folder."""
     stored, (records, damaged) = read_study(folder), readable_records(folder)
-    experiments, verdict = unfolded(stored.study, records, read_floors(folder))
-    return Evidence(stored, records, verdict, folder, experiments, damaged)
+    stages, verdict = unfolded(stored.study, records, read_floors(folder))
+    return Evidence(stored, records, verdict, folder, stages, damaged)
 
 
 def _figures(
-    planned: config.Experiment,
-    verdict: ExperimentVerdict,
-    evidence: Evidence,
-    slug: str,
-    speeds: Speeds,
+    stage: Stage, evidence: Evidence, slug: str, speeds: Speeds
 ) -> tuple[list[Chart], list[Table]]:
     """Return the charts and the tables of an experiment for which there is something to show."""
+    planned, verdict = stage
     metric, base = verdict.metric, verdict.baseline.name
     places = {arm: at for at, arm in enumerate(planned.arm_names)}
     runs = {arm: evidence.finals(planned, arm) for arm in places}
@@ -105,7 +104,7 @@ def _figures(
         memory_chart(verdict, f"{slug}-memory"),
         *target_charts(verdict, slug, slowed),
         pareto_chart(verdict, f"{slug}-pareto"),
-        sweep_chart(verdict.sweeps, UNITS[metric], f"{slug}-sweep"),
+        sweep_chart(verdict.sweeps, METRICS[metric].unit, f"{slug}-sweep"),
         *attention_charts(layers, slug),
     )
     with_layers = {each.arm for each in layers}
@@ -133,10 +132,8 @@ def page_of(evidence: Evidence) -> dict[str, Any]:
     speeds = all_speeds(evidence)
     with house_style():
         experiments = tuple(
-            _experiment(planned, verdict, evidence, f"e{number}", speeds[planned.name])
-            for number, (planned, verdict) in enumerate(
-                zip(evidence.experiments, evidence.verdict.experiments, strict=True), 1
-            )
+            _experiment(stage, evidence, f"e{number}", speeds[stage.planned.name])
+            for number, stage in enumerate(evidence.stages, 1)
         )
         smallest = {each.name: each.smallest_effect for each in stored.study.experiments}
         ladders = tuple(
@@ -173,7 +170,7 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
     said = []
     ranks = {
         (planned.name, arm): (at, place)
-        for at, planned in enumerate(evidence.experiments)
+        for at, (planned, _) in enumerate(evidence.stages)
         for place, arm in enumerate(planned.arm_names)
     }
     finals = [run for run in agenda.runs if run.phase == "final"]
@@ -211,7 +208,7 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     )
     again = len(evidence.records) - len(trained)
     runs += f", {again:,} of them the same as others" if again else ""
-    seeds = {len(planned.seeds) for planned in evidence.experiments}
+    seeds = {len(planned.seeds) for planned, _ in evidence.stages}
     found = [
         ("runs", runs),
         ("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
@@ -224,9 +221,10 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
 
 def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
     """Say which arms have the runs of an experiment before this one: they are no second finding."""
-    earlier = evidence.experiments[: evidence.experiments.index(planned)]
     known: dict[tuple[str, int], str] = {}
-    for other in earlier:
+    for other, _ in evidence.stages:
+        if other == planned:
+            break
         for arm in other.arm_names:
             for seed, record in evidence.finals(other, arm).items():
                 known.setdefault((record.start.config_hash, seed), f"{arm} in {other.name}")
@@ -250,24 +248,19 @@ def all_speeds(evidence: Evidence) -> dict[str, Speeds]:
             verdict,
             [each for arm in planned.arm_names for each in evidence.finals(planned, arm).values()],
         )
-        for planned, verdict in zip(evidence.experiments, evidence.verdict.experiments, strict=True)
+        for planned, verdict in evidence.stages
     }
 
 
-def _experiment(
-    planned: config.Experiment,
-    verdict: ExperimentVerdict,
-    evidence: Evidence,
-    slug: str,
-    speeds: Speeds,
-) -> dict[str, Any]:
+def _experiment(stage: Stage, evidence: Evidence, slug: str, speeds: Speeds) -> dict[str, Any]:
+    planned, verdict = stage
     rows = tuple(
         row_of(arm, index, verdict, planned, speeds[arm.arm])
         for index, arm in enumerate(verdict.arms, 1)
     )
-    charts, tables = _figures(planned, verdict, evidence, slug, speeds)
+    charts, tables = _figures(stage, evidence, slug, speeds)
     share = f"{verdict.confidence * 100:g} %"
-    unit = UNITS[verdict.metric]
+    unit = METRICS[verdict.metric].unit
     wrote, wrote_note = _writings(planned, evidence)
     protocol = (
         f"{words.count(len(planned.seeds), 'seed')}; {_pairing(planned.baseline)} "

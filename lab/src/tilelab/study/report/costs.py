@@ -24,6 +24,7 @@ from tilelab.common.svg import (
     place,
 )
 from tilelab.study.ask.metrics import METRICS, rank
+from tilelab.study.records.events import Memory
 from tilelab.study.report.lines import (
     HEIGHT,
     LETTER,
@@ -37,16 +38,14 @@ from tilelab.study.report.lines import (
     marks,
 )
 from tilelab.study.report.page import NONE, Cell, Chart, Table
-from tilelab.study.report.verdicts import digits_of, metric_mean
+from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import (
     ArmVerdict,
     Baseline,
     ExperimentVerdict,
     Interval,
-    MemorySplit,
 )
-from tilelab.study.verdict.text import UNITS
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 _ROW = 34.0  # height of an arm
@@ -99,7 +98,7 @@ def target_charts(
     ]
     if not known:
         return []
-    said = f"{known[0][2].target:g} {UNITS[verdict.metric]}"
+    said = f"{known[0][2].target:g} {METRICS[verdict.metric].unit}"
     tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
     spent = [(arm, at, each.cpu_s if by_processor else each.wall_s) for arm, at, each in known]
     time = [each for each in spent if each[2]]
@@ -181,13 +180,13 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     return figure, axes
 
 
-def parts_of(split: MemorySplit) -> dict[str, float]:
+def parts_of(split: Memory) -> dict[str, float]:
     """Return the bytes of each part; ``other`` is what the peak has beside those that are known."""
     known = {part: float(getattr(split, f"{part}_bytes")) for part in PARTS[:-1]}
     return {**known, "other": max(0.0, split.peak_bytes - sum(known.values()))}
 
 
-def drawn_parts(split: MemorySplit) -> list[float]:
+def drawn_parts(split: Memory) -> list[float]:
     """Return lengths that add up to the peak: gradients and activations may never be there at once.
 
     Where they were not, the activations are drawn up to the peak.
@@ -349,8 +348,8 @@ def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
     base, others = experiment.baseline, experiment.arms
     arms: list[Baseline | ArmVerdict] = [base, *(arm for arm in others if not arm.diverged)]
     for at, arm in enumerate(arms):
-        cost = arm.cost
-        metric, runs = metric_mean(arm.measures, experiment), cost.runs - cost.sweep_runs
+        metric, cost = arm.measures.mean(experiment.metric), arm.cost
+        runs = cost.runs - cost.sweep_runs
         if metric is None or cost.cpu_s is None or cost.sweep_cpu_s is None or not runs:
             continue  # withheld, or nothing has come yet
         spent = (cost.cpu_s - cost.sweep_cpu_s) / runs

@@ -8,11 +8,11 @@ from typing import Any
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tilelab.common.svg import RULE, SOFT, arm_colour, finish
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, line_style, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import Clock, EqualTime, Interval, LadderArm, LadderVerdict
-from tilelab.study.verdict.text import UNITS
 
 _AXES = {"text": "bytes of text read", "tokens": "training tokens", "parameters": "parameters"}
 _CLOCKS: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
@@ -35,7 +35,7 @@ def ladder_of(found: LadderVerdict, smallest: float, slug: str) -> dict[str, Any
 
 def meaning(found: LadderVerdict, smallest: float) -> str:
     """Return the ladder in a few sentences: the first rung, the last, and the prediction."""
-    unit, axis = UNITS[found.metric], _AXES[found.axis]
+    unit, axis = METRICS[found.metric].unit, _AXES[found.axis]
     ends = [each for each in found.arms if len(each.points) > 1]
     if not ends:
         return "Too few rungs are over to say how effects change."
@@ -67,7 +67,7 @@ def effect_chart(
     at = sorted({point.at for each in drawn for point in each.points})
     if not drawn:
         return None
-    unit = UNITS[found.metric]
+    unit = METRICS[found.metric].unit
     letters = [len(each.arm) for each in drawn]
     figure, axes = beside_labels(letters, f"{unit}, arm less {found.baseline}"[:46], width=width)
     axes.set_xscale("log")
@@ -127,11 +127,11 @@ def _effects(found: LadderVerdict) -> Table:
         "limit",
     )
     losses = [NONE if each is None else Cell(f"{each:.4f}") for each in found.losses]
-    rows = [(Cell(found.baseline, note=UNITS[found.metric]), *losses, NONE, NONE, NONE)]
+    rows = [(Cell(found.baseline, note=METRICS[found.metric].unit), *losses, NONE, NONE, NONE)]
     rows += [_row(each, found) for each in found.arms]
     notes = [
-        f"The first row has the baseline's {UNITS[found.metric]}; the others the differences to "
-        "it, the mean of the paired seeds.",
+        f"The first row has the baseline's {METRICS[found.metric].unit}; the others the "
+        "differences to it, the mean of the paired seeds.",
     ]
     if found.exponent is not None:
         notes.append(

@@ -24,7 +24,6 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     Summary,
 )
-from tilelab.study.verdict.text import UNITS
 
 _CURVE_ROWS = 12  # of the table of the curves, about
 _Show = Callable[[float], str]
@@ -65,7 +64,7 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
     texts = {each.bytes_seen for each in floors if each.text != "none"}
     if len(texts) == 1:  # a run that saw all
         floors = tuple(each for each in floors if each.text != "all")
-    units = {UNITS[each.metric] for each in floors}
+    units = {METRICS[each.metric].unit for each in floors}
     words_of = any(each.word_perplexity is not None for each in floors)
     rows = []
     for each in floors:
@@ -76,7 +75,7 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
             Cell(where, said),
             Cell(
                 words.plain(each.value, _FLOOR_DIGITS),
-                UNITS[each.metric] if len(units) > 1 else "",
+                METRICS[each.metric].unit if len(units) > 1 else "",
             ),
         ]
         if words_of:
@@ -107,10 +106,8 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
 
 def _reported(experiment: ExperimentVerdict) -> tuple[Cell, ...]:
     """Return the row of GPT-2 small, so that a reader sees how far a model is from it."""
-    scores = {
-        each.name: each.measures.summaries.get("word_perplexity") for each in experiment.all_arms
-    }
-    better = [arm for arm, score in scores.items() if score and score.mean < GPT2_SMALL]
+    scores = {each.name: each.measures.mean("word_perplexity") for each in experiment.all_arms}
+    better = [arm for arm, score in scores.items() if score and score < GPT2_SMALL]
     return (
         Cell("GPT-2, 124 million parameters", "as published"),
         Cell("40 GB of web text"),
@@ -258,7 +255,7 @@ def _target(experiment: ExperimentVerdict, by_processor: bool) -> Table | None:
         return Cell(f"{arm.target.reached} of {len(arm.target.tokens)}")
 
     return _table(
-        f"To {results[0].target:g} {UNITS[experiment.metric]}",
+        f"To {results[0].target:g} {METRICS[experiment.metric].unit}",
         experiment,
         [
             ("seeds that reached it", reached),
@@ -352,7 +349,7 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
         experiment.baseline.name,
         *(f"{arm.arm} {words.MINUS} {experiment.baseline.name}" for arm in experiment.arms),
     )
-    unit = UNITS[experiment.metric]
+    unit = METRICS[experiment.metric].unit
     note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
     return Table("Seed by seed", head, tuple(rows), (note,), "effect")
 
@@ -380,7 +377,9 @@ def curve_table(
             note = words.duration(seconds[each.arm][at]) if each.arm in seconds else ""
             cells.append(Cell(words.plain(each.mean[at], digits), note))
         rows.append(tuple(cells))
-    notes = (f"Mean {UNITS[experiment.metric]} of the held-out data, and the training time.",)
+    notes = (
+        f"Mean {METRICS[experiment.metric].unit} of the held-out data, and the training time.",
+    )
     head = ("tokens", *(each.arm for each in drawn))
     return Table("The metric along the runs", head, tuple(rows), notes, "curve")
 

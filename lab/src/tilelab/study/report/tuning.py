@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -22,7 +21,7 @@ from tilelab.common.svg import (
     finish,
     place,
 )
-from tilelab.study.ask.metrics import ahead
+from tilelab.study.ask.metrics import METRICS, ahead
 from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
@@ -32,9 +31,9 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     FactorEffect,
     Interaction,
+    RungResult,
     SweepResult,
 )
-from tilelab.study.verdict.text import UNITS
 
 _FOUND = ("better", "worse", "better together", "worse together")
 _LETTER_OF_FACTOR = 8.2
@@ -55,8 +54,8 @@ def effects_table(experiment: ExperimentVerdict) -> Table:
 
     head = ("factors", "verdict", "effect", "p (Holm)", *(["aliases"] if aliased else []), "")
     notes = [
-        f"In {UNITS[experiment.metric]}, averaged over the levels of all other factors. Of one "
-        "factor: with it less without it. Of several: beyond the sum of what smaller sets do.",
+        f"In {METRICS[experiment.metric].unit}, averaged over the levels of all other factors. Of "
+        "one factor: with it less without it. Of several: beyond the sum of what smaller sets do.",
     ]
     if aliased:
         notes.append(
@@ -142,7 +141,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
         for each in shown.values()
         if each.effect is not None
     )
-    unit = UNITS[metric]
+    unit = METRICS[metric].unit
     summary = f"Effects and interactions in {unit}: {'; '.join(sizes)}"
     return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
 
@@ -154,17 +153,9 @@ def _name(effect: FactorEffect) -> str:
 _APART = 1 / 4  # of the axis: its numbers do not touch
 
 
-class _Trials(NamedTuple):
-    """Trials of one length: ``steps`` is None without successive halving."""
-
-    steps: int | None
-    candidates: Sequence[Candidate]
-
-
-def _lengths(sweep: SweepResult) -> list[_Trials]:
-    if not sweep.rungs:
-        return [_Trials(None, sweep.candidates)]
-    return [_Trials(rung.steps, rung.candidates) for rung in sweep.rungs]
+def _lengths(sweep: SweepResult) -> Sequence[RungResult]:
+    """Return the trials by their length; without successive halving all have one (0 steps)."""
+    return sweep.rungs or [RungResult(0, sweep.candidates)]
 
 
 def sweep_table(experiment: ExperimentVerdict) -> Table | None:
@@ -181,7 +172,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
             for each in trials.candidates:
                 chosen = last and each.value == sweep.chosen
                 metric = "" if each.metric is None else words.plain(each.metric, digits)
-                steps = [] if not halved else [Cell(words.integer(trials.steps or 0))]
+                steps = [] if not halved else [Cell(words.integer(trials.steps))]
                 point = ", ".join(f"{path} {value:g}" for path, value in each.point.items())
                 rows.append(
                     (
@@ -192,7 +183,7 @@ def sweep_table(experiment: ExperimentVerdict) -> Table | None:
                         Cell("chosen" if chosen else "", tone="best"),
                     )
                 )
-    unit = UNITS[experiment.metric]
+    unit = METRICS[experiment.metric].unit
     head = ("arm", *(["steps"] if halved else []), sweeps[0].path, unit, "")
     notes = (*(words.typeset(sweep.words) for sweep in sweeps), *_budgets(experiment))
     return Table("Sweep", head, tuple(rows), notes, "sweep")

@@ -7,21 +7,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.clock import Speed, Speeds
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.floors import not_learnt
 from tilelab.study.verdict.result import (
-    ArmMeasures,
     ArmVerdict,
     Cost,
     ExperimentVerdict,
     Label,
     Ratio,
     StudyVerdict,
-    Summary,
 )
-from tilelab.study.verdict.text import UNITS, seeds_text
+from tilelab.study.verdict.text import seeds_text
 
 MARKS: dict[Label, Mark] = {
     "better": Mark("better", "\N{CHECK MARK}", "better"),
@@ -182,16 +181,14 @@ def _change(arm: str, experiment: ExperimentVerdict, planned: config.Experiment)
     changes = dict(next(each.changes for each in planned.arms if each.name == arm))
     sweep = next((each for each in experiment.sweeps if each.arm == arm), None)
     chosen = []
-    if sweep is not None and sweep.chosen is not None:
-        best = next(each for each in sweep.candidates if each.value == sweep.chosen)
-        values = best.point or {sweep.path: sweep.chosen}
-        for path in values:
+    if sweep is not None and sweep.values is not None:
+        for path in sweep.values:
             part, _, option = path.rpartition(".")
             changes.pop(path, None)
             if isinstance(changes.get(part), Mapping):
                 changes[part] = {key: each for key, each in changes[part].items() if key != option}
-        how = "search" if best.point else "sweep"
-        chosen = [f"{path} = {value:g} by its {how}" for path, value in values.items()]
+        how = "sweep" if sweep.path in sweep.values else "search"
+        chosen = [f"{path} = {value:g} by its {how}" for path, value in sweep.values.items()]
     return ", ".join([*(f"{path} = {spelled(each)}" for path, each in changes.items()), *chosen])
 
 
@@ -219,7 +216,7 @@ def differences(values: Sequence[float], digits: int) -> list[str]:
 def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
     """Return the baseline's row: absolute numbers where the arms have ratios."""
     base, digits = experiment.baseline, digits_of(experiment)
-    metric = metric_mean(base.measures, experiment)
+    metric = base.measures.mean(experiment.metric)
     speed = base.measures["tokens_per_s"]
     memory = base.measures.memory
     notes = [f"Diverged with {seeds_text(base.diverged)}."] if base.diverged else []
@@ -238,13 +235,6 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         cost=_cost(base.cost),
         notes=tuple(notes),
     )
-
-
-def metric_mean(measures: ArmMeasures, experiment: ExperimentVerdict) -> float | None:
-    """Return the mean of the experiment's metric over the seeds."""
-    own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
-    found = own.get(experiment.metric)
-    return None if found is None else found.mean
 
 
 def _seeds(arm: ArmVerdict) -> str:
@@ -375,8 +365,8 @@ def effect_words(arm: ArmVerdict, experiment: ExperimentVerdict) -> str:
     model gives a byte of text 2^|e| times the probability, as a geometric mean.
     """
     effect, digits = abs(arm.effect or 0.0), digits_of(experiment)
-    said = f"{words.plain(effect, digits)} {UNITS[experiment.metric]}"
-    base = metric_mean(experiment.baseline.measures, experiment)
+    said = f"{words.plain(effect, digits)} {METRICS[experiment.metric].unit}"
+    base = experiment.baseline.measures.mean(experiment.metric)
     if experiment.metric != "bits_per_byte" or not base:
         return said
     fewer = "fewer" if arm.label == "better" else "more"
@@ -417,7 +407,7 @@ def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
             elif arm.label == "better" and not arm.neither_learnt:
                 size = abs(arm.effect or 0.0) / experiment.smallest_effect
                 short = words.plain(abs(arm.effect or 0.0), digits_of(experiment))
-                unit = UNITS[experiment.metric]
+                unit = METRICS[experiment.metric].unit
                 better.append((-size, f"{arm.arm} (by {short} {unit}{where})"))
             elif arm.kind == "training":
                 counts[arm.label] = counts.get(arm.label, 0) + 1

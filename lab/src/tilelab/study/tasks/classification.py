@@ -170,22 +170,18 @@ class Classification(AbstractTask):
         super().check(config)
         hub = config.data.source.startswith(HUB)
         if config.data.source == Data().source or (hub and not self.on_the_hub):
-            raise InvalidArgument("data.source", repr(config.data.source), self.sources)
+            raise config.unfit("data.source", self.sources)
         for key in ("held_out", "size_cap_bytes"):
-            came, standard = getattr(config.data, key), getattr(Data(), key)
-            if came != standard:
-                required = (
-                    f"{standard}, which says nothing here: the task has its own held-out part"
-                )
-                raise InvalidArgument(f"data.{key}", str(came), required)
-        training = config.training
-        if training.compile:
+            standard = getattr(Data(), key)
+            if getattr(config.data, key) != standard:
+                why = "which says nothing here: the task has its own held-out part"
+                raise config.unfit(f"data.{key}", f"{standard}, {why}")
+        if config.training.compile:
             required = "false: sequences differ in length, and every batch would be compiled anew"
-            raise InvalidArgument("training.compile", "true", required)
-        if self.classes == 1 and (training.label_smoothing or training.z_loss):
-            which = "label_smoothing" if training.label_smoothing else "z_loss"
-            required = "0: this task learns a number"
-            raise InvalidArgument(f"training.{which}", str(getattr(training, which)), required)
+            raise config.unfit("training.compile", required)
+        for key in ("label_smoothing", "z_loss") if self.classes == 1 else ():
+            if getattr(config.training, key):
+                raise config.unfit(f"training.{key}", "0: this task learns a number")
 
     def folder(self, source: str) -> Path:
         """Return the folder of the files."""

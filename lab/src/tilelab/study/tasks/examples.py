@@ -179,9 +179,14 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def parts(self) -> tuple[Ragged, ...]:
+        """The sequences, or the first and the second ones of pairs."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
     def update(self, digest: Any) -> None:
         """Put all of it into a hash; nothing is copied, as memory is measured meanwhile."""
-        for ragged in (self.first, *(() if self.second is None else (self.second,))):
+        for ragged in self.parts:
             digest.update(np.ravel(ragged.borders).data)
             digest.update(np.ravel(ragged.tokens).data)
         digest.update(np.ravel(self.labels).data)
@@ -247,8 +252,7 @@ class Examples:
 
     def pair(self, split: Split, index: int, context: int) -> list[tuple[list[int], list[int]]]:
         """Return both parts of an example as sequences of their own, with token type 0."""
-        assert split.second is not None
-        parts = split.first[index], split.second[index]
+        parts = (part[index] for part in split.parts)
         return [joined(each, None, context, self.start, self.border) for each in parts]
 
     def lengths(
@@ -258,17 +262,10 @@ class Examples:
 
         With ``apart`` both parts of a pair are sequences of their own, the first ones in front.
         """
-        if apart:
-            assert split.second is not None
-            special = (self.start is not None) + (self.border is not None)
-            found = np.concatenate([split.first.lengths, split.second.lengths]) + special
-            return found if context is None else np.minimum(found, context)
-        parts = 1 if split.second is None else 2
-        special = (self.start is not None) + parts * (self.border is not None)
-        whole = split.first.lengths + special
-        if split.second is not None:
-            whole = whole + split.second.lengths
-        return whole if context is None else np.minimum(whole, context)
+        parts = [part.lengths + (self.border is not None) for part in split.parts]
+        found = np.concatenate(parts) if apart else np.sum(parts, axis=0)
+        found = found + (self.start is not None)
+        return found if context is None else np.minimum(found, context)
 
 
 def joined(

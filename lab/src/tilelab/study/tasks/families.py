@@ -25,8 +25,7 @@ _M = TypeVar("_M", bound=nn.Module)
 
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
     """Return the GPT-2 of a run: its weights depend on its shape and the seed alone."""
-    heads = variants.Heads(config.model.heads, device, config.model.context)
-    variation = variants.build(config.attention.variant, heads, _off_by_one(config))
+    variation = _variation(config, device, config.model.context)
     model = GPT2(
         gpt2_shape(config.model, vocabulary),
         mask=variation.mask,
@@ -35,6 +34,12 @@ def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device)
         **_common(config, seed),
     )
     return _placed(model, config, seed, device)
+
+
+def _variation(config: RunConfig, device: torch.device, context: int) -> variants.Variation:
+    causal = config.model.family == "gpt2"
+    heads = variants.Heads(config.model.heads, device, context, causal)
+    return variants.build(config.attention.variant, heads, _off_by_one(config))
 
 
 def _common(config: RunConfig, seed: int) -> dict[str, Any]:
@@ -115,8 +120,7 @@ def _pattern(config: RunConfig, device: torch.device) -> bert.Pattern | None:
     """Return which tokens of a sequence see which; None where all see all."""
     if config.attention.variant.name == "full" and not _off_by_one(config):
         return None
-    heads = variants.Heads(config.model.heads, device, config.model.context, causal=False)
-    variation = variants.build(config.attention.variant, heads, _off_by_one(config))
+    variation = _variation(config, device, config.model.context)
 
     def seen(longest: int) -> masks.Mask:
         more = variation.pattern
@@ -153,7 +157,7 @@ def _check_shape(config: RunConfig, vocabulary: int, found: bert.Shape) -> None:
             raise InvalidArgument(f"model.{name}", str(value), required, fix)
     if model.context > found.context:
         required = f"at most {found.context}, the positions of {model.checkpoint}"
-        raise InvalidArgument("model.context", str(model.context), required)
+        raise config.unfit("model.context", required)
     if vocabulary != found.vocabulary:
         came = f"{model.checkpoint} with a vocabulary of {found.vocabulary:,}"
         raise InvalidArgument("model.checkpoint", came, f"{vocabulary:,}, the tokenizer's")
@@ -167,8 +171,7 @@ def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device)
     Raises:
         InvalidArgument: the checkpoint is not there, or has other numbers.
     """
-    heads = variants.Heads(config.model.heads, device, shape.tokens, causal=False)
-    mask, score, pattern = variants.build(config.attention.variant, heads, _off_by_one(config))
+    mask, score, pattern = _variation(config, device, shape.tokens)
     if pattern is not None:
         mask = mask & pattern(shape.tokens)
     keywords: dict[str, Any] = {

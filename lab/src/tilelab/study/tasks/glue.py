@@ -50,7 +50,7 @@ class GlueTask(Classification):
         super().check(config)
         if self.pooling == "pairs" and not self.dataset.second:
             required = f"first or mean: {self.dataset.name} has single sentences"
-            raise InvalidArgument("task.pooling", "'pairs'", required)
+            raise config.unfit("task.pooling", required)
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -339,27 +339,27 @@ class ImageClassification(Classification):
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
         AbstractTask.check(self, config)  # sequences of one length, and a share that is held out
-        data, variant, standard = config.data, config.attention.variant.name, Data()
-        if variant not in VARIANTS:
+        data, standard = config.data, Data()
+        if config.attention.variant.name not in VARIANTS:
             required = f"one of {', '.join(VARIANTS)}: an image has no order"
-            raise InvalidArgument("attention.variant", variant, required)
+            raise config.unfit("attention.variant", required)
         if data.source == standard.source:
-            raise InvalidArgument("data.source", repr(data.source), self.sources)
+            raise config.unfit("data.source", self.sources)
         if data.size_cap_bytes != standard.size_cap_bytes:
             required = f"{standard.size_cap_bytes}; task.train_examples takes a part of the images"
-            raise InvalidArgument("data.size_cap_bytes", str(data.size_cap_bytes), required)
+            raise config.unfit("data.size_cap_bytes", required)
         named = NAMED.get(data.source)
         if named is None:
             return
         if named.held_out and data.held_out != standard.held_out:
             required = f"{standard.held_out}: {data.source} has a held-out part of its own"
-            raise InvalidArgument("data.held_out", str(data.held_out), required)
+            raise config.unfit("data.held_out", required)
         self._shape(config, named.side, 1, 1)
 
     def _shape(self, config: RunConfig, side: int, channels: int, classes: int) -> Shape:
         if side % self.patch:
             required = f"a divisor of {side}, the pixels of a side of {config.data.source}"
-            raise InvalidArgument("task.patch", str(self.patch), required)
+            raise config.unfit("task.patch", required)
         shape = Shape(
             **encoder_numbers(config.model),
             image=side,
@@ -372,8 +372,7 @@ class ImageClassification(Classification):
             token = " and a class token" if shape.pooling == "first" else ""
             cut = f"{side} x {side} pixels in patches of {self.patch} x {self.patch}"
             required = f"{shape.tokens}: {cut} are {shape.patches} tokens{token}"
-            fix = f"Set model.context={shape.tokens}."
-            raise InvalidArgument("model.context", str(config.model.context), required, fix)
+            raise config.unfit("model.context", required, f"Set model.context={shape.tokens}.")
         return shape
 
     def prepare(self, config: RunConfig, cache: Path) -> Any:

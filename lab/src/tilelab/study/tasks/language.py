@@ -157,7 +157,7 @@ class LanguageModelling(AbstractTask):
         super().check(config)
         if config.attention.variant.name == "full":
             required = "a causal variant: a token must not see the one that it predicts"
-            raise InvalidArgument("attention.variant", "full", required)
+            raise config.unfit("attention.variant", required)
         if config.training.loss_tokens and config.training.precision == "fp16":
             came = f"{config.training.loss_tokens} with training.precision=fp16"
             fix = "Its gradients are taken before fp16's are scaled: take bf16."

@@ -32,7 +32,6 @@ from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.tasks.families import bert_of
 from tilelab.study.tasks.scores import evaluating, look
 from tilelab.study.tasks.task import AbstractTask, Batch, Examination, Held
-from tilewise.errors import InvalidArgument
 
 _MASKED, _OTHER = 0.8, 0.1  # of the chosen tokens; the rest stays
 _STREAM = 0x6D61736B  # the draws are none of the windows' order
@@ -154,15 +153,13 @@ class MaskedLanguageModelling(AbstractTask):
         """See ``AbstractTask``."""
         super().check(config)
         if config.model.context < _SHORTEST:
-            came, required = str(config.model.context), f"{_SHORTEST} or more"
-            raise InvalidArgument("model.context", came, required)
+            raise config.unfit("model.context", f"{_SHORTEST} or more")
         if config.evaluation.final_stride:
-            came = str(config.evaluation.final_stride)
             required = "0: an encoder's windows are not strided"
-            raise InvalidArgument("evaluation.final_stride", came, required)
+            raise config.unfit("evaluation.final_stride", required)
         if config.training.compile:
             required = "false: the number of hidden tokens changes from batch to batch"
-            raise InvalidArgument("training.compile", "true", required)
+            raise config.unfit("training.compile", required)
 
     def prepare(self, config: RunConfig, cache: Path) -> Tokens:
         """Return the tokens of the text."""

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -36,6 +38,7 @@ from torch.nn import functional
 
 from tilelab.study.ask.config import Data, Evaluation, Model, RunConfig, Training
 from tilelab.study.ask.metrics import Floor
+from tilelab.study.ask.run_config import written
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.records.events import LayerSoftmax, Sample
 from tilewise.errors import InvalidArgument
@@ -111,6 +114,22 @@ class Examination(ABC):
         raise NotImplementedError("check() refuses evaluation.sample_tokens for this task")
 
 
+# Settings that only some tasks, tokenizers and models know, and what they are for the others.
+_OF_ROWS = (
+    "data.packing",
+    "evaluation.documents",
+    "training.length_warmup.steps",
+    "training.loss_tokens",
+)
+_OF_BPE = ("data.vocabulary", "data.vocabulary_bytes")
+_OF_GPT2 = tuple(
+    f"model.{name}" for name in ("kv_heads", "positions", "norm", "qk_norm", "tied", "bias", "std")
+)
+_STANDARD = SimpleNamespace(
+    model=Model(), data=Data(), training=Training(), evaluation=Evaluation()
+)
+
+
 def data_key(config: RunConfig) -> str:
     """Return a key of everything that a task's data depends on: runs with the same key share it."""
     data = config.data.model_dump_json(exclude={"packing"})  # how the same tokens become rows
@@ -152,33 +171,24 @@ class AbstractTask(ABC):
         if config.choice:
             came = ", ".join(config.choice)
             raise InvalidArgument("choice", came, f"none: task {task} is not a script")
-        limits: list[tuple[str, str, tuple[str, ...]]] = [
-            ("model.family", config.model.family, self.families),
-            ("data.tokenizer", config.data.tokenizer, self.tokenizers),
-        ]
-        for path, given, known in limits:
-            if given not in known:
-                raise InvalidArgument(path, repr(given), f"{' or '.join(known)} for task {task}")
+        for path, known in (("model.family", self.families), ("data.tokenizer", self.tokenizers)):
+            if attrgetter(path)(config) not in known:
+                raise config.unfit(path, f"{' or '.join(known)} for task {task}")
         if config.model.checkpoint and not self.fine_tunes:
-            came = repr(config.model.checkpoint)
-            raise InvalidArgument("model.checkpoint", came, f"none: {task} begins from scratch")
+            raise config.unfit("model.checkpoint", f"none: {task} begins from scratch")
         self._check_factors(config)
         if config.model.family == "bert" and config.attention.variant.name not in ENCODER:
-            came = config.attention.variant.name
             required = f"one of {', '.join(ENCODER)}: an encoder's tokens look both ways"
-            raise InvalidArgument("attention.variant", came, required)
+            raise config.unfit("attention.variant", required)
         evaluation = config.evaluation
         if evaluation.sample_tokens and not self.writes:
-            came = str(evaluation.sample_tokens)
-            raise InvalidArgument("evaluation.sample_tokens", came, f"0: {task} writes no text")
+            raise config.unfit("evaluation.sample_tokens", f"0: {task} writes no text")
         if evaluation.final_stride and not self.learns_text:
-            came = str(evaluation.final_stride)
-            raise InvalidArgument("evaluation.final_stride", came, f"0 for task {task}")
+            raise config.unfit("evaluation.final_stride", f"0 for task {task}")
         standard = Evaluation().windows
         if evaluation.windows != standard and not self.learns_text:
             required = f"{standard}, which says nothing here: {task} is evaluated on all examples"
-            fix = "It counts windows of a text."
-            raise InvalidArgument("evaluation.windows", str(evaluation.windows), required, fix)
+            raise config.unfit("evaluation.windows", required, "It counts windows of a text.")
         if config.budget.tokens is not None and not self.learns_text:
             came = f"{config.budget.tokens} tokens"
             required = f"budget.steps: task {task} counts examples"
@@ -189,36 +199,19 @@ class AbstractTask(ABC):
 
     def _check_factors(self, config: RunConfig) -> None:
         """Nothing that a task or a model does not know is set without an effect."""
-        rows: dict[str, tuple[Any, Any]] = {
-            "data.packing": (config.data.packing, "stream"),
-            "evaluation.documents": (config.evaluation.documents, False),
-            "training.length_warmup.steps": (config.training.length_warmup.steps, 0),
-            "training.loss_tokens": (config.training.loss_tokens, 0),
+        of_task: tuple[str, ...] = () if self.packs else _OF_ROWS
+        of_task += () if self.learns_text or self.tunes else ("data.tuning",)
+        gpt2, tokenizer = config.model.family == "gpt2", config.data.tokenizer
+        foreign = {
+            f"task {config.task.name}": of_task,
+            f"family {config.model.family}": ("model.feed_forward",) if gpt2 else _OF_GPT2,
+            f"tokenizer {tokenizer}": _OF_BPE if gpt2 and tokenizer != "bpe" else (),
         }
-        tunes = self.learns_text or self.tunes
-        texts = {} if tunes else {"data.tuning": (config.data.tuning, 0.0)}
-        model = config.model
-        foreign: dict[str, tuple[Any, Any]] = {"model.feed_forward": (model.feed_forward, None)}
-        if config.data.tokenizer != "bpe":
-            foreign["data.vocabulary"] = (config.data.vocabulary, Data().vocabulary)
-            foreign["data.vocabulary_bytes"] = (config.data.vocabulary_bytes, 0)
-        if model.family != "gpt2":
-            foreign = {
-                "model.kv_heads": (model.kv_heads, None),
-                "model.positions": (model.positions, "learned"),
-                "model.norm": (model.norm, "layer"),
-                "model.qk_norm": (model.qk_norm, False),
-                "model.tied": (model.tied, True),
-                "model.bias": (model.bias, True),
-                "model.std": (model.std, Model().std),
-            }
-        rows = {**({} if self.packs else rows), **texts}
-        factors = {**rows, **foreign}
-        for path, (came, standard) in factors.items():
-            if came != standard:
-                who = f"task {config.task.name}" if path in rows else f"family {model.family}"
-                who = f"tokenizer {config.data.tokenizer}" if path.startswith("data.v") else who
-                raise InvalidArgument(path, repr(came), f"{standard!r} for {who}")
+        for who, paths in foreign.items():
+            for path in paths:
+                standard = attrgetter(path)(_STANDARD)
+                if attrgetter(path)(config) != standard:
+                    raise config.unfit(path, f"{written(standard)} for {who}")
 
     @abstractmethod
     def prepare(self, config: RunConfig, cache: Path) -> Any:

@@ -46,7 +46,7 @@ class LabelledTexts(Classification):
         super().check(config)
         if self.passage > config.model.context:
             required = f"at most model.context={config.model.context}: no passage is cut"
-            raise InvalidArgument("task.passage", str(self.passage), required)
+            raise config.unfit("task.passage", required)
 
     def named(self, parts: dict[str, Rows]) -> tuple[str, dict[str, Rows]]:
         """Return what ``read`` has found."""

@@ -41,7 +41,6 @@ from tilelab.study.train.state import State
 from tilelab.study.train.trainer import Diverged, Trainer
 from tilelab.study.train.trunk import Trunk
 
-_RECORDED = ("experiment", "arm", "seed", "phase", "candidate", "config", "config_hash")
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
 # A checkpoint waits for this many times what the last one took: it costs a few percent at most.
 _CHECKPOINT_SHARE = 20.0
@@ -274,13 +273,11 @@ class Session:
         self._next_checkpoint = time.monotonic() + wait_s
 
     def _start(self) -> Start:
-        run, trainer = self.trainer.run, self.trainer
-        values = run.as_json()
+        trainer = self.trainer
         attended = trainer.task.attended(trainer.config, self._data)
         flops = per_token(trainer.config, trainer.parameters, attended)
         return Start(
-            run=run.name,
-            **{name: values[name] for name in _RECORDED},
+            **trainer.run.facts,
             from_step=trainer.done,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             environment=self._environment,

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
-from tilelab.study.ask.metrics import rank, reached
+from tilelab.study.ask.metrics import METRICS, rank, reached
 from tilelab.study.records.events import PROBED, RunRecord
 from tilelab.study.verdict.measures import final_metric, metric_of
 from tilelab.study.verdict.result import ArmMeasures, ArmVerdict, KernelFlag, KernelUse
-from tilelab.study.verdict.text import UNITS, layers_text, seeds_text
+from tilelab.study.verdict.text import layers_text, seeds_text
 
 FIRST_STEPS = 20  # later, rounding grows with every step, whatever made it
 # Of a loss of the first steps, where nothing but rounding differs: four spacings of float32. The
@@ -298,7 +298,7 @@ def _target(experiment: Experiment, records: Sequence[RunRecord]) -> list[str]:
     best = min(values, key=lambda value: rank(experiment.metric, value))
     if reached(experiment.metric, best, experiment.target):
         return []
-    unit = UNITS[experiment.metric]
+    unit = METRICS[experiment.metric].unit
     return [
         f"No run reached the target of {experiment.target:g} {unit}; the best evaluation was "
         f"{best:.4g}. Every arm is censored."

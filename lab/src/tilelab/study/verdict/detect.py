@@ -38,9 +38,10 @@ from tilelab.stats.decide import NO_OTHERS, Others
 from tilelab.stats.factorial import counted, estimates
 from tilelab.stats.paired import critical_t, detectable, seeds_for_difference
 from tilelab.study.ask.config import Experiment, Study
+from tilelab.study.ask.metrics import METRICS
 from tilelab.study.verdict.result import ExperimentVerdict, Sensitivity
 from tilelab.study.verdict.stages import stand_ins
-from tilelab.study.verdict.text import UNITS, count, percent
+from tilelab.study.verdict.text import count, percent
 from tilewise.errors import InvalidArgument
 
 
@@ -179,7 +180,7 @@ def planned_words(experiment: Experiment, comparisons: int) -> str:
         return f"{words}."
     found = design.detects(experiment.spread)
     return (
-        f"{words} and detects {found:.2g} {UNITS[experiment.metric]} with power "
+        f"{words} and detects {found:.2g} {METRICS[experiment.metric].unit} with power "
         f"{percent(experiment.power)}, for an expected spread of {experiment.spread:g}."
     )
 
@@ -195,7 +196,7 @@ def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: 
     if seen.critical_t is not None:
         words += f": the first test needs |t| > {seen.critical_t:.1f}"
     words += "."
-    unit, share = UNITS[verdict.metric], percent(planned.power)
+    unit, share = METRICS[verdict.metric].unit, percent(planned.power)
     if planned.spread is not None:
         words += f" Before the runs: {planned_words(planned, seen.comparisons)}"
     if seen.detectable is not None and seen.spread is not None:
@@ -209,10 +210,9 @@ def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: 
 def designs_of(study: Study) -> Iterator[tuple[Experiment, Family]]:
     """Yield every experiment, rung and stage that a study may have, with its family."""
     families = families_of(study)
-    for experiment in study.experiments:
-        for each in (*(experiment.rungs.values() or (experiment,)), *stand_ins(experiment)):
-            if each.arms:
-                yield each, families[each.name]
+    for _, each in _members(study):
+        if each.arms:
+            yield each, families[each.name]
 
 
 def plan_lines(study: Study) -> list[str]:
@@ -234,7 +234,7 @@ def check_designs(study: Study) -> None:
         design = _design(each, family.size)
         if design.seeds < 2 or not design.fails(each.spread, each.smallest_effect):
             continue
-        unit, came = UNITS[each.metric], planned_words(each, family.size).rstrip(".")
+        unit, came = METRICS[each.metric].unit, planned_words(each, family.size).rstrip(".")
         if each.spread is None:
             required = f"a design whose first test needs |t| of {LARGEST_T:g} at most"
         else:

@@ -30,10 +30,12 @@ from typing import NamedTuple
 
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
+from tilelab.study.ask.metrics import METRICS
+from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.verdict.measures import final_metric, learnt, metric_of
 from tilelab.study.verdict.result import Clock, EqualTime
-from tilelab.study.verdict.text import UNITS, duration, effect_text, interval_text
+from tilelab.study.verdict.text import duration, effect_text, interval_text
 
 _CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
 _APART = 1.05  # of two times that differ
@@ -66,17 +68,14 @@ def at_first_end(
     differences = [
         _read(mine, end) - _read(base, end) for (mine, base), end in zip(curves, ends, strict=True)
     ]
-    seen = paired(differences, experiment.confidence)
-    assert seen.mean is not None
-    at_s = math.exp(sum(map(math.log, ends)) / len(ends))
-    found = EqualTime("", clock, at_s, seen.mean, seen.interval, tuple(differences))
+    found = _effect("", clock, ends, differences, experiment.confidence)
     names = (arm, experiment.baseline_name)
     first, other = names if apart.value < 1 else reversed(names)
     smallest = experiment.smallest_effect
-    ends_of = "" if seen.interval is None else f" {interval_text(seen.interval, smallest)}"
+    ends_of = "" if found.interval is None else f" {interval_text(found.interval, smallest)}"
     return found, (
-        f"At equal {_TIMES[clock]}, the {duration(at_s)} of {first}: "
-        f"{effect_text(seen.mean, smallest)} {UNITS[experiment.metric]}{ends_of}. "
+        f"At equal {_TIMES[clock]}, the {duration(found.at_s)} of {first}: "
+        f"{effect_text(found.effect, smallest)} {METRICS[experiment.metric].unit}{ends_of}. "
         f"The schedule of {other} had not ended by then, which is against it."
     )
 
@@ -119,66 +118,71 @@ class _End(NamedTuple):
     x: float = 0.0  # where a ladder's curve has it
 
 
+def _effect(
+    rung: str,
+    clock: Clock,
+    times_s: Sequence[float],
+    differences: Sequence[float],
+    confidence: float,
+) -> EqualTime:
+    """Return the effect of some seeds, each at its own time."""
+    seen = paired(differences, confidence)
+    assert seen.mean is not None
+    at_s = math.exp(sum(map(math.log, times_s)) / len(times_s))
+    return EqualTime(rung, clock, at_s, seen.mean, seen.interval, tuple(differences))
+
+
 def equal_time(
     experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
 ) -> tuple[EqualTime, ...]:
     """Return an arm's effects at the baseline's times, where every seed has one; by CPU first."""
-    return tuple(each for clock in _CLOCKS for each in _by(clock, experiment, arm, records))
+    ladders = (_Ladder(experiment, records, clock) for clock in _CLOCKS)
+    return tuple(each for ladder in ladders for each in ladder.effects(arm))
 
 
-def _by(
-    clock: Clock, experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
-) -> Iterator[EqualTime]:
-    rungs = experiment.rungs
-    curves = {seed: _ends(clock, experiment, arm, seed, records) for seed in experiment.seeds}
-    for name, planned in rungs.items():
-        base, differences = [], []
-        for seed, curve in curves.items():
-            end, own = (
-                _end(clock, experiment, planned, name_of, seed, records)
-                for name_of in (experiment.baseline_name, arm)
-            )
-            if end is None or own is None:
-                continue
-            mine = _at(curve, own.x * end.time_s / own.time_s)
-            if mine is not None:
-                base.append(end.time_s)
-                differences.append(mine - end.metric)
-        if len(differences) < len(curves):
-            continue
-        seen = paired(differences, experiment.confidence)
-        assert seen.mean is not None
-        at_s = math.exp(sum(map(math.log, base)) / len(base))
-        yield EqualTime(name, clock, at_s, seen.mean, seen.interval, tuple(differences))
+class _Ladder(NamedTuple):
+    """The runs of a ladder, by one clock."""
 
+    experiment: Experiment
+    records: Mapping[str, RunRecord]
+    clock: Clock
 
-def _ends(
-    clock: Clock, experiment: Experiment, arm: str, seed: int, records: Mapping[str, RunRecord]
-) -> list[_End]:
-    """Return the ends of an arm's runs, the shortest first; none where x does not grow."""
-    rungs = (each for each in experiment.rungs.values() if arm in each.arm_names)
-    ends = [_end(clock, experiment, each, arm, seed, records) for each in rungs]
-    there = [each for each in ends if each is not None]
-    grows = all(one.x < other.x for one, other in pairwise(there))
-    return there if grows and len(there) == len(ends) else []
+    def effects(self, arm: str) -> Iterator[EqualTime]:
+        base_arm, seeds = self.experiment.baseline_name, self.experiment.seeds
+        curves = {seed: self.ends(arm, seed) for seed in seeds}
+        for name, rung in self.experiment.rungs.items():
+            times_s, differences = [], []
+            for seed, curve in curves.items():
+                end, own = self.end(rung, base_arm, seed), self.end(rung, arm, seed)
+                if end is None or own is None:
+                    continue
+                mine = _at(curve, own.x * end.time_s / own.time_s)
+                if mine is not None:
+                    times_s.append(end.time_s)
+                    differences.append(mine - end.metric)
+            if len(differences) == len(curves):
+                confidence = self.experiment.confidence
+                yield _effect(name, self.clock, times_s, differences, confidence)
 
+    def ends(self, arm: str, seed: int) -> list[_End]:
+        """Return the ends of an arm's runs, the shortest first; none where x does not grow."""
+        rungs = (each for each in self.experiment.rungs.values() if arm in each.arm_names)
+        ends = [self.end(each, arm, seed) for each in rungs]
+        there = [each for each in ends if each is not None]
+        grows = all(one.x < other.x for one, other in pairwise(there))
+        return there if grows and len(there) == len(ends) else []
 
-def _end(
-    clock: Clock,
-    experiment: Experiment,
-    planned: Experiment,
-    arm: str,
-    seed: int,
-    records: Mapping[str, RunRecord],
-) -> _End | None:
-    record = records.get(f"{planned.name}/{arm}/seed-{seed}")
-    metric = None if record is None else final_metric(record, planned.metric)
-    if record is None or metric is None:
-        return None
-    time_s = _time_s(record.evaluations[-1], clock)
-    over_text = experiment.ladder is not None and experiment.ladder.axis == "tokens"
-    x = learnt(record, record.steps) if over_text else time_s
-    return _End(time_s, metric, x) if time_s > 0 else None
+    def end(self, rung: Experiment, arm: str, seed: int) -> _End | None:
+        """Return the end of a run; None where it has none, or took no time."""
+        record = self.records.get(final_name(rung, arm, seed), RunRecord())
+        metric = final_metric(record, rung.metric)
+        if metric is None:
+            return None
+        time_s = _time_s(record.evaluations[-1], self.clock)
+        ladder = self.experiment.ladder
+        over_text = ladder is not None and ladder.axis == "tokens"
+        x = learnt(record, record.steps) if over_text else time_s
+        return _End(time_s, metric, x) if time_s > 0 else None
 
 
 def _at(curve: Sequence[_End], x: float) -> float | None:

@@ -12,16 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tilelab.study.ask.metrics import BYTE_TABLE, Floor, ahead, rank
-from tilelab.study.verdict.result import (
-    ArmMeasures,
-    ArmVerdict,
-    Baseline,
-    ExperimentVerdict,
-    FloorResult,
-    Summary,
-)
-from tilelab.study.verdict.text import UNITS, count, listing, plain
+from tilelab.study.ask.metrics import BYTE_TABLE, METRICS, Floor, ahead, rank
+from tilelab.study.verdict.result import ArmVerdict, Baseline, ExperimentVerdict, FloorResult
+from tilelab.study.verdict.text import count, listing, plain
 
 _OF_TEXT = ("bits_per_byte", "loss")  # metrics of a language model
 _DECIDES = (f"{BYTE_TABLE} 4", "seen")
@@ -61,9 +54,9 @@ def with_floors(
 
 def not_learnt(arm: Baseline | ArmVerdict, floor: FloorResult) -> str:
     """Say that an arm has not learnt: how it ended, and what the floor is."""
-    score = _score(arm.measures, floor.metric)
+    score = arm.measures.mean(floor.metric)
     assert score is not None
-    unit = UNITS[floor.metric]
+    unit = METRICS[floor.metric].unit
     value, least = plain(score, _DIGITS), plain(floor.value, _DIGITS)
     where = _WHERE[floor.text]
     return f"Not learnt: it ends at {value} {unit}, and the {floor.name}{where} scores {least}."
@@ -76,7 +69,7 @@ def _judged(arm: ArmVerdict, base: Baseline, chosen: Floor | None) -> ArmVerdict
     floor = FloorResult(**chosen._asdict(), decides=True, beaten_by=())
     if base.learnt is not False:
         return replace(arm, notes=(*arm.notes, not_learnt(arm, floor)))
-    least = f"{plain(chosen.value, _DIGITS)} {UNITS[chosen.metric]}"
+    least = f"{plain(chosen.value, _DIGITS)} {METRICS[chosen.metric].unit}"
     said = f"Neither it nor {base.name} has learnt more than the {chosen.name} ({least})."
     return replace(arm, neither_learnt=True, reason=f"{arm.reason} {said}")
 
@@ -87,14 +80,8 @@ def _deciding(floors: Sequence[Floor], metric: str) -> Floor | None:
     return next((each for each in floors if each.metric == metric), None)
 
 
-def _score(measures: ArmMeasures, metric: str) -> float | None:
-    own: dict[str, Summary | None] = {**measures.summaries, **measures.metrics}
-    found = own.get(metric)
-    return None if found is None else found.mean
-
-
 def _beats(arm: Baseline | ArmVerdict, floor: Floor) -> bool | None:
-    score = _score(arm.measures, floor.metric)
+    score = arm.measures.mean(floor.metric)
     return None if score is None else ahead(floor.metric, score - floor.value)
 
 
@@ -102,7 +89,7 @@ def _sentence(
     base: Baseline, arms: Sequence[ArmVerdict], floors: Sequence[Floor], chosen: Floor
 ) -> str:
     """Say where the baseline stands among the floors, and which arms have not learnt."""
-    score = _score(base.measures, chosen.metric)
+    score = base.measures.mean(chosen.metric)
     if base.learnt is None or score is None:
         return ""
 
@@ -111,7 +98,7 @@ def _sentence(
 
     rivals = [each for each in floors if each.metric == chosen.metric]
     ahead_of = [each for each in rivals if not _beats(base, each)]
-    ends = f"{base.name} ends at {plain(score, _DIGITS)} {UNITS[chosen.metric]}"
+    ends = f"{base.name} ends at {plain(score, _DIGITS)} {METRICS[chosen.metric].unit}"
     if base.learnt:
         said = f"{ends}, better than {named(chosen)}"
         if ahead_of:  # the next one up

@@ -21,7 +21,7 @@ from tilelab.stats.factorial import factor_effects, interactions
 from tilelab.stats.paired import critical_t, paired, ratio
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.metrics import METRICS, Floor
-from tilelab.study.ask.run import RunSpec
+from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import Floors
 from tilelab.study.verdict.caveats import (
@@ -84,8 +84,8 @@ def judge(
 
 def unfolded(
     study: Study, records: Mapping[str, RunRecord], floors: Floors = NO_FLOORS
-) -> tuple[tuple[Experiment, ...], StudyVerdict]:
-    """Return the experiments of a study with the stages that follow, and their verdicts."""
+) -> tuple[list[Stage], StudyVerdict]:
+    """Return the experiments of a study with the stages that follow, and the whole verdict."""
     families = _families(study, records)
     found = {each.name: stages_of(each, records, families, floors) for each in study.experiments}
     stages = [stage for each in found.values() for stage in each]
@@ -99,7 +99,7 @@ def unfolded(
     judged = StudyVerdict(
         study.name, study.question, whole, verdicts, ladders, correction=study.correction
     )
-    return tuple(each.planned for each in stages), judged
+    return stages, judged
 
 
 def _families(study: Study, records: Mapping[str, RunRecord]) -> Families:
@@ -349,11 +349,7 @@ def _runs(
     records: Mapping[str, RunRecord],
     lost: bool,
 ) -> _Runs:
-    config = experiment.baseline  # the name of a run does not depend on it
-    finals = {
-        seed: records.get(RunSpec(experiment.name, arm, seed, config).name, RunRecord())
-        for seed in experiment.seeds_of(arm)
-    }
+    finals = _finals(experiment, arm, experiment.seeds_of(arm), records)
     tried = [
         records.get(run.name, RunRecord())
         for rung in rungs_of(experiment, arm, records)
@@ -361,6 +357,12 @@ def _runs(
         for run in runs
     ]
     return _Runs(finals, tried, lost)
+
+
+def _finals(
+    experiment: Experiment, arm: str, seeds: Sequence[int], records: Mapping[str, RunRecord]
+) -> dict[int, RunRecord]:
+    return {seed: records.get(final_name(experiment, arm, seed), RunRecord()) for seed in seeds}
 
 
 def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
@@ -427,13 +429,9 @@ def _arm(
 
 def _timed(experiment: Experiment, arm: ArmVerdict, records: Mapping[str, RunRecord]) -> ArmVerdict:
     """Return the verdict on a training arm with its effect at equal time, where that is another."""
-    mine, base = (
-        {
-            each.seed: records.get(f"{experiment.name}/{name}/seed-{each.seed}", RunRecord())
-            for each in arm.per_seed
-        }
-        for name in (arm.arm, experiment.baseline_name)
-    )
+    seeds = [each.seed for each in arm.per_seed]
+    names = arm.arm, experiment.baseline_name
+    mine, base = (_finals(experiment, name, seeds, records) for name in names)
     found = at_first_end(experiment, arm.arm, mine, base) if arm.kind == "training" else None
     if found is None:
         return arm

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 
 from tilelab.study.ask.config import Experiment, size_of
 from tilelab.study.ask.metrics import rank
-from tilelab.study.records.events import RunRecord
+from tilelab.study.ask.run import final_name
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.verdict.equal_time import equal_time
 from tilelab.study.verdict.measures import final_metric, learnt
 from tilelab.study.verdict.result import (
@@ -61,8 +62,7 @@ def rates(experiment: Experiment, records: Records) -> dict[str, dict[str, float
     optima: dict[str, list[float | None]] = {}
     for name in ladder.tuned:
         planned = experiment.rungs[name]
-        trials = (records.get(run.name) for run in known_trials(planned, records))
-        if not all(record is not None and record.done for record in trials):
+        if not all(is_over(run.name, records) for run in known_trials(planned, records)):
             return None
         for sweep in sweep_results(planned, records):
             optima.setdefault(sweep.arm, []).append(optimum(sweep, experiment.metric))
@@ -166,7 +166,7 @@ def _loss(planned: Experiment, metric: str, records: Records) -> float | None:
 
 
 def _baseline_runs(planned: Experiment) -> list[str]:
-    return [f"{planned.name}/{planned.baseline_name}/seed-{seed}" for seed in planned.seeds]
+    return [final_name(planned, planned.baseline_name, seed) for seed in planned.seeds]
 
 
 def _differences(found: ArmVerdict) -> tuple[float, ...]:

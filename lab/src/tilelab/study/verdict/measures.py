@@ -17,11 +17,10 @@ from typing import Literal
 from tilelab.stats.paired import exp, ratio, summary
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
-from tilelab.study.records.events import Evaluation, RunRecord, Step
+from tilelab.study.records.events import Evaluation, Memory, RunRecord, Step
 from tilelab.study.verdict.result import (
     ArmMeasures,
     Cost,
-    MemorySplit,
     Ratio,
     Status,
     Summary,
@@ -271,16 +270,9 @@ MEASURES: Mapping[str, Measure] = {
 TIMES = {name for name, each in MEASURES.items() if each.is_time}  # withheld with the speed
 
 
-def tokens_per_step(record: RunRecord) -> int:
-    """Count the tokens that one optimizer step can learn from: whole sequences, no padding."""
-    config = record.start.config
-    training = config["training"]
-    return int(training["batch"] * training["accumulation"] * config["model"]["context"])
-
-
 def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
     """Return tokens that these steps learnt from, as they said, or as the config says."""
-    whole = tokens_per_step(record)
+    whole = record.start.tokens_per_step
     return sum(whole * each.of if each.tokens is None else each.tokens for each in steps)
 
 
@@ -377,9 +369,9 @@ def over_seeds(runs: Sequence[Values]) -> ArmMeasures:
     def known(names: Iterable[str]) -> dict[str, Summary]:
         return {name: each for name, each in of(names).items() if each is not None}
 
-    memory = known(each.name for each in fields(MemorySplit))
+    memory = known(each.name for each in fields(Memory))
     means = {name: each.mean for name, each in memory.items()}
-    split = MemorySplit(**means) if means else None
+    split = Memory(**means) if means else None
     return ArmMeasures(of(MEASURES), known(task_metrics(runs)), split)
 
 
@@ -434,7 +426,7 @@ def _budget(record: RunRecord) -> float:
     """
     if not record.diverged and record.evaluations:
         return float(record.evaluations[-1].tokens)
-    budget, step = record.start.config["budget"], tokens_per_step(record)
+    budget, step = record.start.config["budget"], record.start.tokens_per_step
     return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
 
 

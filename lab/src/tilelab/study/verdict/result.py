@@ -25,18 +25,7 @@ from tilelab.stats.values import SeedResult as SeedResult
 from tilelab.stats.values import Status as Status
 from tilelab.stats.values import Summary as Summary
 from tilelab.stats.values import Verdict as Verdict
-from tilelab.study.records.events import finite
-
-
-@dataclass(frozen=True)
-class MemorySplit:
-    """The parts of memory, in bytes; means over the seeds. See ``records.Memory``."""
-
-    weights_bytes: float
-    gradients_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float
-    peak_bytes: float
+from tilelab.study.records.events import Memory, finite
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,7 @@ class ArmMeasures:
 
     summaries: dict[str, Summary | None]  # by ``measures.MEASURES``; None: not known
     metrics: dict[str, Summary] = field(default_factory=dict)  # by ``METRICS``
-    memory: MemorySplit | None = None
+    memory: Memory | None = None  # means over the seeds
     speed_ratio: Ratio | None = None  # of ``tokens_per_s``; None for the baseline
     cpu_ratio: Ratio | None = None  # of ``tokens_per_cpu_s``
     memory_ratio: Ratio | None = None  # of the peak
@@ -98,6 +87,11 @@ class ArmMeasures:
 
     def __getitem__(self, measure: str) -> Summary | None:
         return self.summaries[measure]
+
+    def mean(self, metric: str) -> float | None:
+        """Return the mean over the seeds of a metric that decides; None where it is not known."""
+        found = self.metrics.get(metric) or self.summaries.get(metric)
+        return None if found is None else found.mean
 
 
 @dataclass(frozen=True)
@@ -209,6 +203,14 @@ class SweepResult:
     words: str  # as a sentence
     rungs: tuple[RungResult, ...] = ()  # of successive halving, the shortest first; empty without
     budget_tokens: int = 0  # that all trials may take
+
+    @property
+    def values(self) -> dict[str, float] | None:
+        """What was chosen, by its path; None while trials are missing, or all diverged."""
+        if self.chosen is None:
+            return None
+        best = next(each for each in self.candidates if each.value == self.chosen)
+        return best.point or {self.path: self.chosen}
 
 
 @dataclass(frozen=True)

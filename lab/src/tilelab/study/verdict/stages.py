@@ -74,8 +74,8 @@ def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
         first,
         "combine",
         question=f"What do {listing(list(factors))} do alone, and beyond the sum of it together?",
-        arms=[arm.model_dump(mode="json") for arm in arms],
-        design=design.model_dump(mode="json"),
+        arms=arms,
+        design=design,
         seeds=rule.seeds,
     )
 
@@ -87,16 +87,14 @@ def confirmed(first: Experiment, sweeps: Sequence[SweepResult], winner: str) -> 
     """
     rule = first.confirm
     assert rule is not None
-    tuned: dict[str, dict[str, Any]] = {
-        each.arm: {each.path: each.chosen} for each in sweeps if each.chosen is not None
-    }
+    tuned = {each.arm: each.values or {} for each in sweeps}
     changes = {**_together(first, winner.split("+")), **tuned.get(winner, {})}
     baseline = change(first.baseline, tuned.get(first.baseline_name, {}))
     return _stage(
         first,
         "confirm",
         question=f"Does {winner} keep its lead on seeds that did not choose it?",
-        baseline=baseline.model_dump(mode="json"),
+        baseline=baseline,
         arms=[{"name": winner, "changes": changes}],
         seeds=rule.seeds,
         sweep=None,

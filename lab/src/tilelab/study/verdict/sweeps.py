@@ -24,7 +24,7 @@ from typing import Any
 from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.metrics import rank
 from tilelab.study.ask.run import RunSpec, trial
-from tilelab.study.records.events import RunRecord
+from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.verdict.measures import final_metric, status
 from tilelab.study.verdict.result import Candidate, Interval, RungResult, SweepResult
 from tilewise.errors import InvalidArgument
@@ -147,8 +147,7 @@ class Rung:
 
     def over(self, records: Records) -> bool:
         """Return whether every trial has ended."""
-        runs = (run for each in self.runs.values() for run in each)
-        return all((record := records.get(run.name)) is not None and record.done for run in runs)
+        return all(is_over(run.name, records) for each in self.runs.values() for run in each)
 
     def candidates(self, metric: str, records: Records) -> tuple[Candidate, ...]:
         """Return what became of every candidate so far, in ascending order."""
@@ -213,17 +212,6 @@ def _searched(experiment: Experiment, arm: str, records: Records) -> Rung:
         points[value] = point
         runs[value] = tuple(trial(experiment, arm, value, 0, seed, point) for seed in sweep.seeds)
     return Rung(0, runs)
-
-
-def point_of(
-    experiment: Experiment, arm: str, number: float | None, records: Records
-) -> dict[str, float]:
-    """Return the values of a trial of a search; empty for any other sweep."""
-    sweep = experiment.sweep
-    if number is None or sweep is None or sweep.search is None:
-        return {}
-    name = trial(experiment, arm, number, 0, sweep.seeds[0]).name
-    return dict(recorded(experiment, arm, records.get(name)) or {})
 
 
 def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int) -> Rung:
@@ -309,11 +297,15 @@ def _result(experiment: Experiment, arm: str, records: Records) -> SweepResult:
     rungs = tuple(RungResult(each.steps, each.candidates(metric, records)) for each in known)
     # Of a value that several rungs tried, the longest trial counts.
     last = {each.value: each for rung in rungs for each in rung.candidates}
-    candidates = tuple(
-        replace(last[value], point=point_of(experiment, arm, value, records))
-        for value in sorted(last)
-    )
+    candidates = tuple(last[value] for value in sorted(last))
     search = sweep.search is not None
+    if search:
+        firsts = [records.get(runs[0].name) for runs in known[-1].runs.values()]  # of each trial
+        points = [recorded(experiment, arm, record) for record in firsts]
+        candidates = tuple(
+            replace(each, point=dict(point or {}))
+            for each, point in zip(candidates, points, strict=True)
+        )
     over = known[-1].over(records) and (
         not search or len(candidates) == len(experiment.candidates(arm))
     )

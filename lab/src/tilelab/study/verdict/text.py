@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tilelab.stats.values import effect_text as effect_text
 from tilelab.stats.values import interval_text as interval_text
 from tilelab.stats.values import listing as listing
 from tilelab.stats.values import p_text as p_text
 from tilelab.stats.values import seeds_text as seeds_text
-from tilelab.study.ask.metrics import METRICS
 
-
-class _Units(dict[str, str]):
-    """The unit of every metric, by its name."""
-
-    def __missing__(self, name: str) -> str:
-        return METRICS[name].unit
-
-
-UNITS: Mapping[str, str] = _Units()
 MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans(
     "-0123456789",

@@ -44,7 +44,7 @@ get_python() { # Debian's, unpacked and not installed; and what the tests import
   fi
   if [ ! -e "$site/done" ]; then
     rm -rf "$site"
-    packages=(filelock fsspec hypothesis iniconfig jinja2 markupsafe mpmath networkx numpy packaging pluggy pygments pytest
+    packages=(filelock fsspec hypothesis iniconfig jinja2 markupsafe mpmath networkx numpy packaging pluggy pygments pytest safetensors
       sortedcontainers sympy typing_extensions)
     "$python" -m pip install --disable-pip-version-check --quiet --target "$site" --no-deps --only-binary=:all: \
       --implementation cp --python-version 3.11 --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \

@@ -109,14 +109,17 @@ def lists(stored: Path) -> str:
     record = SuiteRecord.read(stored)
     found: dict[tuple[str, int], dict[str, float | None]] = {}
     for point in record.points:
-        found.setdefault((point.case, point.length), {})[point.method] = point.median
+        if point.dtype == "float32":
+            found.setdefault((point.case, point.length), {})[point.method] = point.median
     others = [name for name in next(iter(found.values())) if name != OURS]
     titles = {"sdpa": "torch with a mask", "plain": "plain with a mask"}
     heading = ["", "keys", "read", "by lists", *(titles.get(name, name) for name in others)]
     lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
     for (case, length), medians in found.items():
         direction, share = case.split(", 1 of ")
-        ours = medians[OURS] or math.inf
+        ours = medians[OURS]
+        if ours is None:
+            continue
         beside = [
             "not measured" if (other := medians[name]) is None else f"{other / ours:.1f}x as long"
             for name in others

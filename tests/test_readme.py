@@ -55,7 +55,7 @@ def test_the_numbers_of_the_readme_are_the_stored_ones() -> None:
     assert f"bfloat16 forward at 2,048 tokens is {forward:.1f} times as fast as torch's" in text
     window = ratios["window 256 at 2k", "float32"]
     assert f"window of 256 keys at 2,048 tokens is {window:.0f} times as fast" in text
-    lists = SuiteRecord.read(ROOT / "benchmarks/amd-epyc-25-1/suites/lists.json")
+    lists = SuiteRecord.read(ROOT / "benchmarks/amd-epyc-25-17/suites/lists.json")
     times = {
         each.method: each.median or math.nan
         for each in lists.points

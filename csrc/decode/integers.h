@@ -5,7 +5,8 @@
 // instruction for a vector, and a product of 16-bit integers handles as many numbers as one of bfloat16.
 //
 // A row of queries, and a row of probabilities, is a factor times integers of 16 bits. Their sums are exact, in any
-// order. Of queries, what 16 bits leave is kept as a second row of integers where it counts.
+// order. What 16 bits leave of a row of queries is a second row of integers; it is multiplied where it is large enough
+// to count.
 #pragma once
 
 #include "base/eight_bits.h"
@@ -85,7 +86,7 @@ struct RowVectors<IntegerMode> {
   // word. A NaN among the probabilities is in the sum of its row too, and so in its output.
   static void weights(float* p, int rows, int count, const float* scales) {
     constexpr int lanes = kLanes<float>;
-    alignas(kVectorBytes) float tops[kTileQueries], factors[kTileQueries];
+    alignas(kVectorBytes) float tops[kTileQueries] = {}, factors[kTileQueries];
     Vec<float> odd{};
     for (int j = 0; j < count; j += lanes) odd += load(scales + j) * 0.0f;
     const bool finite = fold_vector<Sum, float>(odd) == 0;
@@ -107,7 +108,11 @@ struct RowVectors<IntegerMode> {
       row[kRoomKeys - 1] = factors[r];
     }
   }
-  TW_INLINE float weight_factor(const i32* p) { return __builtin_bit_cast(float, p[kRoomKeys - 1]); }
+  TW_INLINE float weight_factor(const i32* p) {
+    float factor;
+    std::memcpy(&factor, p + kRoomKeys - 1, sizeof factor);
+    return factor;
+  }
 
  private:
   static constexpr float kLeast = 0x1p-96f;  // below it a factor would leave the range of float

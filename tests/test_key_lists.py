@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import tilewise
 from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
@@ -334,6 +335,74 @@ def test_packed_sequences() -> None:
     assert_all_close(_results(got, leaves), _results(due, leaves))
 
 
+def gathered(
+    q: Tensor,
+    local: tuple[Tensor, Tensor],
+    pool: tuple[Tensor, Tensor],
+    picked: Tensor,
+    sinks: Tensor,
+) -> Tensor:
+    """One sequence by the definition: a row sees a causal window of 5 and what it picks of a pool.
+
+    q [Hq, M, D]; keys and values of one head, [N, D] and [P, D]; picked [M, K], -1 for none.
+    """
+    rows = torch.arange(q.shape[1])[:, None]
+    window = rows - torch.arange(5)
+    window = torch.where(window < 0, -1, window)
+    keys, values = (
+        torch.cat([x[picked.clamp(0)], y[window.clamp(0)]], dim=1)
+        for x, y in zip(pool, local, strict=True)
+    )
+    s = torch.einsum("hmd,mkd->hmk", q, keys) / math.sqrt(q.shape[-1])
+    s = s.masked_fill(torch.cat([picked, window], dim=1) < 0, -math.inf)
+    p = torch.cat([s, sinks[:, None, None].expand(-1, len(rows), 1)], dim=-1).softmax(-1)
+    return torch.einsum("hmk,mkd->hmd", p[..., :-1], values)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
+def test_a_window_beside_what_is_picked_of_a_pool(packed: bool) -> None:
+    """Gathered attention: one softmax over both and a sink for each head, one key for all heads."""
+    generator = torch.Generator().manual_seed(11)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    rows, pools = (21, 13) if packed else (21, 21), (9, 6) if packed else (9, 9)
+    sinks = leaf(4)
+    sequences, lists, leaves = [], [], [sinks]
+    for many, size in zip(rows, pools, strict=True):
+        q, *rest = leaf(4, many, 8), leaf(many, 8), leaf(many, 5), leaf(size, 8), leaf(size, 5)
+        order = torch.rand(many, size, generator=generator).argsort(1)
+        picked = torch.where(torch.rand(many, 4, generator=generator) < 0.2, -1, order[:, :4])
+        window = torch.arange(many)[:, None] - torch.arange(5)
+        lists.append(torch.cat([picked, torch.where(window < 0, -1, window + size)], dim=1))
+        sequences.append((q, (rest[0], rest[1]), (rest[2], rest[3]), picked))
+        leaves += [q, *rest]
+    due = [gathered(*each, sinks) for each in sequences]
+    q, k, v = (
+        [each[0] for each in sequences],
+        [torch.cat([pool[0], local[0]])[None] for _, local, pool, _ in sequences],
+        [torch.cat([pool[1], local[1]])[None] for _, local, pool, _ in sequences],
+    )
+    if packed:
+        together = [torch.cat(each, dim=1).transpose(0, 1) for each in (q, k, v)]
+        ends = [torch.tensor([0, *(x.shape[1] for x in each)]).cumsum(0) for each in (q, k)]
+        out = tilewise.attention_varlen(*together, *ends, keys=torch.cat(lists)[None], sinks=sinks)
+        got = list(out.transpose(0, 1).split(list(rows), dim=1))
+    else:
+        batch = [torch.stack(each) for each in (q, k, v)]
+        got = list(tilewise.attention(*batch, keys=torch.stack(lists)[:, None], sinks=sinks))
+    for mine, other in zip(got, due, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    upstream = [torch.randn(each.shape, generator=generator).double() for each in due]
+    for mine, other in zip(
+        torch.autograd.grad(got, leaves, upstream),
+        torch.autograd.grad(due, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
 @alike
 def test_pages(alike: bool) -> None:
     """Keys that lie in pages, forward."""
@@ -345,11 +414,20 @@ def test_pages(alike: bool) -> None:
     k_pages, v_pages = (x.new_zeros(28, 2, 4, x.shape[-1]) for x in padded)
     for page, own in zip((k_pages, v_pages), padded, strict=True):
         page[table.flatten()] = own.movedim(2, 1).flatten(0, 1)
-    given: dict[str, Any] = {"keys": lists, "mask": masks.causal(), "return_lse": True}
-    got = tilewise.attention_paged(q, k_pages, v_pages, table, lengths, **given)
-    due = tilewise.attention(q, k, v, **given)
-    assert_same_bits(got.out, due.out, "out")
-    assert_same_bits(got.lse, due.lse, "lse")
+    blocks = KeyBlocks(torch.where(lists < 0, lists, lists // 6), 6)
+    rest = {"score": scores.softcap(3.0), "sinks": torch.randn(4), "return_stats": "top1"}
+    for keys, more in ((lists, {}), (lists, rest), (blocks, rest)):
+        given: dict[str, Any] = {"keys": keys, "mask": masks.causal(), "return_lse": True, **more}
+        got = tilewise.attention_paged(q, k_pages, v_pages, table, lengths, **given)
+        due = tilewise.attention(q, k, v, **given)
+        for name, mine, other in (("out", got.out, due.out), ("lse", got.lse, due.lse)):
+            if keys is lists:
+                assert_same_bits(mine, other, name)
+            else:  # pages of 4 keys, blocks of 6
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        if more:
+            assert torch.equal(got.stats.top1, due.stats.top1)
+            torch.testing.assert_close(got.stats.entropy, due.stats.entropy, rtol=1e-5, atol=1e-5)
 
 
 @alike
@@ -385,6 +463,8 @@ def test_odd_memory(alike: bool) -> None:
         )
         assert_same_bits(got, due, "out")
         assert got.stride() == tilewise.attention(queries, keys, values).stride()
+        turned = lists.transpose(-1, -2).contiguous().transpose(-1, -2)
+        assert_same_bits(tilewise.attention(queries, keys, values, keys=turned), got, "turned")
 
 
 @alike
@@ -434,6 +514,7 @@ def test_what_is_refused(name: str) -> None:
         tilewise.attention(*_leaves(torch.float32), keys=keys, **given)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, once a process
 def test_derivatives_that_are_not_done() -> None:
     """They raise, and are not silently wrong."""
     q, k, v = _leaves(torch.float64)
@@ -445,6 +526,8 @@ def test_derivatives_that_are_not_done() -> None:
         grad.sum().backward()
     with pytest.raises(Unsupported, match=r"torch\.func"):
         torch.func.grad(lambda x: tilewise.attention(x, k, v, keys=keys).sum())(q)
+    with forward_ad.dual_level(), pytest.raises(Unsupported, match="forward-mode"):
+        tilewise.attention(forward_ad.make_dual(q.detach(), torch.ones_like(q)), k, v, keys=keys)
 
 
 @only_linux

@@ -157,18 +157,18 @@ def test_sinks_of_minus_infinity() -> None:
     assert_all_close(*results)
 
 
-def test_threads_change_no_bit_of_a_bias_gradient() -> None:
-    """The gradient of a bias is a sum over all lists; 64 rows a list make parts of many sizes."""
+def test_threads_change_no_bit_of_a_gradient() -> None:
+    """Some are sums over all lists; 64 rows a list make parts of many sizes."""
     generator = torch.Generator().manual_seed(5)
-    q, k = (torch.randn(1, h, 512, 16, generator=generator) for h in (64, 1))
+    q, k = (torch.randn(1, h, 512, 16, generator=generator).requires_grad_() for h in (64, 1))
     lists = torch.randint(0, 512, (1, 1, 512, 128), generator=generator)
-    found: list[Tensor] = []
+    found: list[tuple[Tensor, ...]] = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         bias = torch.zeros(64, 1, 1, requires_grad=True)
         out = tilewise.attention(q, k, k, keys=lists, score=scores.bias(bias))
-        found += torch.autograd.grad(out.square().sum(), bias)
-    assert_same_bits(found[1], found[0], "bias")
+        found.append(torch.autograd.grad(out.square().sum(), (bias, q, k)))
+    assert_all_same_bits(found[1], found[0], "gradient")
 
 
 def test_order_changes_no_bit() -> None:

@@ -20,7 +20,7 @@ SCALE = 192**-0.5  # of the heads before absorption
 
 
 @pytest.mark.parametrize("target", CPU_TARGETS, ids=str)
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("queries", [1, 5, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_that_are_a_part_of_the_keys(
     target: Target, dtype: torch.dtype, queries: int

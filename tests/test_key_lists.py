@@ -379,18 +379,18 @@ def test_a_window_beside_what_is_picked_of_a_pool(packed: bool) -> None:
         sequences.append((q, (rest[0], rest[1]), (rest[2], rest[3]), picked))
         leaves += [q, *rest]
     due = [gathered(*each, sinks) for each in sequences]
-    q, k, v = (
+    operands = (
         [each[0] for each in sequences],
         [torch.cat([pool[0], local[0]])[None] for _, local, pool, _ in sequences],
         [torch.cat([pool[1], local[1]])[None] for _, local, pool, _ in sequences],
     )
     if packed:
-        together = [torch.cat(each, dim=1).transpose(0, 1) for each in (q, k, v)]
-        ends = [torch.tensor([0, *(x.shape[1] for x in each)]).cumsum(0) for each in (q, k)]
+        together = [torch.cat(each, dim=1).transpose(0, 1) for each in operands]
+        ends = [torch.tensor([0, *(x.shape[1] for x in each)]).cumsum(0) for each in operands[:2]]
         out = tilewise.attention_varlen(*together, *ends, keys=torch.cat(lists)[None], sinks=sinks)
         got = list(out.transpose(0, 1).split(list(rows), dim=1))
     else:
-        batch = [torch.stack(each) for each in (q, k, v)]
+        batch = [torch.stack(each) for each in operands]
         got = list(tilewise.attention(*batch, keys=torch.stack(lists)[:, None], sinks=sinks))
     for mine, other in zip(got, due, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.integrations.tiny_models import noise, tokens
+from tests.integrations.tiny_models import noise
 from tests.peak import only_linux, printed
 from tilewise import masks
 from tilewise.errors import InvalidArgument
@@ -74,19 +74,16 @@ def test_a_choice_beyond_the_keys_is_refused() -> None:
 
 
 def test_a_model_that_looks_into_its_mask_is_refused() -> None:
-    """Qwen4-Exp finds what a query sees in its mask, and hands over another mask."""
-    import transformers
+    """But for the two models that are known to do so, which get a tensor."""
+    from tilewise.integrations.transformers import make_mask, mask_of_model
 
-    config = transformers.Qwen4ExpTextConfig(
-        vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=4,
-        num_experts_per_tok=2, shared_expert_intermediate_size=32, indexer_n_heads=2,
-        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=4, indexer_compress_ratio=2,
-        layer_types=["indexed_attention"],
-    )  # fmt: skip
-    model = transformers.Qwen4ExpForCausalLM._from_config(config, attn_implementation="tilewise")
     with pytest.raises(AttributeError, match=r"no \.dtype.*attn_implementation='sdpa'"):
-        model.eval()(tokens(2, 9))
+        _ = make_mask(2, 9, 9).dtype
+    known = SimpleNamespace(model_type="deepseek_v4")
+    found = mask_of_model(1, 2, 3, 1, config=known, dtype=torch.bfloat16)
+    assert isinstance(found, Tensor)
+    least = torch.finfo(torch.bfloat16).min
+    assert torch.equal(found, torch.tensor([[[[0, 0, least], [0, 0, 0]]]], dtype=torch.bfloat16))
 
 
 @only_linux

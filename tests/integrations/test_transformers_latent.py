@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
     pytest.mark.usefixtures("transformers_with_tilewise"),
 ]
-NAMES = sorted({*LATENT, *INDEXED} - {"minimax_m3_vl"})
+NAMES = sorted({*LATENT, *INDEXED} - {"minimax_m3_vl", "qwen4_exp", "deepseek_v4"})
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def vllm(work: Work, given: Given) -> Prepared:
     Keys that are older than the call's own rows lie in the cache already. The schedule is made
     here: vLLM makes one for all layers of a model.
     """
-    ops = _operators()
+    ops = operators()
     path = _path(work)
     causal, window = _band(work)
     q, k, v = (_tokens(x) for x in given.leaves)
@@ -71,7 +71,7 @@ def sglang(work: Work, given: Given) -> Prepared:
     One query decodes. More of them attend to the cache and then to their own rows if the mask is
     causal; without a mask they take the way of cross-attention.
     """
-    ops = _operators()
+    ops = operators()
     causal, window = _band(work)
     if window >= 0:
         raise Unsupported("it is called without windows here", {})
@@ -106,7 +106,7 @@ def sglang(work: Work, given: Given) -> Prepared:
     return Prepared(extend, path="extend" if causal else "cross-attention")
 
 
-def _operators() -> Any:
+def operators() -> Any:
     """Load the library that vLLM takes for this processor."""
     has = instruction_sets()
     suffix = "" if has["avx512_bf16"] else "_AVX512" if has["avx512"] else "_AVX2"

@@ -28,7 +28,7 @@ from tilewise.integrations.transformers.latent import (
     latent_cache,
     unabsorb,
 )
-from tilewise.integrations.transformers.masks import Pairs, make_mask
+from tilewise.integrations.transformers.masks import Pairs, make_mask, mask_of_model
 
 __all__ = [
     "NAME",
@@ -38,6 +38,7 @@ __all__ = [
     "attention_forward",
     "latent_cache",
     "make_mask",
+    "mask_of_model",
     "paged_caches",
     "paged_forward",
     "paged_step",
@@ -91,6 +92,6 @@ def _interfaces() -> tuple[tuple[Any, str, Any], ...]:
         raise Unsupported(what, fix=_FIX)
     return (
         (AttentionInterface, NAME, attention_forward),
-        (AttentionMaskInterface, NAME, make_mask),
+        (AttentionMaskInterface, NAME, mask_of_model),
         (AttentionInterface, PAGED_NAME, paged_forward),  # without a function there are no masks
     )

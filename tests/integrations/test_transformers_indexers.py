@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.integrations.tiny_models import noise
+from tests.integrations.tiny_models import (
+    INDEXED,
+    TOKENS,
+    assert_equal_to_float32,
+    both,
+    noise,
+    tokens,
+)
 from tests.peak import only_linux, printed
 from tilewise import masks
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, Unsupported
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
@@ -108,6 +115,89 @@ def measure(n):
     peak = Peak()
     out = layer(x, places, mask, prev_topk_indices=chosen)[0]
     out.backward(grad)
+    return peak.mib()
+measure(256)
+print(measure(16384))
+"""
+    ((most,),) = printed(code)
+    assert float(most) < 256 / 2
+
+
+# ---- indexers that choose by tiles
+
+BY_TILES = sorted(INDEXED.keys() - {"minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"})
+
+
+@pytest.mark.parametrize("name", BY_TILES)
+def test_indexers_by_tiles(name: str) -> None:
+    """Padded batches with gradients, a static cache, a prompt in pieces: eager's results."""
+    from tilewise.integrations.transformers import tile_indexers, untile_indexers
+
+    eager, ours = both(name)
+    tile_indexers(ours)
+    ids, real = tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
+    real[0, :5] = real[2, 11:] = 0
+    along = noise(3, 17, TOKENS)[real.bool()]
+    found = []
+    for model in (eager, ours):
+        logits = model(ids, attention_mask=real, use_cache=False).logits[real.bool()]
+        (logits * along).sum().backward()
+        weights = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        found.append((logits.detach(), weights))
+    assert_equal_to_float32(found[1][0], found[0][0], "logits")
+    assert found[1][1].keys() == found[0][1].keys()
+    largest = max(float(each.abs().max()) for each in found[0][1].values())
+    for key, gradient in found[0][1].items():
+        assert_equal_to_float32(found[1][1][key], gradient, key, least=largest / 10)
+
+    said: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    said |= {"attention_mask": real[:2], "cache_implementation": "static"}
+    assert torch.equal(*(model.generate(ids[:2], **said) for model in (eager, ours)))
+    cache, parts = None, []
+    for piece in ids.split([4, 3, 10], 1):
+        out = ours(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert_equal_to_float32(torch.cat(parts, 1), eager(ids, use_cache=False).logits)
+    untile_indexers(ours)
+    assert_equal_to_float32(ours(ids, use_cache=False).logits, torch.cat(parts, 1))
+
+
+def test_what_indexers_by_tiles_refuse() -> None:
+    from tilewise.integrations.transformers import tile_indexers
+
+    _, ours = both("llama")
+    with pytest.raises(Unsupported, match="LlamaForCausalLM, which has no indexer"):
+        tile_indexers(ours)
+    _, ours = both("deepseek_v32")
+    tile_indexers(ours)
+    ids = tokens(2, 9)
+    seen = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    given = ours(ids, attention_mask=seen, use_cache=False).logits
+    assert_equal_to_float32(given, ours(ids, use_cache=False).logits)
+    with pytest.raises(Unsupported, match=r"(?s)adding a floating mask.*untile_indexers"):
+        ours(ids, attention_mask=torch.zeros(2, 1, 9, 9), use_cache=False)
+    with pytest.raises(Exception, match="an indexer by tiles under"):
+        torch.compile(ours, backend="eager", fullgraph=True)(ids, use_cache=False)
+
+
+@only_linux
+def test_memory_of_a_model_by_tiles() -> None:
+    """A model with two indexers at N = 16,384: half of the bytes of N x N booleans, and less."""
+    code = """
+import torch
+from tests.integrations.tiny_models import both
+from tests.peak import Peak
+from tilewise.integrations.transformers import register, tile_indexers
+torch.set_num_threads(1)
+register()
+_, model = both("glm_moe_dsa")
+tile_indexers(model)
+def measure(n):
+    ids = torch.arange(n)[None] % 90 + 3
+    peak = Peak()
+    with torch.no_grad():
+        model.model(ids, use_cache=False)
     return peak.mib()
 measure(256)
 print(measure(16384))

@@ -21,6 +21,7 @@ from typing import Any
 from tilewise.errors import Unsupported
 from tilewise.integrations.transformers.decoding import paged_caches, paged_forward, paged_step
 from tilewise.integrations.transformers.forward import attention_forward
+from tilewise.integrations.transformers.indexers import tile_indexers, untile_indexers
 from tilewise.integrations.transformers.latent import (
     NAME,
     PAGED_NAME,
@@ -43,8 +44,10 @@ __all__ = [
     "paged_forward",
     "paged_step",
     "register",
+    "tile_indexers",
     "unabsorb",
     "unregister",
+    "untile_indexers",
 ]
 
 _FIX = "pip install 'transformers>=5'; version 5.23 is tested"

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ MaskFunction = Callable[..., Any]
 # Layers of these models make masks of their own out of the model's mask, if that is a tensor. They
 # get it written out, as eager has it: M x N numbers, which their indexers write too.
 _EXTEND_TENSORS = ("qwen4_exp_text", "deepseek_v4")
+# Configs of models whose indexers choose by tiles (indexers.py): by identity, as they can be equal.
+_BY_TILES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _ALL = slice(None)
 _OF_INDEXERS = ((_ALL, 0), (_ALL, 0, _ALL, _ALL))
 
@@ -50,7 +53,7 @@ class Pairs:
         device: where it is.
     """
 
-    __slots__ = ("device", "keys", "mask", "shape")
+    __slots__ = ("by_tiles", "device", "keys", "mask", "shape")
 
     ndim = 4
 
@@ -62,6 +65,7 @@ class Pairs:
         device: torch.device | str = "cpu",
     ) -> None:
         self.mask, self.shape, self.keys, self.device = mask, shape, keys, device
+        self.by_tiles = False  # whether indexers take it as it is
 
     def __repr__(self) -> str:
         return f"Pairs({self.mask!r}, shape={self.shape}, keys={self.keys})"
@@ -76,11 +80,14 @@ class Pairs:
             f".{name}. This model looks into its mask: use attn_implementation='sdpa' for it"
         )
 
-    def __getitem__(self, index: object) -> Tensor:
+    def __getitem__(self, index: object) -> Any:
         """Write out the pairs, bool [B, M, N], for ``[:, 0]`` or ``[:, 0, :, :]``.
 
-        An indexer asks for them, which writes a score for each of them anyway.
+        An indexer asks for them, which writes a score for each of them anyway; or it chooses by
+        tiles, and gets an object.
         """
+        if index in _OF_INDEXERS and self.by_tiles:
+            return Shown(self)
         if index in _OF_INDEXERS:
             batch, _, queries, keys = self.shape
             seen = visible_pairs(self.mask, queries, self.keys, batch=batch, device=self.device)
@@ -89,6 +96,32 @@ class Pairs:
             f"the index {index} of a mask, which is an expression and no tensor",
             fix="this model looks into its mask: use attn_implementation='sdpa' for it",
         )
+
+
+class Shown:
+    """The pairs as indexers have them that choose by tiles: what they ask a boolean tensor for."""
+
+    dtype = torch.bool
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def __invert__(self) -> Hidden:
+        return Hidden(self.pairs)
+
+
+class Hidden(NamedTuple):
+    """The other pairs."""
+
+    pairs: Pairs
+
+
+def by_tiles(config: Any, switch: bool) -> None:
+    """Note whether the indexers of the model with a config choose by tiles."""
+    if switch:
+        _BY_TILES[id(config)] = config
+    else:
+        _BY_TILES.pop(id(config), None)
 
 
 def _causal(batch: Any, head: Any, q: Any, kv: Any) -> Any:
@@ -162,6 +195,8 @@ def mask_of_model(
     """
     made = make_mask(*sizes, **rest)
     if getattr(config, "model_type", None) not in _EXTEND_TENSORS:
+        if not torch.compiler.is_compiling():  # dynamo knows no weak references
+            made.by_tiles = _BY_TILES.get(id(config)) is config is not None
         return made
     hidden = ~made[:, 0]
     added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)

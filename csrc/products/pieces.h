@@ -237,15 +237,15 @@ struct PieceMode {
     alignas(64) static constexpr u16 kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     Vec<float> low[pieces], high[pieces];
-    const bool finite =
-        split(widen_strided<float>(p, col, count), low) &
+    const bool first = split(widen_strided<float>(p, col, count), low);
+    const bool second =
         split(count > kLanes<float> ? widen_strided<float>(p + kLanes<float> * col, col, count - kLanes<float>)
                                     : Vec<float>{},
               high);
     TW_UNROLL(3)
     for (int y = 0; y < pieces; y++)
       word[y] = (Vec<i32>)_mm512_permutex2var_epi16((__m512i)low[y], _mm512_load_si512(kUpper), (__m512i)high[y]);
-    return finite;
+    return first && second;
   }
 
   static Words<Word> along_depth(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {

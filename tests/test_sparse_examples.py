@@ -1,4 +1,4 @@
-"""MoBA, MSA and NSA of examples/ against their papers' definitions: N x N in float64 torch."""
+"""MoBA, MSA, NSA and differential attention of examples/ against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tests.conftest import ROOT
 from tests.peak import only_linux, printed
 from tests.variants_catalogue import assert_all_close
@@ -221,3 +222,26 @@ print(peak.mib())
 """
     ((most,),) = printed(code)
     assert float(most) < 64
+
+
+def test_differential() -> None:
+    """Both maps in one call: output and gradients."""
+    given = leaf(2, 2, 4, 9, 8, seed=1), leaf(2, 2, 2, 9, 8, seed=2), leaf(2, 2, 9, 5, seed=3)
+    weight = leaf(1, seed=4)
+    leaves = (*given, weight)
+    got = example("differential")["differential"](*given, weight, tilewise.masks.causal())
+
+    q, k, v = given
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    s = q @ k.repeat_interleave(2, 2).transpose(-1, -2) / math.sqrt(8)
+    one, two = softmax_over(s, seen).unbind(1)
+    due = (one - weight * two) @ v.repeat_interleave(2, 1)
+    along = leaf(*due.shape, seed=5).detach()
+    found = [
+        {
+            "out": out.detach(),
+            **dict(zip("qkvw", torch.autograd.grad(out, leaves, along), strict=True)),
+        }
+        for out in (got, due)
+    ]
+    assert_all_close(*found)

@@ -46,13 +46,15 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def operands(dtype: torch.dtype, bias: bool = True) -> tuple[list[Tensor], Tensor, Tensor]:
+def operands(
+    dtype: torch.dtype, bias: bool = True, ignored: int = -100
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Hidden states, weights and a bias; targets, some ignored; weights of the tokens."""
     torch.manual_seed(7)
     tensors = [torch.randn(TOKENS, WIDTH), torch.randn(WORDS, WIDTH), torch.randn(WORDS)]
     leaves = [each.to(dtype).requires_grad_() for each in tensors[: 3 if bias else 2]]
     targets = torch.randint(0, WORDS, (TOKENS,))
-    targets[::6] = -100
+    targets[::6] = ignored
     return leaves, targets, torch.rand(TOKENS) + 0.5
 
 
@@ -94,8 +96,8 @@ def with_gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype, isa: str) -> None:
     options = OPTIONS[name]
-    leaves, targets, weights = operands(dtype, bias=name != "sum")
-    targets = torch.where(targets < 0, options.get("ignore_index", -100), targets)
+    ignored = options.get("ignore_index", -100)
+    leaves, targets, weights = operands(dtype, bias=name != "sum", ignored=ignored)
     if name not in ("none", "all"):
         weights = torch.ones(TOKENS)
     wide = [each.detach().double().requires_grad_() for each in leaves]

@@ -32,7 +32,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype) -> None:
     options = OPTIONS[name]
-    leaves, targets, weights = operands(dtype)
+    leaves, targets, weights = operands(dtype, ignored=options.get("ignore_index", -100))
     leaves[0] = leaves[0].detach()[:20].requires_grad_()
     targets, weights = targets[:20], weights[:20]
     wide = [each.detach().double().requires_grad_() for each in leaves]

@@ -36,7 +36,7 @@ from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_al
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
-OLD_ROWS = "The decode rows of the AMD processor predate the decode kernel."
+OLD_ROWS = "The decode rows of the processor of family/model 26/2 predate the decode kernel."
 PEER = "\npeer "  # what was not measured, and why
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"
 

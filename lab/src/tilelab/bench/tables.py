@@ -73,8 +73,8 @@ def _brief(record: GoalRecord) -> Table:
         if result.name == name and result.met.startswith("no") and not result.wrong
     ]
     if missed:
-        each_missed = [f"{result.name} {result.dtype} ({_goal(result)})" for result in missed]
-        notes.append(f"* below its goal: {'; '.join(each_missed)}.")
+        notes.append("* below its goal:")
+        notes += [f"- {result.name} {result.dtype}: {_goal(result)}" for result in missed]
     return Table(
         _title(record),
         ("case", *dtypes),
@@ -231,11 +231,11 @@ def _scaling_notes(record: GoalRecord) -> tuple[str, ...]:
     note = f"Two threads scale at least {SCALING_GOAL} as well as the bare loop in {count}."
     if not missed:
         return (note,)
-    each_missed = "; ".join(
-        f"{each.name} {each.dtype} {each.ours:.2f} ({each.same_length:.2f})" for each in missed
+    why = "The others, and in brackets a bare loop of their length, which has to wake a thread too:"
+    each_missed = (
+        f"- {each.name} {each.dtype}: {each.ours:.2f} ({each.same_length:.2f})" for each in missed
     )
-    why = "The others, and a bare loop no longer than they are, which has to wake a thread too"
-    return note, f"{why}: {each_missed}."
+    return note, why, *each_missed
 
 
 def _memory(record: GoalRecord) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 # Columns that hold words; the others hold numbers.
@@ -48,8 +49,11 @@ def markdown(table: Table) -> str:
     left = left_columns(table.head)
     rules = tuple("---" if column in left else "---:" for column in range(len(table.head)))
     lines = ["| " + " | ".join(row) + " |" for row in (table.head, rules, *table.rows)]
-    # A star at the beginning of a note would begin a list.
-    notes = ["\n" + ("\\" + note if note.startswith("*") else note) for note in table.notes]
+    notes = []
+    for before, note in pairwise(("", *table.notes)):
+        # Notes of a list follow one another; others are paragraphs, where a star would begin one.
+        gap = "" if before.startswith("- ") and note.startswith("- ") else "\n"
+        notes.append(gap + ("\\" + note if note.startswith("*") else note))
     return "\n".join([f"**{table.title}**", "", *lines, *notes])
 
 

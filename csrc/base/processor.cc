@@ -71,7 +71,8 @@ Features detect() {
   found.avx2 = ymm && fma && f16c && bit(b, 5) && bit(b, 8);
   found.avx512 = found.avx2 && zmm && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
   found.byte_tables = found.avx512 && bit(c, 1);
-  const bool integer_dots = bit(c, 11);                                                     // AVX512_VNNI
+  // AVX512_VNNI. Every processor with AVX512_BF16 has it.
+  const bool integer_dots = bit(c, 11);
   const bool tiles = bit(d, 22) && bit(d, 24), tiles_saved = (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5) && integer_dots;
   if (found.avx512_bf16 && found.byte_tables && tiles) {

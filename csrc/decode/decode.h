@@ -26,8 +26,7 @@ class DecodeKernel {
   using Key = typename Vectors::Key;
   using State = RowState<Acc>;
   static constexpr int lanes = kLanes<Acc>;
-  static constexpr bool kBytes = sizeof(Key) == 1;                 // rows in 8 bits are widened by the products
-  static constexpr bool kIntegers = requires { Vectors::about; };  // decode/integers.h
+  static constexpr bool kBytes = sizeof(Key) == 1;  // rows in 8 bits are widened by the products
   static constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 
  public:
@@ -235,7 +234,7 @@ class DecodeKernel {
     const Acc* const factors = scales_of(t, f_.k_scales, n0, n1, memory);
     for (int r = 0; r < rows; r++, scores += kRoomKeys) {
       Vec<Acc> unit = set(Acc{1});
-      if constexpr (kIntegers) unit = set(Vectors::factor(memory.q + (row0 + r) * q_stride_, q_stride_));
+      if constexpr (kIntegers<Mode>) unit = set(Vectors::factor(memory.q + (row0 + r) * q_stride_, q_stride_));
       for (i64 j = 0; j < n1 - n0; j += lanes) store(scores + j, load(scores + j) * (load(factors + j) * unit));
     }
   }
@@ -243,7 +242,7 @@ class DecodeKernel {
   void make_weights(const SplitTask& t, i64 n0, i64 n1, Acc* scores, int rows, const Memory& memory) const {
     const int padded = static_cast<int>(round_up(n1 - n0, kSubKeys));
     const Acc* const factors = f_.stored == Stored::plain ? nullptr : scales_of(t, f_.v_scales, n0, n1, memory);
-    if constexpr (kIntegers) {
+    if constexpr (kIntegers<Mode>) {
       Vectors::weights(scores, rows, padded, factors);
     } else {
       for (int r = 0; r < rows; r++, scores += kRoomKeys) {

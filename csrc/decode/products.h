@@ -220,12 +220,16 @@ struct RowVectors<PairMode> {
 
 // ---- the products
 
+// Whether products are summed in integers: see decode/integers.h.
+template <class Mode>
+constexpr bool kIntegers = !std::is_same_v<typename Mode::Dot::Acc, typename Mode::Acc>;
+
 // Words of a packed row of queries.
 template <class Mode, class Product>
 static i64 row_words(int depth) {
   using Vectors = typename Product::Vectors;
   const i64 words = round_up(Mode::words(depth), Vectors::unit * kLanes<typename Mode::Word>);
-  if constexpr (requires { Vectors::about; })  // decode/integers.h
+  if constexpr (kIntegers<Mode>)
     return 2 * words + Vectors::about;
   else
     return words;
@@ -236,10 +240,10 @@ class FewRows {
   using Word = typename Mode::Word;
   using Acc = typename Mode::Acc;
   using Dot = typename Mode::Dot;
-  using Total = typename Dot::Acc;  // integers sum up in integers
+  using Total = typename Dot::Acc;
   using Rows = RowVectors<Mode>;
   using Key = typename Rows::Key;
-  static constexpr bool integers = !std::is_same_v<Total, Acc>;
+  static constexpr bool integers = kIntegers<Mode>;
   static constexpr int lanes = kLanes<Acc>;
   static constexpr bool many = kVectorBytes == 64;  // registers
   // Products of one row that are summed over the lanes together.

@@ -400,7 +400,7 @@ class BackwardKernel {
                    own.masked.resolve(mask, m0, rows_of(x.seq, tile + t), blocks.begin(block), blocks.end(block));
         if (!own.here) continue;
         if (own.visited++ == 0) {
-          tiles_.open(x.seq, h, m0, memory.tile[t]);
+          tiles_.open(x.seq, h, m0, mask, memory.tile[t]);
           std::memset(memory.grad_q[t], 0, tile_bytes(rooms.tile.width));
         }
         if (here++ == 0) {

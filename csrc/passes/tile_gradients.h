@@ -19,7 +19,7 @@ struct GradTile {
   Acc* absent;           // the sink's probability: what those of the keys lack to 1
   Acc *slope, *center;   // of the entropy's gradient, see open_entropy
   Acc* grad_lse;
-  bool one_block;  // all keys of the sequence are in one block: delta is summed from the tile itself
+  bool one_block;  // all keys that the tile may see are in one block: delta is summed from the tile itself
 };
 
 // Computes P and dS of a tile; shared by the gradients of the operands and of a bias.
@@ -94,7 +94,7 @@ class TileGradients {
     }
   };
 
-  void open(const Sequence& seq, i64 h, i64 first, Memory& memory) const {
+  void open(const Sequence& seq, i64 h, i64 first, const Mask& mask, Memory& memory) const {
     GradTile<Mode>& tile = memory.tile;
     tile.first = first;
     tile.rows = static_cast<int>(min(kTileQueries, seq.queries - first));
@@ -111,8 +111,7 @@ class TileGradients {
     const Acc* row_sum = rows_at<Acc>(f_.row_sum, seq.b, h, row);
     const Acc* delta = rows_at<Acc>(f_.delta, seq.b, h, row);
     const Acc* grad_lse = f_.grad_lse.data ? rows_at<Acc>(f_.grad_lse, seq.b, h, row) : nullptr;
-    // The sum over this tile's keys is that of the row only where the row has no others.
-    tile.one_block = !f_.partial && KeyBlocks(seq.keys).count == 1;
+    tile.one_block = in_one_block(seq, first, tile.rows, mask);
     for (int i = 0; i < tile.width; i++) {
       const bool live = i < tile.rows && row_sum[i] != 0;
       // An infinite maximum makes every probability of a dead row, or of a lane without a query, exactly 0.
@@ -220,7 +219,7 @@ class TileGradients {
       MaskedTile masked;
       masked.bits = rooms.tile.bits;
       if (!masked.resolve(mask, m0, rows, blocks.begin(x), blocks.end(x))) continue;
-      if (!opened) open(seq, h, m0, rooms.tile);
+      if (!opened) open(seq, h, m0, mask, rooms.tile);
       opened = true;
       const int count = static_cast<int>(masked.end - masked.begin);
       const i64 row = seq.key_begin + masked.begin;
@@ -252,6 +251,17 @@ class TileGradients {
     Acc *scores, *grads, *gain;
     int stride, lane, width, key, count;
   };
+
+  // Whether the sum over the keys of one block is that of the whole row. The first rows under a causal mask are such:
+  // they have few keys, so their errors are the largest of all, and delta's would be much of them. (Of the paired
+  // modes the rounding of P and dS is larger.)
+  bool in_one_block(const Sequence& seq, i64 first, int rows, const Mask& mask) const {
+    if (f_.partial) return false;
+    if (Mode::paired || KeyBlocks(seq.keys).count == 1) return KeyBlocks(seq.keys).count == 1;
+    const KeyBlocks blocks(mask.key_limit());
+    const Range range = mask.visible(first, first + rows - 1);
+    return range.end <= range.begin || blocks.containing(range.begin) == blocks.containing(range.end - 1);
+  }
 
   // The pairs that dropout keeps, null for all.
   const u64* dropped(const Sequence& seq, i64 h, const MaskedTile& masked, const Memory& memory) const {

@@ -313,7 +313,7 @@ MEMORY = """
 import sys, torch, tilewise
 from tests.peak import Peak
 torch.set_num_threads(1)
-tokens, width, words = 2048, 256, 32000
+tokens, width, words = 2048, 768, 32000
 dtype = getattr(torch, sys.argv[1])
 hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
 weight = torch.randn(words, width).to(dtype).requires_grad_()
@@ -331,8 +331,8 @@ print(both, both / 2 + peak.mib())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_is_that_of_operands_and_gradients(dtype: str) -> None:
     ((both, peak),) = printed(MEMORY, dtype)
-    # All logits in float32 would be 250 MiB. The products of torch take a few MiB for themselves.
-    assert float(peak) < 1.1 * float(both) + 8
+    # All logits in float32 would be 250 MiB. The products of torch take 3 MiB for themselves.
+    assert float(peak) < 1.1 * float(both) + 4
 
 
 def test_what_cannot_be_is_refused() -> None:

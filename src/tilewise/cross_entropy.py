@@ -42,9 +42,10 @@ from tilewise.kernels.cross_entropy import (
 )
 
 Reduction = Literal["mean", "sum", "none"]
-# A block may take this part of the bytes of operands and gradients: a larger one is 5 % faster at
-# best, half of it 10 % slower (notes/performance-log.md).
-_PART = 1 / 16
+# A block may take this part of the bytes of operands and gradients. With a smaller one the loss is
+# slower than plain code: the weights' gradient is read and written for each block
+# (notes/performance-log.md).
+_PART = 1 / 12
 _LEAST_BYTES = 4 * 1024 * 1024
 _LEAST_TOKENS, _LEAST_WORDS = 32, 64  # of a block: smaller products are slow
 # On a GPU each block also reads and writes the float32 gradient of the weights. By an H100's peak
@@ -78,7 +79,7 @@ def linear_cross_entropy(
     token weights w, or 1. It is nan where there is no such token, as in torch. The same operands
     give the same bits.
 
-    Peak memory is 1.14 times that of operands and gradients, as measured on a CPU at 32,000 words
+    Peak memory is 1.09 times that of operands and gradients, as measured on a CPU at 32,000 words
     of width 768. On a GPU a block has 2,048 tokens at least. Differentiable once, in hidden, weight
     and bias.
 
@@ -264,11 +265,14 @@ def _losses(
         of_bias = losses.new_zeros(0 if bias is None else words)
         grads = _Grads(torch.empty_like(of.hidden), of_weight, of_bias)
     step, block = _block(of, kernel.in_place, block_tokens)
+    # One room for all blocks: a new one for each would be there beside the last.
+    size = max(min(step, tokens) * words, tokens * min(block, words) if narrow and grads else 0)
+    room = of.hidden.new_empty(size)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
         hidden, targets = of.hidden[rows], of.targets[rows]
         some = None if scales is None else scales[rows]
-        logits = logits_of(hidden, weight, bias)
+        logits = logits_of(hidden, weight, bias, room)
         at = target_logits(logits, targets, loss)  # now: the kernel writes over them
         losses[rows], lse[rows], change = kernel.close(Rows(logits, targets, some, loss))
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
@@ -279,12 +283,14 @@ def _losses(
             grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
         if not narrow:
             add_product(grads.weight, change, hidden, block)
+        del change  # of a kernel that does not work in place
     if grads is None or scales is None:
         return losses, nll, None
     if narrow:
         for first in range(0, words, block):
             part = slice(first, min(first + block, words))
-            logits = logits_of(of.hidden, weight[part], None if bias is None else bias[part])
+            of_words = None if bias is None else bias[part]
+            logits = logits_of(of.hidden, weight[part], of_words, room)
             rows_of = Rows(logits, of.targets, scales, loss)
             change = kernel.differentiate(rows_of, lse, first, words)
             torch.mm(change.T, of.hidden, out=grads.weight[part])

@@ -57,9 +57,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits [T', V'] of hidden states [T', D] and weights [V', D]."""
-    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor) -> Tensor:
+    """Return the logits [T', V'] of hidden states [T', D] and weights [V', D], in a flat room."""
+    sizes = len(hidden), len(weight)
+    out = room[: math.prod(sizes)].view(sizes)
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=out)
+    return torch.addmm(bias, hidden, weight.T, out=out)
 
 
 def add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> None:

@@ -216,6 +216,19 @@ struct HeadRows {
   i64 angle_batch = 0, angle_row = 0;         // strides
 };
 
+// Rows of a table: copied out, or added to.
+struct GatheredRows {
+  DType dtype =
+      DType::f32;  // of `rows`, and of a table that is copied from; one that is added to is in the computing type
+  int threads = 1;
+  bool add = false;
+  void* table = nullptr;  // rows of `width` neighbours in memory
+  i64 stride = 0;
+  const i64* places = nullptr;  // [count]: rows of the table; to add to, some may be the same
+  void* rows = nullptr;         // [count][width]
+  i64 count = 0, width = 0;
+};
+
 // One piece of an expression, by itself: for tests.
 struct ExprPiece {
   const ExprProgram* program = nullptr;
@@ -238,6 +251,7 @@ struct Kernels {
   bool (*covers)(const Covers&);
   bool (*cross_entropy)(const CrossEntropy&);
   bool (*head_rows)(const HeadRows&);
+  bool (*gathered_rows)(const GatheredRows&);
   bool (*expr_piece)(const ExprPiece&);
   double (*fma_flops)(i64 iterations);   // runs a bare multiply-add loop, returns its operations
   double (*bf16_flops)(i64 iterations);  // the same for bfloat16 products; null where there are none

@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <time.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -727,6 +730,42 @@ void cross_entropy(int dtype, int threads, nb::tuple sizes, nb::tuple arrays, i6
   check(kernels.cross_entropy(f));
 }
 
+// sizes: rows of the table, its stride, count, width. arrays: the table, places, rows.
+void gathered_rows(int dtype, int threads, bool add, nb::tuple sizes, nb::tuple arrays) {
+  GatheredRows f;
+  f.dtype = dtype_of(dtype);
+  f.threads = threads;
+  f.add = add;
+  require_length(sizes, 4, "sizes");
+  const i64 there = number(sizes, 0);
+  f.stride = number(sizes, 1), f.count = number(sizes, 2), f.width = number(sizes, 3);
+  if (threads < 1) bad("a call has at least one thread");
+  if (f.count < 0 || f.width < 0) bad("sizes must not be negative");
+  require_length(arrays, 3, "arrays");
+  if (f.count == 0 || f.width == 0) return;
+  f.table = address<void>(arrays, 0, "table");
+  f.places = address<const i64>(arrays, 1, "places");
+  f.rows = address<void>(arrays, 2, "rows");
+  const Kernels& kernels = active();
+  nb::gil_scoped_release release;
+  for (i64 i = 0; i < f.count; i++)
+    if (f.places[i] < 0 || f.places[i] >= there)
+      bad("place " + std::to_string(f.places[i]) + " is none of the table's " + std::to_string(there));
+  check(kernels.gathered_rows(f));
+}
+
+// Asks the system for large pages behind memory that nobody has touched yet: a fault for 2 MB in place of 4 KB. Where
+// it has none, nothing changes.
+void large_pages(std::uintptr_t address, std::size_t bytes) {
+#if defined(__linux__)
+  constexpr std::uintptr_t page = 4096;
+  const std::uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)address, (void)bytes;
+#endif
+}
+
 // sizes: batch, heads, rows, width, centred, rotated, interleaved. strides: batch, head and row of x, grad and out,
 // then head of the weights, batch and row of the angles. arrays: x, grad or 0, out, weight or 0, bias or 0, grad_weight
 // or 0, grad_bias or 0, cos, sin.
@@ -884,6 +923,8 @@ NB_MODULE(_core, m) {
   m.def("load_backward", &load_backward);
   m.def("covers", &covers);
   m.def("cross_entropy", &cross_entropy);
+  m.def("gathered_rows", &gathered_rows);
+  m.def("large_pages", &large_pages);
   m.def("head_rows", &head_rows);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });

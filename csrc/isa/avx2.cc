@@ -16,6 +16,7 @@ const Kernels kernels_avx2 = {"avx2",
                               avx2::covers,
                               avx2::cross_entropy,
                               avx2::head_rows,
+                              avx2::gathered_rows,
                               avx2::expr_piece,
                               avx2::multiply_add_flops<avx2::PlainDot<float>>,
                               nullptr};

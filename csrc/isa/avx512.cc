@@ -16,6 +16,7 @@ const Kernels kernels_avx512 = {"avx512",
                                 avx512::covers,
                                 avx512::cross_entropy,
                                 avx512::head_rows,
+                                avx512::gathered_rows,
                                 avx512::expr_piece,
                                 avx512::multiply_add_flops<avx512::PlainDot<float>>,
                                 nullptr};

@@ -16,6 +16,7 @@ const Kernels kernels_avx512_bf16 = {"avx512_bf16",
                                      avx512_bf16::covers,
                                      avx512_bf16::cross_entropy,
                                      avx512_bf16::head_rows,
+                                     avx512_bf16::gathered_rows,
                                      avx512_bf16::expr_piece,
                                      avx512_bf16::multiply_add_flops<avx512_bf16::PlainDot<float>>,
                                      avx512_bf16::multiply_add_flops<avx512_bf16::PairDot>};

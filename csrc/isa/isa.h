@@ -7,6 +7,7 @@
 #include "passes/cross_entropy.h"
 #include "variants/cover.h"
 #include "passes/forward.h"
+#include "passes/gathered_rows.h"
 #include "passes/head_rows.h"
 #include "passes/key_delta.h"
 #include "passes/load_backward.h"
@@ -32,6 +33,7 @@ static bool load_backward(const LoadBackward& f) { return run<LoadKernel, PassMo
 
 static bool cross_entropy(const CrossEntropy& f) { return run<CrossEntropyKernel>(f); }
 static bool head_rows(const HeadRows& f) { return run<HeadRowsKernel>(f); }
+static bool gathered_rows(const GatheredRows& f) { return run<GatheredRowsKernel>(f); }
 
 static bool covers(const Covers& f) { return CoverKernel(f).run(); }
 

@@ -16,6 +16,7 @@ const Kernels kernels_neon_bf16 = {"neon_bf16",
                                    neon_bf16::covers,
                                    neon_bf16::cross_entropy,
                                    neon_bf16::head_rows,
+                                   neon_bf16::gathered_rows,
                                    neon_bf16::expr_piece,
                                    neon_bf16::multiply_add_flops<neon_bf16::PlainDot<float>>,
                                    neon_bf16::multiply_add_flops<neon_bf16::MatrixDot>};

@@ -17,6 +17,7 @@ const Kernels kernels_portable = {"portable",
                                   portable::covers,
                                   portable::cross_entropy,
                                   portable::head_rows,
+                                  portable::gathered_rows,
                                   portable::expr_piece,
                                   portable::multiply_add_flops<portable::PlainDot<float>>,
                                   nullptr};

@@ -22,6 +22,7 @@ from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.engine.key_lists import Lists, Table
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Places
+from tilewise.kernels.rows import add_rows, copied_rows, zero_rows
 from tilewise.plan.plan import Plan
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype
@@ -274,6 +275,11 @@ class Gathering:
         # On a device nobody waits to know whether all lists are full.
         full = self.q.is_cpu and bool((self.lists.listed.counts == width).all())
         tables = [Table.of(x) for x in (self.k, self.v)] if total else []
+        # Used again for the next lists: new memory would come page by page.
+        rooms = [
+            x.rows.new_empty(min(size, total) * self._heads * width, x.rows.shape[1])
+            for x in tables
+        ]
         for start in range(0, total, size):
             lists = slice(start, min(start + size, total))
             keys = self.lists.keys(lists)
@@ -284,9 +290,10 @@ class Gathering:
                 cut: Program = (Instr("below", (), (len(mask),)),)
                 small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
                 mask = (*mask, self._of_heads(self.lists.listed.counts[lists]))
+            numbers = [table.numbers(*places, self._heads).flatten() for table in tables]
             k, v = (
-                table.rows.index_select(0, table.numbers(*places, self._heads).flatten())
-                for table in tables
+                copied_rows(table.rows, each, room[: len(each)])
+                for table, each, room in zip(tables, numbers, rooms, strict=True)
             )
             operands = Operands(
                 self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
@@ -321,7 +328,7 @@ class Gathering:
         """Return zeros for the gradients of k, v and the score's tensors, where they are wanted."""
         dtype = statistics_dtype(self.q.dtype)
         by_k, by_v = (
-            torch.zeros(x.shape, dtype=dtype, device=x.device) if need else None
+            zero_rows(x, dtype) if need else None
             for x, need in zip((self.k, self.v), (needs.k, needs.v), strict=True)
         )
         of_score = [
@@ -393,8 +400,7 @@ class Gathering:
             for table, found in zip(sums, (grads.k, grads.v), strict=True):
                 if table is not None:
                     places = table.numbers(part.outer, part.inner, self._heads).flatten()
-                    rows = found.reshape(-1, found.shape[-1])
-                    _add_rows(table.rows, places, rows.to(table.rows.dtype))
+                    add_rows(table.rows, places, found.reshape(-1, found.shape[-1]))
             yield part.lists, grads
 
     def placed(
@@ -429,11 +435,3 @@ class Gathering:
                 lists,
                 in_place(operands, result, grad_out, grad_lse, needs, places, grad_entropy),
             )
-
-
-def _add_rows(table: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Add rows to those of a table in a fixed order, also where several go to one place."""
-    if table.is_cpu:
-        table.index_add_(0, places, rows)
-    else:  # index_add_ takes atomics there; this sorts
-        table.index_put_((places,), rows, accumulate=True)

@@ -1,12 +1,13 @@
 """What the modules beside attention take, next to plain torch: scripts/bench_modules.py.
 
-- ``loss``: ``linear_cross_entropy``, forward and backward.
+- ``loss``: ``linear_cross_entropy``, forward and backward, beside torch's own.
 - ``indexer``: ``top_keys``.
 - ``latent``: decoding over a latent cache. "read" adds up the bytes of the cache, so its time over
   ours is the share of the memory's bandwidth.
+- ``model``: a decoded token of a layer of transformers' DeepSeek-V3, where that is installed.
 
-One thread, its processor time, all methods in turn; medians, and ratios to plain torch or to
-reading. Bytes are the peak of a call beyond its operands, the results among them.
+One thread, its processor time, all methods in turn; medians, and ratios of medians to the first
+method. Bytes are the peak of a call beyond its operands, the results among them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +31,22 @@ from tilelab.common.environment import describe
 from tilelab.common.memory import highest
 from tilewise import masks
 
-DTYPES = (torch.float32, torch.bfloat16)
-LOSSES = ((2048, 768, 32000), (1024, 768, 128000), (1024, 512, 256000))  # tokens, width, words
-INDEXED = ((4096, 4096), (256, 32768), (1, 32768))  # queries and keys
+SINGLE, HALF = torch.float32, torch.bfloat16
+# Tokens, width, words; the dtypes of hidden states and weights.
+LOSSES = (
+    (2048, 768, 32000, SINGLE, SINGLE),
+    (1024, 768, 128000, SINGLE, SINGLE),
+    (1024, 512, 256000, SINGLE, SINGLE),
+    (2048, 768, 32000, HALF, HALF),
+    (1024, 768, 128000, HALF, HALF),
+    (1024, 512, 256000, HALF, HALF),
+    (2048, 768, 32000, HALF, SINGLE),
+)
+# Queries and keys.
+INDEXED = ((4096, 4096, SINGLE), (256, 32768, SINGLE), (256, 32768, HALF), (1, 32768, SINGLE))
 INDEX_HEADS, INDEX_WIDTH, CHOSEN = 64, 128, 2048
-LATENT, VALUES, TOKENS, HEADS = 576, 512, 65536, (1, 2, 4, 8, 16, 128)
+LATENT, VALUES, TOKENS, HEADS, PAGE = 576, 512, 65536, (1, 2, 4, 8, 16, 128), 128
+CACHED = (1024, 4096, 16384)
 MEASURED = 1 << 24  # bytes: the peak of a smaller call is within the noise
 
 
@@ -42,7 +55,7 @@ class Case(NamedTuple):
 
     module: str
     name: str
-    dtype: str
+    dtype: torch.dtype
     calls: Mapping[str, Callable[[], Any]]
     operand_bytes: int  # of the operands, and of the gradients if there are some
 
@@ -54,45 +67,51 @@ def drawn(dtype: torch.dtype, *sizes: int) -> Tensor:
 
 
 def losses() -> Iterator[Case]:
-    """Yield the loss of vocabularies; plain code makes it in float32, as trainers do."""
-    for dtype in DTYPES:
-        for tokens, width, words in LOSSES:
-            hidden = drawn(dtype, tokens, width).requires_grad_()
-            weight = (drawn(dtype, words, width) * width**-0.5).requires_grad_()
-            targets = torch.arange(tokens) * 7919 % words
+    """Yield the loss of vocabularies. Plain code makes it of float32 logits, as trainers do."""
+    for tokens, width, words, dtype, weights in LOSSES:
+        hidden = drawn(dtype, tokens, width).requires_grad_()
+        weight = (drawn(weights, words, width) * width**-0.5).requires_grad_()
+        targets = torch.arange(tokens) * 7919 % words
 
-            def gradients(
-                loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-                operands: tuple[Tensor, Tensor, Tensor] = (hidden, weight, targets),
-            ) -> tuple[Tensor, ...]:
-                return torch.autograd.grad(loss(*operands), operands[:2])
+        def gradients(
+            loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+            operands: tuple[Tensor, Tensor, Tensor] = (hidden, weight, targets),
+        ) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss(*operands), operands[:2])
 
-            name = f"{tokens} tokens, width {width}, {words:,} words"
-            calls = {"plain": partial(gradients, plain_loss)}
-            calls["tilewise"] = partial(gradients, tilewise.linear_cross_entropy)
-            both = 2 * (hidden.nbytes + weight.nbytes)
-            yield Case("loss", name, str(dtype), calls, both)
+        ways = {"plain": plain_loss, "tilewise": tilewise.linear_cross_entropy}
+        own = getattr(functional, "linear_cross_entropy", None)
+        if own is not None and dtype == weights and words == LOSSES[0][2]:
+            options = torch.nn.LinearCrossEntropyOptions()
+            ways |= {"torch": own, "torch, in chunks": partial(own, options=options)}
+        name = f"{tokens:,} tokens, width {width}, {words:,} words"
+        name += ", weights in float32" if dtype != weights else ""
+        both = 2 * (hidden.nbytes + weight.nbytes)
+        calls = {each: partial(gradients, loss) for each, loss in ways.items()}
+        yield Case("loss", name, dtype, calls, both)
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss from all logits."""
-    return functional.cross_entropy(functional.linear(hidden, weight).float(), targets)
+    logits = functional.linear(hidden, weight.to(hidden.dtype)).float()
+    return functional.cross_entropy(logits, targets)
 
 
 def indexers() -> Iterator[Case]:
     """Yield an indexer's choice under a causal mask."""
-    for queries, keys in INDEXED:
-        q = drawn(torch.float32, 1, INDEX_HEADS, queries, INDEX_WIDTH)
-        k = drawn(torch.float32, 1, 1, keys, INDEX_WIDTH)
-        weights = drawn(torch.float32, 1, queries, INDEX_HEADS)
+    for queries, keys, dtype in INDEXED:
+        q = drawn(dtype, 1, INDEX_HEADS, queries, INDEX_WIDTH)
+        k = drawn(dtype, 1, 1, keys, INDEX_WIDTH)
+        weights = drawn(dtype, 1, queries, INDEX_HEADS)
         chosen = partial(tilewise.top_keys, q, k, weights, CHOSEN, mask=masks.causal())
         calls = {"plain": partial(plain_keys, q, k, weights), "tilewise": chosen}
         name = f"{queries:,} queries, {keys:,} keys, {INDEX_HEADS} heads, k = {CHOSEN:,}"
-        yield Case("indexer", name, str(q.dtype), calls, q.nbytes + k.nbytes + weights.nbytes)
+        yield Case("indexer", name, dtype, calls, q.nbytes + k.nbytes + weights.nbytes)
 
 
 def plain_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Return the keys with the largest scores, from all scores."""
+    """Return the keys with the largest scores, from all scores in float32."""
+    q, k, weights = (x.float() for x in (q, k, weights))
     scores = torch.einsum("bhmd,bnd->bmhn", q, k[:, 0]).mul_(INDEX_WIDTH**-0.5).relu_()
     total = torch.einsum("bmhn,bmh->bmn", scores, weights)
     rows, keys = total.shape[1:]
@@ -102,14 +121,82 @@ def plain_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 def latents() -> Iterator[Case]:
     """Yield a decoded token of several numbers of heads over one latent cache."""
-    for dtype in DTYPES:
+    scale = 192**-0.5
+    for dtype in (SINGLE, HALF):
         cache = drawn(dtype, 1, 1, TOKENS, LATENT)
+        pages = cache.view(-1, 1, PAGE, LATENT)
+        table = torch.arange(len(pages), dtype=torch.int32)[None]
+        step = tilewise.PagedStep(table, torch.tensor([TOKENS], dtype=torch.int32), page_size=PAGE)
         for heads in HEADS:
             q = drawn(dtype, 1, heads, 1, LATENT)
-            read = cache.view(torch.int64).sum
-            attend = partial(tilewise.attention, q, cache, cache[..., :VALUES], scale=192**-0.5)
+            near = cache, cache[..., :VALUES]
+            calls: dict[str, Callable[[], Any]] = {
+                "read": cache.view(torch.int64).sum,
+                "tilewise": partial(tilewise.attention, q, *near, scale=scale),
+                "in pages": partial(
+                    tilewise.attention_paged, q, pages, pages[..., :VALUES], step, scale=scale
+                ),
+            }
             name = f"{heads} heads, {TOKENS:,} tokens of {LATENT}"
-            yield Case("latent", name, str(dtype), {"read": read, "tilewise": attend}, cache.nbytes)
+            yield Case("latent", name, dtype, calls, cache.nbytes)
+
+
+def models() -> Iterator[Case]:
+    """Yield a decoded token of one layer of DeepSeek-V3 behind a cache, for all that may read it.
+
+    The layer has 16 heads, a hidden size and a feed-forward part of 2,048, and 1,000 words.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        print(f"without models: {error}")
+        return
+    from tilewise.integrations.transformers import absorb, latent_cache, register
+
+    register()
+    config = transformers.DeepseekV3Config(
+        vocab_size=1000,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        kv_lora_rank=VALUES,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=LATENT - VALUES,
+        v_head_dim=128,
+        mlp_layer_types=["dense"],
+        max_position_embeddings=2 * CACHED[-1],
+    )
+    torch.manual_seed(0)
+    kind = transformers.DeepseekV3ForCausalLM
+    whole = kind._from_config(config, attn_implementation="tilewise").eval()
+    for dtype in (SINGLE, HALF):
+        by_name = {name: deepcopy(whole).to(dtype) for name in ("eager", "sdpa", "tilewise")}
+        for name, model in by_name.items():
+            model.set_attn_implementation(name)
+        absorbed = deepcopy(by_name["tilewise"])
+        absorb(absorbed)
+        ways = {**by_name, "absorb": absorbed, "absorb, latent_cache": absorbed}
+        for tokens in CACHED:
+            ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(1))
+            usual, own = transformers.DynamicCache(config=config), latent_cache(absorbed)
+            for cache in (usual, own):
+                decoded(by_name["tilewise"], ids, cache)
+            caches = [*(deepcopy(usual) for _ in range(4)), own]
+            calls = {
+                name: partial(decoded, model, ids[:, :1], cache)
+                for (name, model), cache in zip(ways.items(), caches, strict=True)
+            }
+            yield Case("model", f"{tokens:,} tokens in the cache", dtype, calls, 0)
+
+
+def decoded(model: Any, token: Tensor, cache: Any) -> Tensor:
+    """Return the logits of more tokens, which the cache keeps."""
+    with torch.no_grad():
+        logits: Tensor = model(token, past_key_values=cache).logits
+    return logits
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
@@ -120,27 +207,24 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         held[name] = highest(call, "cpu")[0]
     once = dict.fromkeys(case.calls, 1)
     samples = interleave(case.calls, once, rounds, lambda call, _: seconds_of(call))
-    about = {"module": case.module, "case": case.name, "dtype": case.dtype}
+    about = {"module": case.module, "case": case.name, "dtype": str(case.dtype)}
     return {**about, "operand_bytes": case.operand_bytes, "peak_bytes": held, "samples": samples}
 
 
 def line(found: dict[str, Any]) -> str:
     """Return a row of the table: milliseconds, the ratio to the first method, bytes."""
-    (first, base), *_ = found["samples"].items()
+    medians = {name: statistics.median(times) for name, times in found["samples"].items()}
+    base = next(iter(medians.values()))
     cells = [found["module"], found["case"], found["dtype"].removeprefix("torch.")]
-    for name, times in found["samples"].items():
-        pairs = zip(times, base, strict=True)
-        ratio = statistics.median(own / other for own, other in pairs)
-        cell = f"{name} {1e3 * statistics.median(times):.4g} ms"
-        if name != first:
-            cell += f", {ratio:.2f}"
+    for name, seconds in medians.items():
+        cell = f"{name} {1e3 * seconds:.4g} ms, {seconds / base:.2f}"
         if (held := found["peak_bytes"][name]) >= MEASURED:
             cell += f", {held / 2**20:,.0f} MiB"
         cells.append(cell)
     return "| " + " | ".join(cells) + " |"
 
 
-MODULES = {"loss": losses, "indexer": indexers, "latent": latents}
+MODULES = {"loss": losses, "indexer": indexers, "latent": latents, "model": models}
 
 
 def main() -> None:

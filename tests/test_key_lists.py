@@ -344,6 +344,8 @@ def gathered(
 ) -> Tensor:
     """One sequence by the definition: a row sees a causal window of 5 and what it picks of a pool.
 
+    The semantics are those of attention-gym's ``gathered_attention``, where a list is a set.
+
     q [Hq, M, D]; keys and values of one head, [N, D] and [P, D]; picked [M, K], -1 for none.
     """
     rows = torch.arange(q.shape[1])[:, None]
@@ -357,6 +359,23 @@ def gathered(
     s = s.masked_fill(torch.cat([picked, window], dim=1) < 0, -math.inf)
     p = torch.cat([s, sinks[:, None, None].expand(-1, len(rows), 1)], dim=-1).softmax(-1)
     return torch.einsum("hmk,mkd->hmd", p[..., :-1], values)
+
+
+def test_repeats_that_count_are_a_score() -> None:
+    """attention-gym weighs a key by how often a list names it: a set, and log(count) as a score."""
+    generator = torch.Generator().manual_seed(12)
+    q, k, v = (torch.randn(1, 1, n, 8, generator=generator).double() for n in (6, 9, 9))
+    lists = torch.randint(9, (6, 20), generator=generator)
+    counts = torch.zeros(6, 9).double().scatter_add_(1, lists, torch.ones(6, 20).double())
+
+    keys, values = k[0, 0][lists], v[0, 0][lists]  # [M, K, D], repeats and all
+    s = torch.einsum("md,mkd->mk", q[0, 0], keys) / math.sqrt(8)
+    due = torch.einsum("mk,mkd->md", s.softmax(-1), values)
+    weights = counts.log()
+    got = tilewise.attention(
+        q, k, v, keys=lists[None, None].int(), score=lambda s, b, h, m, n: s + weights[m, n]
+    )
+    torch.testing.assert_close(got[0, 0], due, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])

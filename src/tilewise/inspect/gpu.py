@@ -140,8 +140,10 @@ def listed_launches(
     lists: KeyBlocks,
     family: str,
     overrides: Overrides = (),
+    *,
+    forward: bool = False,
 ) -> Sequence[Launch]:
-    """Return the launches of the backward pass of a call with key lists, with every gradient.
+    """Return the launches of a pass of a call with key lists: the backward with every gradient.
 
     Args:
         inputs: q, k, v, dense, on any device, ``meta`` included.
@@ -150,6 +152,7 @@ def listed_launches(
         lists: of keys; all of them are taken at once.
         family: a name of ``FAMILIES``.
         overrides: blocks in the place of the family's own.
+        forward: the forward pass in place of the backward.
     """
     from tilewise.kernels.gpu.backward.listed import listed_launches as launches_of
     from tilewise.kernels.gpu.backward.rows import Upstream
@@ -161,6 +164,8 @@ def listed_launches(
     every = slice(0, len(gathering.q))
     problem, operands, places = gathering.placed(every, gathering.tables(), by_k, by_v)
     result = empty_result(problem, operands.q, "")
+    if forward:
+        return forward_launches(problem, operands, result, family, overrides)
     learned = tuple(x.is_floating_point() for x in operands.score_tensors)
     scores = tuple(
         torch.empty_like(x) if wanted else None

@@ -9,7 +9,6 @@ from tilewise.kernels.cpu.core import absence, core
 from tilewise.kernels.cpu.cross_entropy import DTYPES
 from tilewise.kernels.cpu.forks import threads
 
-
 # Of a table: new memory of fewer bytes is mostly memory that the process had before.
 _LARGE_BYTES = 1 << 22
 

@@ -217,6 +217,27 @@ def test_a_list_is_a_set() -> None:
         assert_all_same_bits(other, found[0], "of a set")
 
 
+@pytest.mark.parametrize("block", [1, 16])
+def test_what_is_no_key_counts_as_none(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where nobody waits to look at values."""
+    monkeypatch.setattr("tilewise.engine.key_lists._check_values", lambda *_: None)
+    count = KEYS // block
+    lists = lists_of(9, count)
+    wrong = lists.clone()
+    wrong[..., 1::4] = torch.tensor([count, 2**31 - 1, -(2**31)], dtype=torch.int64)[
+        : wrong[..., 1::4].shape[-1]
+    ]
+    right = torch.where((wrong < 0) | (wrong >= count), -1, wrong)
+    assert not torch.equal(wrong, right)
+    found = []
+    for keys in (wrong, right):
+        q = drawn(1, 4, QUERIES, 16).requires_grad_()
+        own = [drawn(1, 2, KEYS, 16, seed=seed).requires_grad_() for seed in (1, 2)]
+        out = tilewise.attention(q, *own, keys=KeyBlocks(keys, block), backend="gpu")
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, *own))))
+    assert_all_same_bits(found[0], found[1], "without them")
+
+
 def test_values_that_are_a_part_of_the_keys() -> None:
     """A latent cache in the absorbed form: the gradients of both views meet in one tensor."""
     keys = lists_of(9, KEYS, heads=1)

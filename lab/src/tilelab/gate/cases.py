@@ -109,12 +109,13 @@ def backward(case: Attention, family: str, overrides: Overrides = ()) -> Sequenc
     return gpu.backward_launches(problem, operands, result, sent, needs, grads, family, overrides)
 
 
-def listed(case: Attention, family: str) -> Sequence[Launch]:
-    """Return the launches of the backward pass of a call with key lists, with every gradient."""
+def listed(case: Attention, forward: bool, family: str) -> Sequence[Launch]:
+    """Return the launches of a pass of a call with key lists; the backward has every gradient."""
     inputs = build(case, device="meta").detached()
     assert inputs.keys is not None
     tensors = inputs.q, inputs.k, inputs.v
-    return gpu.listed_launches(tensors, inputs.mask, inputs.score, inputs.keys, family)
+    variant = inputs.mask, inputs.score
+    return gpu.listed_launches(tensors, *variant, inputs.keys, family, forward=forward)
 
 
 def captured(case: Attention, family: str) -> Sequence[Launch]:
@@ -141,6 +142,8 @@ _PLAIN = frozenset(
 # Of a wgmma beside a score: this takes longer than what a narrow product leaves idle, and wider
 # ones spill in the loops of dK and dV.
 _SCORED_COLUMNS = 32
+# The widest rows by lists: those of 512 spill there in loops (18 to 53 times), whatever the blocks.
+_NARROW = {"gfx1100": 256}
 _TRANSPOSING = frozenset({"transpose_kernel"})
 
 
@@ -152,11 +155,14 @@ def cases() -> list[Case]:
         columns = _SCORED_COLUMNS if each.score else 64
         sixteen, quick = each.dtype.itemsize <= 2, each.quick
         if each.kind == "captured":
-            launches = partial(captured, each)
-            found.append(Case(f"captured {each.name}", launches, sixteen, _PLAIN, quick, where))
+            for make, words in ((forward, "forward captured"), (captured, "captured")):
+                launches = partial(make, each)
+                found.append(Case(f"{words} {each.name}", launches, sixteen, _PLAIN, quick, where))
         elif each.kind == "lists":
-            launches = partial(listed, each)
-            found.append(Case(f"lists {each.name}", launches, sixteen, _PLAIN, quick, where))
+            here = tuple(x for x in where if x not in _NARROW or each.head_dim <= _NARROW[x])
+            for first, words in ((True, "lists forward"), (False, "lists")):
+                launches, own = partial(listed, each, first), here if first else where
+                found.append(Case(f"{words} {each.name}", launches, sixteen, _PLAIN, quick, own))
         elif each.kind == "decode":
             found.append(Case(f"decode {each.name}", launches, sixteen, _PLAIN, quick, where))
         else:

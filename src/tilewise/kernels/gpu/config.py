@@ -17,7 +17,7 @@ import torch
 from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
 from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
-from tilewise.variants.program import RAW, Instr
+from tilewise.variants.program import EXPR, RAW, Instr
 
 __all__ = [
     "FAMILIES",
@@ -208,7 +208,8 @@ def _rows(text: str) -> dict[tuple[str, str], _Row]:
 # "pass+" is of calls that are heavy, "pass*" of masks that may leave blocks in which nothing
 # attends without saying where; a row that is missing is that of the name before it. "pass8" is of
 # float8, whatever the call, on chips whose other rows spill with it, "pass~" of pages in 8 bits,
-# "pass@" of other pages without a score, with the stages that dense keys would have.
+# "pass@" of other pages without a score, with the stages that dense keys would have, "pass^" of
+# scores that read an element of a tensor for each pair.
 # 16-bit operands. float32 ("single") is multiplied without matrix instructions, or with tf32's. The
 # interpreter has no registers to run out of; small blocks put many edges into small tests.
 _TABLE = _rows(
@@ -257,6 +258,8 @@ _TABLE = _rows(
     ampere       forward8 128x64/4/3    64x64/8/3     64x32/8/2     32x32/8/2
     hopper       forward8 128x128/8/2   128x128/8/2   64x64/8/2     32x32/8/2
     cdna         forward* 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
+    cdna4        forward^ 128x64/4/2    128x16/8/2    64x16/8/2     64x16/4/2
+    rdna3        forward^ 64x16/4/1     64x16/8/1     32x32/8/1     16x16/8/1
     ampere       forward~ 128x64/8/3    64x64/8/3     64x32/8/2     32x32/8/2
     blackwell    decode~  16x64/4/3     16x32/4/3     16x64/8/2     16x16/4/2
     cdna         forward~ 128x64/8/1    128x32/8/1    64x32/8/1     32x16/8/1
@@ -311,6 +314,8 @@ _TABLE = _rows(
     small        decode   16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       decode   16x128/4/4    16x64/4/4     16x64/8/2     16x16/4/2
     hopper       decode@  16x128/4/4    16x64/4/4     16x64/8/2     16x16/4/2
+    ampere       forward@ 128x64/4/3    128x64/8/3    64x32/8/2     32x32/8/2
+    rdna3        forward@ 64x32/4/1     64x32/8/1     32x16/8/1     16x16/8/1
     blackwell    decode   16x128/4/3    16x64/4/3     16x64/8/2     16x16/4/2
     cdna         decode   16x64/4/1     16x64/4/1     16x32/4/1     16x16/4/1
     cdna4        decode   16x64/4/2     16x64/4/2     16x32/4/2     16x32/4/1
@@ -350,10 +355,18 @@ class Config(NamedTuple):
         for name, blocks in self.overrides:
             if name == pass_name:
                 return blocks
+        found = self._of_table(pass_name, problem)
         if self.measured.entries and problem.stored is None:
             entry = self.measured.entries.get(place_of(pass_name, problem))
             if entry is not None:
-                return entry.blocks
+                found = entry.blocks
+        if not _reads_by_pair(problem):
+            return found
+        # A table's element for each pair of a block takes as many registers as a scattered walk.
+        least = self._of_table(pass_name, problem, by_pair=True)
+        return min(found, least, key=lambda each: each.queries * each.keys)
+
+    def _of_table(self, pass_name: Pass, problem: Problem, by_pair: bool = False) -> Blocks:
         return tiles_for(
             self.family,
             pass_name,
@@ -361,9 +374,10 @@ class Config(NamedTuple):
             problem.head_dim,
             problem.value_dim,
             _is_heavy(problem),
-            _is_scattered(problem),
+            by_pair or _is_scattered(problem),
             problem.stored is not None,
             problem.page_size > 0 and not _is_heavy(problem._replace(page_size=0)),
+            by_pair,
         )
 
     def in_groups(self, pass_name: Pass, problem: Problem) -> Blocks | None:
@@ -453,7 +467,8 @@ def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:
     """Return the blocks of a backward pass of key lists (``backward/listed.py``).
 
     They are those of the pass, with no more rows than share a list, and no more warps than these
-    rows are work for. Loads of what a list names wait for loads of names, which take stages of
+    rows are work for. Fewer warps have registers for half as many pairs, where a score or wide rows
+    need some too. Loads of what a list names wait for loads of names, which take stages of
     their own. The tile of keys of dK and dV lies in one page. Where pages are shorter than any tile
     it is as small as tiles get: a list names few keys that are neighbours.
 
@@ -463,21 +478,24 @@ def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:
         problem: paged, a batch item for each list.
     """
     blocks, rows = config.blocks(pass_name, problem), padded(problem.queries)
+    wide = max(padded(problem.head_dim), padded(problem.value_dim)) > _LISTED_WIDTH
+    halves = problem.dtype.itemsize == 2
     if pass_name == "dq":
         queries = min(blocks.queries, rows)
         least, high = (2, 32) if FAMILIES[config.family].unit == "mfma" else (4, 16)
-        return blocks._replace(
-            queries=queries,
-            warps=min(blocks.warps, max(least, queries // high)),
-            stages=2 * blocks.stages - 1,
-        )
+        warps = min(blocks.warps, max(least, queries // high)) if halves else blocks.warps
+        stages = blocks.stages if _reads_by_pair(problem) else 2 * blocks.stages - 1
+        blocks = Blocks(queries, blocks.keys, warps, stages)
+        fewer = warps < config.blocks(pass_name, problem).warps
+        return _halved(blocks) if fewer and (wide or problem.score) else blocks
     in_page = problem.page_size & -problem.page_size  # the largest power of two that divides it
     keys = min(blocks.keys, max(in_page, _LEAST))
-    queries = blocks.queries * blocks.keys // keys
-    queries = min(rows, max(blocks.queries, min(queries, _LISTED_ROWS)))
-    small = max(padded(problem.head_dim), padded(problem.value_dim)) <= _LISTED_WIDTH
-    small &= problem.dtype.itemsize == 2
-    warps = min(blocks.warps, 4) if small and queries * keys <= _LISTED_PAIRS else blocks.warps
+    queries = blocks.queries
+    if not wide:
+        queries = max(queries, min(queries * blocks.keys // keys, _LISTED_ROWS))
+    queries = min(rows, queries)
+    few = halves and not (wide or problem.score) and queries * keys <= _LISTED_PAIRS
+    warps = min(blocks.warps, 4) if few else blocks.warps
     fitting = _fitting(
         Blocks(queries, keys, warps, blocks.stages),
         pass_name,
@@ -487,6 +505,13 @@ def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:
         problem.value_dim,
     )
     return fitting._replace(stages=fitting.stages * min(fitting.stages, 2))
+
+
+def _halved(blocks: Blocks) -> Blocks:
+    """Return blocks with half of the keys, or of the rows where keys are few already."""
+    if blocks.keys > _LEAST:
+        return blocks._replace(keys=blocks.keys // 2)
+    return blocks._replace(queries=max(_LEAST, blocks.queries // 2))
 
 
 def place_of(pass_name: Pass, problem: Problem) -> Place:
@@ -513,6 +538,11 @@ def _is_scattered(problem: Problem) -> bool:
     """Return whether a walk checks each block for attending pairs; that branch needs registers."""
     names = {instr.op for instr in problem.mask}
     return not names <= {"band", "below", "and"} and "tiles" not in names
+
+
+def _reads_by_pair(problem: Problem) -> bool:
+    """Return whether the score is a function that reads tensors, at a place of its own per pair."""
+    return any(instr.op == EXPR and instr.slots for instr in problem.score)
 
 
 def padded(width: int) -> int:
@@ -542,6 +572,7 @@ def tiles_for(
     scattered: bool = False,
     stored: bool = False,
     paged: bool = False,
+    by_pair: bool = False,
 ) -> Blocks:
     """Return the blocks of a pass, small enough for the shared memory of the family.
 
@@ -555,12 +586,14 @@ def tiles_for(
         scattered: whether blocks in which nothing attends are found out on the way.
         stored: whether keys and values are in 8 bits, and widened on the way.
         paged: whether a tile of keys waits for an entry of a block table, and for nothing else.
+        by_pair: whether a score reads an element of a tensor for each pair.
     """
     chip = FAMILIES[family]
     # Columns that are not there are hidden one by one, in registers.
     has_variant |= padded(head_dim) != head_dim or padded(value_dim) != value_dim
     index = WIDTHS.index(_class_of(head_dim, value_dim))
     own = ("~",) * stored + ("8",) * (dtype is FLOAT8) + ("@",) * (paged and not stored)
+    own += ("^",) * by_pair
     row = _row(chip, pass_name, dtype, (*own, *("*",) * scattered, *("+",) * has_variant, ""))
     blocks = row[index]
     if has_variant and blocks.queries * blocks.keys > 128 * 64:

@@ -247,7 +247,9 @@ def test_a_layer_normalises_and_turns_at_once() -> None:
     assert layer.query_norm is not None
     torch.nn.init.uniform_(layer.query_norm.weight, 0.5, 2)
     x = torch.randn(2, 9, 32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    # Without acc_events torch 2.12 warns that it forgets what came before.
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         at_once = layer(x)
     assert not [each.key for each in profile.key_averages() if "rms_norm" in each.key]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -116,7 +116,8 @@ def top_keys(
     chosen, whatever it holds.
 
     Scores are float32, or float64 if an operand is float64; 16-bit operands are widened, under
-    autocast too: products in 16 bits would make ties of keys that are none. The number of threads changes no bit. The result has no gradient.
+    autocast too: products in 16 bits would make ties of keys that are none. The number of threads
+    changes no bit. The result has no gradient.
 
     Memory beyond operands and result does not grow with M, nor with N beyond 16,384 keys. On a CPU
     it is 2 MiB of products (more from 129 heads on) and the scores of 32 rows and 16,384 keys, or k

@@ -13,11 +13,11 @@ method. Bytes are the peak of a call beyond its operands, the results among them
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from torch.nn import functional
 
 import tilewise
 from tilelab.common.clock import interleave, seconds_of
-from tilelab.common.environment import describe
 from tilelab.common.memory import highest
+from tilelab.common.runs import write_runs
 from tilewise import masks
 
 SINGLE, HALF = torch.float32, torch.bfloat16
@@ -195,8 +195,8 @@ def models() -> Iterator[Case]:
 def decoded(model: Any, token: Tensor, cache: Any) -> Tensor:
     """Return the logits of more tokens, which the cache keeps."""
     with torch.no_grad():
-        logits: Tensor = model(token, past_key_values=cache).logits
-    return logits
+        found: Tensor = model(token, past_key_values=cache).logits
+    return found
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
@@ -235,14 +235,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"machine": describe(1), "runs": []}
-    for module in options.modules:
-        for case in MODULES[module]():
-            found = measure(case, options.rounds)
-            print(line(found), flush=True)
-            record["runs"].append(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    cases = chain.from_iterable(MODULES[module]() for module in options.modules)
+    write_runs((measure(case, options.rounds) for case in cases), line, options.json)
 
 
 if __name__ == "__main__":

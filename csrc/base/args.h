@@ -149,7 +149,7 @@ struct Backward : Problem {
   Rows grad_lse;                // data may be null
   Rows row_mean, grad_entropy;  // data is null without a gradient of the entropy
   // Written by `backward` as rowsum(grad_out * out), refined by `key_delta`, read by the others.
-  // Where one block has all keys of a sequence, a tile refines it for itself.
+  // Where one block has all keys that a tile may see, the tile refines it for itself.
   Rows delta;
   View grad_q, grad_k, grad_v;
   // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up
@@ -216,10 +216,9 @@ struct HeadRows {
   i64 angle_batch = 0, angle_row = 0;         // strides
 };
 
-// Rows of a table: copied out, or added to.
+// Rows of a table: copied out, or added to. A table that is added to is in the computing type.
 struct GatheredRows {
-  DType dtype =
-      DType::f32;  // of `rows`, and of a table that is copied from; one that is added to is in the computing type
+  DType dtype = DType::f32;  // of `rows`, and of a table that is copied from
   int threads = 1;
   bool add = false;
   void* table = nullptr;  // rows of `width` neighbours in memory

@@ -924,8 +924,8 @@ NB_MODULE(_core, m) {
   m.def("covers", &covers);
   m.def("cross_entropy", &cross_entropy);
   m.def("gathered_rows", &gathered_rows);
-  m.def("large_pages", &large_pages);
   m.def("head_rows", &head_rows);
+  m.def("large_pages", &large_pages);
   m.def("isa_available", &isa_available);
   m.def("isa_active", [] { return std::string(active().name); });
   m.def("isa_description", [] { return std::string(active().description); });

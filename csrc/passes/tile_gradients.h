@@ -252,12 +252,13 @@ class TileGradients {
     int stride, lane, width, key, count;
   };
 
-  // Whether the sum over the keys of one block is that of the whole row. The first rows under a causal mask are such:
-  // they have few keys, so their errors are the largest of all, and delta's would be much of them. (Of the paired
-  // modes the rounding of P and dS is larger.)
+  // Whether all keys that rows may see are in one block, so that a sum over it is that of the rows. The first rows
+  // under a causal mask are such. They have few keys, so their errors are the largest of all, and delta's would be much
+  // of them. In the paired modes the rounding of P and dS is larger than that.
   bool in_one_block(const Sequence& seq, i64 first, int rows, const Mask& mask) const {
     if (f_.partial) return false;
-    if (Mode::paired || KeyBlocks(seq.keys).count == 1) return KeyBlocks(seq.keys).count == 1;
+    const bool all = KeyBlocks(seq.keys).count == 1;
+    if (all || Mode::paired) return all;
     const KeyBlocks blocks(mask.key_limit());
     const Range range = mask.visible(first, first + rows - 1);
     return range.end <= range.begin || blocks.containing(range.begin) == blocks.containing(range.end - 1);

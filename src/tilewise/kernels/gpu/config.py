@@ -479,22 +479,22 @@ def listed_blocks(config: Config, pass_name: Pass, problem: Problem) -> Blocks:
     """
     blocks, rows = config.blocks(pass_name, problem), padded(problem.queries)
     wide = max(padded(problem.head_dim), padded(problem.value_dim)) > _LISTED_WIDTH
-    halves = problem.dtype.itemsize == 2
+    # float32 has no matrix instructions, whose rows would stay empty: all of its warps find work.
+    halves, pressed = problem.dtype.itemsize == 2, wide or bool(problem.score)
     if pass_name == "dq":
         queries = min(blocks.queries, rows)
         least, high = (2, 32) if FAMILIES[config.family].unit == "mfma" else (4, 16)
         warps = min(blocks.warps, max(least, queries // high)) if halves else blocks.warps
         stages = blocks.stages if _reads_by_pair(problem) else 2 * blocks.stages - 1
-        blocks = Blocks(queries, blocks.keys, warps, stages)
-        fewer = warps < config.blocks(pass_name, problem).warps
-        return _halved(blocks) if fewer and (wide or problem.score) else blocks
+        found = Blocks(queries, blocks.keys, warps, stages)
+        return _halved(found) if pressed and warps < blocks.warps else found
     in_page = problem.page_size & -problem.page_size  # the largest power of two that divides it
     keys = min(blocks.keys, max(in_page, _LEAST))
     queries = blocks.queries
     if not wide:
         queries = max(queries, min(queries * blocks.keys // keys, _LISTED_ROWS))
     queries = min(rows, queries)
-    few = halves and not (wide or problem.score) and queries * keys <= _LISTED_PAIRS
+    few = halves and not pressed and queries * keys <= _LISTED_PAIRS
     warps = min(blocks.warps, 4) if few else blocks.warps
     fitting = _fitting(
         Blocks(queries, keys, warps, blocks.stages),

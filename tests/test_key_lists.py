@@ -591,12 +591,31 @@ def test_explained_bytes_follow_the_lists() -> None:
     for backward in (False, True):
         once = bytes_of(16, 1000, backward)
         assert bytes_of(32, 1000, backward) == 2 * once == 2 * bytes_of(16, 100_000, backward)
-    packed = tilewise.explain(
-        torch.empty(9, 8, 32),
-        torch.empty(9, 2, 32),
-        torch.empty(9, 2, 32),
-        torch.tensor([0, 9]),
-        torch.tensor([0, 9]),
-        keys=torch.zeros(1, 9, 3, dtype=torch.int32),
+
+
+def test_explained_bytes_of_packed_sequences_and_pages() -> None:
+    """Lists move what they move in a dense call; pages add a table entry for each listed key."""
+    lists = torch.zeros(1, 1, 12, 3, dtype=torch.int32)
+    q, k = torch.empty(12, 8, 32), torch.empty(12, 2, 32)
+    starts = torch.tensor([0, 5, 12])
+    pages = torch.empty(4, 2, 16, 32)
+    table, lengths = torch.tensor([[2], [0]], dtype=torch.int32), torch.tensor([5, 7])
+    dense, packed, paged = (
+        found.account
+        for found in (
+            tilewise.explain(q.transpose(0, 1)[None], *(k.transpose(0, 1)[None],) * 2, keys=lists),
+            tilewise.explain(q, k, k, starts, starts, keys=lists[0]),
+            tilewise.explain(
+                q, pages, pages, starts, block_table=table, key_lengths=lengths, keys=lists[0]
+            ),
+        )
     )
-    assert "not predicted" in str(packed)
+    assert dense is not None
+    assert packed is not None
+    assert paged is not None
+    assert packed.forward.ours == dense.forward.ours
+    assert packed.backward.ours == dense.backward.ours
+    assert paged.forward.ours.bytes == dense.forward.ours.bytes + 12 * 2 * 3 * 4
+    assert paged.backward.ours.bytes == paged.backward.plain.bytes == 0
+    # Plain attention makes a matrix of each sequence: 5 x 5 and 7 x 7 pairs in place of 12 x 12.
+    assert packed.forward.plain.bytes < dense.forward.plain.bytes

@@ -494,7 +494,8 @@ def explain(
     problem = build_problem(q, k, v, keywords)
     row = chip_of(q.device) if chip is None else _same_kind(named(chip), q.device)
     if keys is not None:
-        return explain_lists(problem, q.device, keywords, read_key_lists(keys), row)
+        operands = build_operands(problem, q, k, v, keywords, 0)
+        return explain_lists(problem, operands, q.device, keywords, read_key_lists(keys), row)
     try:
         made: Plan | None = make_plan(q, k, v, keywords)
     except Unsupported:

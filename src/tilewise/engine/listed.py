@@ -27,7 +27,7 @@ from tilewise.engine.pages import Pages
 from tilewise.engine.shared_lists import MOST_ROWS, may_share
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
-from tilewise.problem import Needs, Problem, Result, Statistics, output_like
+from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
@@ -113,6 +113,7 @@ def lists_call(
 
 def explain_lists(
     problem: Problem,
+    operands: Operands,
     device: torch.device,
     keywords: Keywords,
     lists: KeyBlocks,
@@ -120,10 +121,13 @@ def explain_lists(
 ) -> Explanation:
     """Explain a call with key lists: its small problems, and what it moves beside a mask.
 
+    Of the operands, only the lengths of sequences count.
+
     Raises:
         InvalidArgument, Unsupported: as the call.
     """
     from tilewise.plan.traffic.gathered import InPlace, gathered_account
+    from tilewise.plan.traffic.visits import lengths_of
 
     _refuse_others(problem.dtype, keywords)
     indices, block, rows = checked_key_lists(lists, problem, device)
@@ -147,14 +151,13 @@ def explain_lists(
         calls = -(-many // lists_at_once(problem.kv_heads, width))
         in_place = InPlace(paged.problem.page_size, calls)
     found = None
-    if alone and plan.loops is not None:
+    if plan.loops is not None:
         loops = plan.loops
         if in_place is not None and paged.loops is not None:
             loops = loops._replace(backward=paged.loops.backward, keys=paged.loops.keys)
         bare = problem._replace(mask=(), score=())
-        found = gathered_account(bare, many, small, loops, in_place)
-    else:
-        notes += (("bytes", "not predicted for packed sequences and pages"),)
+        lengths = lengths_of(problem, operands)
+        found = gathered_account(bare, many, small, loops, in_place, lengths)
     reasons = [
         (each.name, each.reasons or (f"it could, but {plan.backend!r} comes first",))
         for each in candidates(small, registry.BACKEND_NAMES)

@@ -329,8 +329,9 @@ def test_what_is_moved() -> None:
     """Explain says which backward runs, and counts its bytes: of blocks exactly."""
     q, k, v = (torch.empty(1, heads, n, 16) for heads, n in ((4, QUERIES), (2, KEYS), (2, KEYS)))
 
-    def passes(keys: Tensor | KeyBlocks) -> dict[str, dict[str, tuple[int, int]]]:
-        found = tilewise.explain(q, k, v, keys=keys, backend="gpu")
+    def passes(keys: Tensor | KeyBlocks, *packed: Tensor) -> dict[str, dict[str, tuple[int, int]]]:
+        qkv = [x[0].transpose(0, 1) if packed else x for x in (q, k, v)]
+        found = tilewise.explain(*qkv, *packed, keys=keys, backend="gpu")
         assert "dK and dV by inverse lists, in tiles of 16 keys" in str(found)
         assert found.account is not None
         return {
@@ -347,6 +348,8 @@ def test_what_is_moved() -> None:
     assert blocks["dkdv"]["inverse"] == (entries * 4, 0)
     singles = passes(lists_of(9, KEYS))
     assert singles["dkdv"]["q"] == (QUERIES * 2 * 9 * 2 * 16 * 4, 0)
+    starts = torch.tensor([0, 3, QUERIES]), torch.tensor([0, 20, KEYS])
+    assert passes(lists_of(9, KEYS)[0], *starts) == singles
     more = passes(lists_of(18, KEYS))
     assert more["dkdv"]["q"][0] == 2 * singles["dkdv"]["q"][0]
     assert more["dq"]["k"][0] == 2 * singles["dq"]["k"][0]

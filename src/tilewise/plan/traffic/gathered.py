@@ -13,11 +13,12 @@ Of single keys it is counted as K, the most that there may be: neighbours share 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import plain
-from tilewise.plan.traffic.account import Account, Comparison, account
+from tilewise.plan.traffic.account import Account, Comparison, account, trains
 from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem
@@ -43,29 +44,41 @@ class InPlace(NamedTuple):
 
 
 def gathered_account(
-    problem: Problem, lists: int, small: Problem, loops: Loops, in_place: InPlace | None = None
+    problem: Problem,
+    lists: int,
+    small: Problem,
+    loops: Loops,
+    in_place: InPlace | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> Account:
     """Return the account of a call with key lists, beside plain attention with a mask.
 
+    Keys in pages are found through the call's block table: an entry for each listed key.
+
     Args:
-        problem: of the call, its keys all in one place.
+        problem: of the call.
         lists: T, of each key head.
         small: one problem for each list and key head, without mask and score.
         loops: of the backend that does it.
         in_place: how the backward reads keys in place; None where it copies them.
+        lengths: queries and keys of each sequence of a packed or paged call.
     """
     keys = lists * problem.kv_heads * small.keys
     e, f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
     widths = (("k", problem.head_dim), ("v", problem.value_dim))
     copies = [Operand(name, keys * width * e, keys * width * e) for name, width in widths]
     copy = Pass("copy", (*copies, Operand("lists", keys * _INDEX_BYTES)))
-    read = Pass("lists", (Operand("lists", keys * ENTRY_BYTES),))
+    entries = Operand("lists", keys * ENTRY_BYTES)
+    table = (entries._replace(name="block_table"),) if problem.page_size else ()
+    read = Pass("lists", (entries, *table))
     sums = [
         Operand(f"grad_{name}", keys * width * (e + f), keys * width * f) for name, width in widths
     ]
     base = account(small, loops)
     forward = Traffic((read,), _UNREAD).plus(base.forward.ours)
-    if in_place is None:
+    if not trains(problem):
+        backward = Traffic(())
+    elif in_place is None:
         backward = Traffic((copy,), _UNREAD).plus(base.backward.ours)
         backward = backward.plus(Traffic((Pass("add", tuple(sums)),)))
     else:
@@ -73,12 +86,13 @@ def gathered_account(
         delta, dq, _ = base.backward.ours.passes
         backward = Traffic((passes[0], delta, dq, *passes[1:]), (*_UNREAD, _SORT))
     masked = problem._replace(mask=_ANY_MASK)
+    plain_backward = plain.backward(masked, lengths) if trains(problem) else Traffic(())
     return Account(
         problem,
         loops,
         base.visits,
-        Comparison(forward, plain.forward(masked, None)),
-        Comparison(backward, plain.backward(masked, None)),
+        Comparison(forward, plain.forward(masked, lengths)),
+        Comparison(backward, plain_backward),
         lists * small.keys * ENTRY_BYTES,
     )
 
@@ -97,7 +111,9 @@ def _in_place(
     whole = how.page % tile == 0
     entries = keys // how.page if whole else keys
     met = keys // tile if whole else keys  # tiles in which a list names a key
-    stored = problem.batch * problem.kv_heads * problem.keys
+    stored = problem.kv_heads * problem.keys  # packed sequences are one after the other
+    if problem.layout == "dense":
+        stored *= problem.batch
     inverse = (
         Operand("lists", entries * ENTRY_BYTES, entries * ENTRY_BYTES),
         Operand("inverse", entries * _PLACE_BYTES, entries * (_PLACE_BYTES + ENTRY_BYTES)),

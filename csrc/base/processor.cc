@@ -37,12 +37,13 @@ bool has_neon_bf16() {
 }
 bool tiles_refused() { return false; }
 bool has_fast_dots() { return has_neon_bf16(); }
+bool has_line_streams() { return false; }
 
 #else
 namespace {
 
 struct Features {
-  bool avx2 = false, avx512 = false, avx512_bf16 = false, fast_dots = false, tiles = false, byte_tables = false;
+  bool amd = false, avx2 = false, avx512 = false, avx512_bf16 = false, tiles = false, byte_tables = false;
   bool tiles_refused = false;
 };
 
@@ -61,7 +62,7 @@ Features detect() {
   unsigned a, b, c, d;
   const auto bit = [](unsigned word, int index) { return (word >> index & 1) != 0; };
   if (!__get_cpuid(0, &a, &b, &c, &d)) return found;
-  found.fast_dots = b == signature_AMD_ebx;
+  found.amd = b == signature_AMD_ebx;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
   const bool fma = bit(c, 12), f16c = bit(c, 29), system_saves = bit(c, 27);
   if (!system_saves || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
@@ -95,7 +96,8 @@ bool has_avx512_bf16() { return features().avx512_bf16; }
 bool has_tiles() { return features().tiles; }
 bool tiles_refused() { return features().tiles_refused; }
 bool has_byte_tables() { return features().byte_tables; }
-bool has_fast_dots() { return features().fast_dots && features().avx512_bf16; }
+bool has_fast_dots() { return features().amd && features().avx512_bf16; }
+bool has_line_streams() { return features().amd; }
 #endif
 
 }  // namespace tilewise

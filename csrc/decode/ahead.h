@@ -2,6 +2,7 @@
 // turn: a processor that reads line after line of one page waits for each page anew (notes/performance-log.md).
 #pragma once
 
+#include "base/processor.h"
 #include "base/simd.h"
 #include "base/tile_sizes.h"
 
@@ -27,6 +28,7 @@ class RowsAhead {
     // Rows of one page in their order, those of several pages in turn.
     const i64 apart = count > 1 ? reinterpret_cast<const char*>(keys[1]) - reinterpret_cast<const char*>(keys[0]) : 0;
     stripe_ = apart > 0 ? static_cast<int>(max(kSubKeys, kPage / apart)) : kSubKeys;
+    if (apart > 0 && apart <= kShort && has_line_streams()) stripe_ = 1;
     spread(0, 1);
   }
   int left() const { return left_; }
@@ -42,7 +44,7 @@ class RowsAhead {
   }
 
  private:
-  static constexpr i64 kPage = 4096;
+  static constexpr i64 kPage = 4096, kShort = 128;
 
   // One row of keys and the one of values beside it; the next ones are a stripe of rows further.
   void row() {

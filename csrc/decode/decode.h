@@ -187,7 +187,19 @@ class DecodeKernel {
       point_rows(f_, f_.v, t.seq, t.kv_head, n0, n1, values);
       memory.ahead->aim(keys, values, count, f_.head_dim, f_.value_dim);
     };
-    return f_.stored == Stored::plain ? aim(Elem{}) : aim(u8{});
+    if (f_.stored == Stored::plain) return aim(Elem{});
+    aim(u8{});
+    // All at once: they are few bytes.
+    constexpr i64 size = sizeof(float);
+    for (const View* scales : {&f_.k_scales, &f_.v_scales}) {
+      const i64 step = max(1, 64 / max(1, scales->row * size));
+      for (i64 n = n0; n < n1;) {
+        const KeyRun run = key_run(f_, *scales, t.seq, t.kv_head, n, n1);
+        const float* from = static_cast<const float*>(scales->data) + run.at;
+        for (i64 j = 0; j < run.count; j += step) __builtin_prefetch(from + j * scales->row, 0, 2);
+        n += run.count;
+      }
+    }
   }
 
   // Pointers to the rows of keys n0 .. n1 - 1, or to copies of them where their elements lie apart.

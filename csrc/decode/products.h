@@ -273,8 +273,8 @@ class FewRows {
   // s[r * stride + j] = q[r] . key j, for `keys` keys, a multiple of kSubKeys.
   static void dots(const Room&, const Word* q, i64 q_stride, int row0, int rows, const Key* const* keys, int count,
                    int depth, Acc* s, i64 stride, RowsAhead& ahead) {
-    constexpr int kBlocks = kSubKeys * kDotRows / kDots;
-    ahead.spread((ahead.left() + 1) / 2, count / kSubKeys * ((rows + kDotRows - 1) / kDotRows) * kBlocks);
+    static_assert(kSubKeys % kDots == 0);
+    ahead.spread((ahead.left() + 1) / 2, count / kDots * rows);  // dot_rows<R> takes kSubKeys R / kDots steps
     q += row0 * q_stride;
     bool second = false;
     if constexpr (integers)

@@ -10,7 +10,7 @@ namespace tilewise::TILEWISE_ISA {
 
 class RowsAhead {
  public:
-  void clear() { left_ = 0, spread(0, 1); }
+  void clear() { left_ = 0, burst_ = 1, spread(0, 1); }
 
   // `count` rows of keys and as many of values, found through their pointers.
   template <class E>
@@ -29,15 +29,20 @@ class RowsAhead {
     const i64 apart = count > 1 ? reinterpret_cast<const char*>(keys[1]) - reinterpret_cast<const char*>(keys[0]) : 0;
     stripe_ = apart > 0 ? static_cast<int>(max(kSubKeys, kPage / apart)) : kSubKeys;
     if (apart > 0 && apart <= kShort && has_line_streams()) stripe_ = 1;
+    burst_ = max(1, kBurst / max(1, bytes_[0] + (tensors_ == 2 ? bytes_[1] : 0)));
     spread(0, 1);
   }
   int left() const { return left_; }
 
-  // From now on every step fetches its share of `rows` rows over so many steps.
-  void spread(int rows, int steps) { rows_due_ = rows, steps_ = steps > 0 ? steps : 1, due_ = 0; }
+  // From now on every step fetches its share of `rows` rows over so many steps. Some lines at a time: while they are on
+  // their way, products wait for lines of the second-level cache, and one by one they would always be on their way.
+  void spread(int rows, int steps) {
+    rows_due_ = rows, steps_ = steps > 0 ? steps : 1, due_ = 0;
+    enough_ = steps_ * burst_;
+  }
   inline __attribute__((always_inline)) void step() {
-    if (rows_due_ == 0) return;
-    for (due_ += rows_due_; due_ >= steps_; due_ -= steps_) row();
+    if (rows_due_ == 0 || (due_ += rows_due_) < enough_) return;
+    for (; due_ >= steps_; due_ -= steps_) row();
   }
   void all() {
     while (left_ > 0) row();
@@ -45,6 +50,7 @@ class RowsAhead {
 
  private:
   static constexpr i64 kPage = 4096, kShort = 128;
+  static constexpr int kBurst = 512;  // bytes
 
   // One row of keys and the one of values beside it; the next ones are a stripe of rows further.
   void row() {
@@ -60,7 +66,7 @@ class RowsAhead {
 
   const char* const* rows_[2];
   int bytes_[2], tensors_;
-  int count_, left_, stripe_, first_, at_, rows_due_, steps_, due_;
+  int count_, left_, stripe_, first_, at_, rows_due_, steps_, due_, enough_, burst_ = 1;
 };
 
 }  // namespace tilewise::TILEWISE_ISA

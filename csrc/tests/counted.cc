@@ -2,7 +2,11 @@
 // with nothing else in the process.
 //
 //   counted NAME=VALUE...     what=core|plain|nothing|compare pass=forward|backward isa=avx2 heads=1 kv_heads=1
-//                             queries=512 keys=512 head_dim=64 threads=1 causal=0 flush=0 dtype=float32|bfloat16
+//                             queries=512 keys=512 head_dim=64 threads=1 causal=0 listed=0 flush=0
+//                             dtype=float32|bfloat16
+//
+// listed=K: what=core pass=forward reads K keys of each query's list, as a call with key lists does: a list is the
+// block table of pages of one key, and the query's heads, which share a key head, are its rows.
 //
 // One batch item; bfloat16 with what=core and what=nothing alone. Operands are made and then pushed out of a cache of
 // `flush` / 2 bytes; what=nothing stops there, so that the difference of two runs is the attention alone, from cold
@@ -13,6 +17,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "base/parallel.h"
 #include "isa/dispatch.h"
@@ -123,6 +128,23 @@ struct Operands {
     f.lse = statistic(lse);
     return kernels.forward(f);
   }
+  // No key comes again before all have gone by, and those of a list lie in all sets of a cache.
+  bool forward_by_lists(const Kernels& kernels, i64 listed) const {
+    std::vector<std::int32_t> table, lengths(static_cast<std::size_t>(n.queries), static_cast<std::int32_t>(listed));
+    constexpr i64 kApart = 387;  // odd: in steps of it each of 2^n keys is met once
+    for (i64 x = 0; x < n.queries * listed; x++) table.push_back(static_cast<std::int32_t>(x * kApart % n.keys));
+    Forward f = call<Forward>();
+    f.batch = n.queries, f.heads = f.kv_heads = 1, f.queries = n.heads, f.keys = listed;
+    const auto by_lists = [&](const Room& room, int width) {
+      return View{room.data(), width, 0, n.queries * width, 1};
+    };
+    f.q = by_lists(q, n.head_dim), f.out = by_lists(out, n.value_dim);
+    f.k = View{k.data(), n.head_dim, 0, n.head_dim, 1}, f.v = View{v.data(), n.value_dim, 0, n.value_dim, 1};
+    const auto numbers = [&](const Room& room) { return Rows{room.data(), n.heads, 0}; };
+    f.lse = numbers(lse), f.row_max = numbers(row_max), f.row_sum = numbers(row_sum);
+    f.page_size = 1, f.page_slots = listed, f.block_table = table.data(), f.key_lengths = lengths.data();
+    return kernels.forward(f);
+  }
   bool backward(const Kernels& kernels) const {
     Backward f = call<Backward>();
     f.grad_out = view(grad_out, n.queries, n.value_dim);
@@ -187,6 +209,11 @@ int run(const Options& options) {
   Operands x(options);
   if (what == "plain" && (x.kv_heads != x.n.heads || x.causal))
     return std::fprintf(stderr, "counted: plain attention has no groups of heads and no mask\n"), 2;
+  const i64 listed = number(options, "listed", 0);
+  if (listed > 0 &&
+      (backward || x.kv_heads != 1 || x.causal || x.n.keys % listed != 0 || (x.n.keys & (x.n.keys - 1)) != 0))
+    return std::fprintf(stderr, "counted: lists are of one key head, forward, without a mask, and divide keys 2^n\n"),
+           2;
   Matrices matrices(x.matrix);
   if (backward) {  // what a forward pass would have left; any numbers move the same bytes
     x.out.draw(5, x.dtype), x.row_max.fill(0), x.row_sum.fill(1);
@@ -196,6 +223,7 @@ int run(const Options& options) {
   Room others(flush / static_cast<i64>(sizeof(float)));
   others.fill(0);
   if (what == "plain") plain(x, matrices, backward);
+  if (what == "core" && listed > 0) return x.forward_by_lists(active(), listed) ? 0 : 2;
   if (what == "core" && !(backward ? x.backward(active()) : x.forward(active()))) return 2;
   return 0;
 }

@@ -84,6 +84,7 @@ def test_cases_differ_and_cover() -> None:
         assert len({case.cache for case in cases}) >= 4
         assert any(case.causal for case in cases)
         assert any(case.heads > case.kv_heads for case in cases)
+        assert any(case.listed for case in cases)
 
 
 def test_plain_attention_has_no_mask_and_no_groups() -> None:
@@ -91,6 +92,20 @@ def test_plain_attention_has_no_mask_and_no_groups() -> None:
         Case("plain", "forward", 64, 2**20, causal=True)
     with pytest.raises(InvalidArgument, match="plain with a mask"):
         Case("plain", "forward", 64, 2**20, heads=2)
+
+
+def test_lists_follow_their_keys_and_not_all_keys() -> None:
+    """Of k and v twice as much for twice as long lists, and the same of twice as many keys."""
+
+    def read(length: int, listed: int) -> int:
+        case = Case("core", "forward", length, 192 << 10, heads=8, listed=listed)
+        return sum(each.bytes for each in case.predicted().passes if each.name != "lists")
+
+    rows = 1024 * (8 * (2 * 64 + 1) + 8 * 2) * 4  # q, out and lse, and two statistics
+    assert read(1024, 128) - rows == 2 * (read(1024, 64) - rows)
+    assert read(2048, 64) == 2 * read(1024, 64)
+    with pytest.raises(InvalidArgument, match="listed"):
+        Case("core", "backward", 64, 2**20, heads=8, listed=16)
 
 
 def test_what_a_run_misses_without_attention_is_taken_off() -> None:

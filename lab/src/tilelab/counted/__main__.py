@@ -122,8 +122,9 @@ def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) 
     before: dict[str, int] = {}
     rows = []
     for case in cases:
-        # How the core cuts its tasks, and what it masks, is nothing to a run without attention.
-        setup = {k: v for k, v in case.arguments.items() if k not in ("threads", "causal")}
+        # Without attention, tasks, masks and lists are nothing to a run.
+        about = ("threads", "causal", "listed")
+        setup = {k: v for k, v in case.arguments.items() if k not in about}
         key = f"{case.cache} {setup}"
         if key not in before:
             before[key] = counter(case.cache, {"what": "nothing", **setup})

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch
+
+import tilewise
 from tilelab.cases import case as cases
 from tilelab.cases.inputs import build, problem_of
 from tilelab.counted import fills
@@ -38,11 +41,18 @@ class Case:
     causal: bool = False  # whether later keys are masked; the core only
     # Queries that walk together over the keys in the core's forward: 64 to 512.
     task: int = _LARGEST_TASK
+    listed: int = 0  # keys of each query's list, which its heads share; 0: no lists
 
     def __post_init__(self) -> None:
         if self.method == "plain" and (self.heads != self.kv_heads or self.causal):
             raise InvalidArgument(
                 "method", "plain with a mask or groups of heads", "as many key heads, and no mask"
+            )
+        if self.listed and (self.direction == "backward" or self.kv_heads > 1 or self.causal):
+            raise InvalidArgument(
+                "listed",
+                f"{self.listed} keys, with a mask, a backward or several key heads",
+                "the forward of one key head without a mask",
             )
 
     @property
@@ -59,7 +69,9 @@ class Case:
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         words = [self.method, self.direction, f"N {self.length}, H {heads}, D {self.width}"]
         words += ["causal"] * self.causal
-        if self.method == "core" and self.direction == "forward":
+        if self.listed:
+            words.append(f"lists of {self.listed}")
+        elif self.method == "core" and self.direction == "forward":
             words.append(f"tasks of {self.task}")
         return ", ".join([*words, f"{self.cache >> 10} KiB"])
 
@@ -90,6 +102,7 @@ class Case:
             "keys": self.length,
             "head_dim": self.width,
             "causal": int(self.causal),
+            "listed": self.listed,
             "threads": self.threads if self.method == "core" else 1,
             "flush": 2 * self.cache,
         }
@@ -97,6 +110,12 @@ class Case:
     def predicted(self) -> Traffic:
         """Predict the fills by pass and operand, by the model."""
         problem = self.problem
+        if self.listed:
+            q, k = (torch.empty(1, h, self.length, self.width) for h in (self.heads, 1))
+            lists = torch.zeros(1, 1, self.length, self.listed, dtype=torch.int32)
+            found = tilewise.explain(q, k, k, keys=lists, backend="cpu").account
+            assert found is not None
+            return found.forward.ours
         if self.method == "core":
             if self.direction == "forward":
                 return fills.core_forward(problem, self.task, self.cache)
@@ -130,6 +149,7 @@ QUICK: tuple[Case, ...] = (
     _core("forward", 1024, 192, width=32, task=128, causal=True),
     _core("backward", 512, 224, width=32),
     _core("backward", 512, 512, width=32),
+    _core("forward", 1024, 192, heads=8, listed=64),
 )
 
 CASES: tuple[Case, ...] = (
@@ -149,6 +169,9 @@ CASES: tuple[Case, ...] = (
     _core("forward", 1024, 256, width=32, task=128, causal=True),  # the short walks stay
     _core("backward", 512, 256, heads=2, kv_heads=1, width=32, causal=True),
     _core("backward", 512, 512, heads=2, kv_heads=1, width=32, causal=True),
+    # Twice the keys of a list, and as long a list of twice as many keys
+    _core("forward", 1024, 192, heads=8, listed=128),
+    _core("forward", 2048, 192, heads=8, listed=64),
 )
 
 # One attention behind smaller and smaller caches, near the edges too, where nothing is promised.
@@ -205,8 +228,8 @@ def _line(row: Row) -> str:
     case = row.case
     who = "plain"
     if case.method == "core":
-        who = "ours"
-        who += f", tasks of {case.task}" if case.direction == "forward" else ""
+        who = f"ours, lists of {case.listed}" if case.listed else "ours"
+        who += f", tasks of {case.task}" if case.direction == "forward" and not case.listed else ""
         who += ", causal" if case.causal else ""
     heads = str(case.heads) if case.heads == case.kv_heads else f"{case.heads} on {case.kv_heads}"
     off = f"{100 * row.off:+.1f} %" + ("" if row.holds else " **too far**")

@@ -174,7 +174,7 @@ def test_doctor_says_what_is_fast(
     isa: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli.main(["doctor"])
-    assert doctor.FAST[isa] in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"\n{doctor.FAST[isa]}\n")  # its last sentence
     monkeypatch.setattr(doctor, "absence", lambda: "it is not built")
     assert "without the compiled core" in doctor.what_is_fast()
 
@@ -222,6 +222,17 @@ def test_bash_completes(completions: dict[str, str], typed: list[str], offered: 
     )
     done = ran("bash", "-c", program)
     assert sorted(done.stdout.split()) == offered
+
+
+def test_a_reader_who_goes_gets_no_traceback() -> None:
+    """As ``tilewise completion bash | head -0`` leaves it."""
+    command = [sys.executable, "-m", "tilewise", "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")

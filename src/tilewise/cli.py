@@ -6,6 +6,7 @@ trouble for the others.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None takes them from the command line.
 
     Returns:
-        the exit status: 0 done, 1 the subcommand says no, 2 wrong usage, 130 interrupted.
+        the exit status: 0 done, 1 the subcommand says no or nobody reads what it prints, 2 wrong
+            usage, 130 interrupted.
     """
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -79,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ending_at_once():
             run = _load(chosen)
-        return run(rest) or 0
+        status = run(rest) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does after its lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except TilewiseError as error:
         print(visible(f"tilewise {name}: {error}"), file=sys.stderr)
         return 1

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.peak:
         checks += _peak_checks()
     print(report(checks))
-    print(f"\n{what_is_fast()}\n`tilewise bench me` measures it in a minute.")
+    print(f"\n`tilewise bench me` measures this machine in a minute.\n{what_is_fast()}")
     return 0 if all(check.ok for check in checks) else 1
 
 

@@ -324,3 +324,60 @@ def test_what_is_refused(name: str) -> None:
     call, kind, words = WRONG[name]
     with pytest.raises(kind, match=words):
         call()
+
+
+# ---- splits joined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_are_joined(dtype: torch.dtype) -> None:
+    """Keys in three sets, one of which no row sees: what all of them together give."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator) for n, h in ((5, 4), (30, 2), (30, 2)))
+    due, due_lse = version_3.flash_attn_func(q, k, v, return_attn_probs=True)
+    outs, lses = [torch.full_like(due, torch.nan)], [torch.full((2, 4, 5), -torch.inf)]
+    for part in (slice(0, 11), slice(11, 30)):
+        out, lse = version_3.flash_attn_func(q, k[:, part], v[:, part], return_attn_probs=True)
+        outs.append(out)
+        lses.append(lse)
+    partial_lse = torch.stack(lses).transpose(2, 3)  # by rows, not contiguous
+    found, found_lse = version_3.flash_attn_combine(torch.stack(outs), partial_lse, None, dtype)
+    assert found.dtype == dtype
+    assert found_lse.dtype == torch.float32
+    torch.testing.assert_close(found_lse, due_lse.transpose(1, 2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, due.to(dtype), rtol=1e-5, atol=2e-6 if dtype == torch.float32 else 2e-2
+    )
+    room = torch.empty_like(due)
+    given, _ = version_3.flash_attn_combine(torch.stack(outs), partial_lse, room)
+    assert given is room
+    assert torch.equal(given.to(dtype), found)
+
+
+def test_splits_that_do_not_fit_are_refused() -> None:
+    outs, lses = torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 3, 4)
+    nothing, lse = version_3.flash_attn_combine(outs, torch.full_like(lses, -torch.inf))
+    assert torch.equal(nothing, torch.zeros(1, 3, 4, 8))
+    assert bool((lse == -torch.inf).all())
+    for wrong, name in (
+        ((outs[:0], lses[:0]), "out_partial"),
+        ((outs[0], lses), "out_partial"),
+        ((outs, lses.transpose(2, 3)), "lse_partial"),
+        ((outs, lses, torch.zeros(1, 4, 3, 8)), "out"),
+    ):
+        with pytest.raises(InvalidArgument, match=name):
+            version_3.flash_attn_combine(*wrong)
+    with pytest.raises(InvalidType, match="out_partial"):
+        THIRD.flash_attn_combine([outs[0]], lses)
+
+
+def test_what_would_be_planned_is_nothing() -> None:
+    """The tensor goes where a call takes it, and changes no bit."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (1, 20, 20))
+    used = torch.tensor([20, 7], dtype=torch.int32)
+    planned = version_3.get_scheduler_metadata(2, 1, 20, 2, 2, 16, used, causal=True)
+    assert planned.dtype == torch.int32
+    assert planned.numel() == 0
+    call = partial(version_3.flash_attn_with_kvcache, q, k, v, cache_seqlens=used, causal=True)
+    assert torch.equal(call(scheduler_metadata=planned), call())

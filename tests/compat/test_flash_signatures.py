@@ -75,6 +75,12 @@ NEWER: dict[Any, str] = {
     "cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
     f"{_DESCALES} softmax_scale=None causal=False {_WINDOWS} rotary_interleaved=True "
     "scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    version_3.flash_attn_combine: "out_partial lse_partial out=None out_dtype=None",
+    version_3.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q "
+    "num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None "
+    "cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False "
+    "window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None "
+    "sm_margin=0",
     cute.flash_attn_func: f"q k v qv=None gather_kv_indices=None {_FLAGS_4} {_MODS_4} "
     "aux_tensors=None aux_scalars=None block_sparse_tensors=None block_sparse_tensors_bwd=None "
     f"return_lse=False {_GATHER_4}",

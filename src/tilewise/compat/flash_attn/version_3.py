@@ -23,16 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, check_tensor
 from tilewise.compat.flash_attn import kv_cache
 from tilewise.compat.flash_attn.arguments import WindowSize, check_rank
 from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.reference.merge import merge_partial
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 
@@ -204,3 +208,78 @@ def flash_attn_with_kvcache(
         rotary_interleaved,
         return_softmax_lse=return_softmax_lse,
     )
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Join attention over separate sets of keys, the splits, into that over all of them.
+
+    Of one row::
+
+        lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
+
+    A split with lse -inf has seen no key of the row: its output is not read. A row that none saw
+    has 0 and -inf. ``tilewise.merge`` is the same for results of ``tilewise.attention``.
+
+    Args:
+        out_partial: floating [splits, B, S, H, Dv].
+        lse_partial: floating [splits, B, S, H], natural logarithms, on the same device.
+        out: [B, S, H, Dv] to be written; None makes one.
+        out_dtype: of a new one; None takes that of out_partial.
+
+    Returns:
+        out [B, S, H, Dv] and lse [B, S, H], in float32 (float64 for lse_partial in float64).
+
+    Raises:
+        InvalidArgument: shapes, dtypes or devices that do not fit, or no split.
+        InvalidType: what is no tensor.
+    """
+    required = "a floating tensor [splits, B, S, H, Dv], 1 split or more"
+    check_tensor("out_partial", out_partial, required, FLOATING)
+    if out_partial.dim() != 5 or len(out_partial) == 0:
+        raise InvalidArgument("out_partial", f"shape {tuple(out_partial.shape)}", required)
+    shape, device = tuple(out_partial.shape[:-1]), out_partial.device.type
+    required = f"a floating tensor {list(shape)} on {out_partial.device}"
+    check_tensor("lse_partial", lse_partial, required, FLOATING, shape=shape, device=device)
+    wide = torch.float64 if lse_partial.dtype == torch.float64 else torch.float32
+    by_heads = out_partial.to(wide).transpose(2, 3), lse_partial.to(wide).transpose(2, 3)
+    found, lse = (x.transpose(1, 2) for x in merge_partial(*(list(x) for x in by_heads)))
+    if out is None:
+        return found.to(out_dtype or out_partial.dtype), lse
+    required = f"a floating tensor {list(found.shape)} on {out_partial.device}"
+    check_tensor("out", out, required, FLOATING, shape=tuple(found.shape), device=device)
+    return out.copy_(found), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 [0] on the device of ``cache_seqlens`` [B]: here no call is planned before.
+
+    Calls take it as ``scheduler_metadata``. How keys are split follows from their number alone.
+    """
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -11,11 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from scripts import hf_kernel
 
 WHEELS = {
-    "cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64": "_core.cpython-311-x86_64-linux-gnu.so",
+    "cp311-cp311-manylinux_2_28_x86_64": "_core.cpython-311-x86_64-linux-gnu.so",
     "cp312-abi3-manylinux_2_28_x86_64": "_core.abi3.so",
     "cp312-abi3-manylinux_2_27_aarch64": "_core.abi3.so",
     "cp312-abi3-macosx_11_0_arm64": "_core.abi3.so",

@@ -1,9 +1,9 @@
 """Greedy decoding of many prompts at once: sequences end, and others take their place."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +13,42 @@ from tilewise.serving.paged import PagedKVCache
 
 
 class Attend(Protocol):
-    """A layer's attention in a step: appends the new keys and values, and attends over all."""
+    """A layer's attention in a step: appends the new keys and values, and attends over all.
+
+    It returns the output [T, Hq, Dv].
+
+    Args:
+        layer: which of the caches is its.
+        q: [T, Hq, D], packed as the tokens are.
+        k: [T, Hk, D].
+        v: [T, Hk, Dv]; None if its cache is latent.
+        keywords: those of ``PagedKVCache.attend``.
+    """
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, **keywords: Any
     ) -> Tensor:
-        """The output [T, Hq, Dv].
-
-        Args:
-            layer: which of the caches is its.
-            q: [T, Hq, D], packed as the tokens are.
-            k: [T, Hk, D].
-            v: [T, Hk, Dv]; None if its cache is latent.
-            keywords: those of ``PagedKVCache.attend``.
-        """
+        """Return the output [T, Hq, Dv]."""
         ...
 
 
-# (tokens [T], positions [T], rows [B], attend) -> logits [B, V] of what comes after those rows.
-# Tokens of several sequences lie one after the other, those of one in order.
-Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
+class Step(Protocol):
+    """A model in a step: returns the logits [B, V] of what comes after some of the tokens.
+
+    Tokens of several sequences lie one after the other, those of one in order.
+
+    Args:
+        tokens: int64 [T].
+        positions: int64 [T], of each token in its sequence.
+        rows: int64 [B]: the tokens whose next ones are wanted, the last of each sequence.
+        attend: the attention of each layer.
+    """
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend, /
+    ) -> Tensor:
+        """Return the logits [B, V]."""
+        ...
 
 
 @dataclass(eq=False)

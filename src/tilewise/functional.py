@@ -438,8 +438,13 @@ def plan(
     The plan keeps no tensor. Pass sinks, cu_seqlens and any mask or score that captures tensors
     again at the call. A mask or score that captures none may be left out there.
 
-    Every argument is as the call will have it. Pass cu_seqlens only for ``attention_varlen``. Pass
-    block_table and key_lengths only for ``attention_paged``, which also takes cu_seqlens_q.
+    Every argument is as the call will have it:
+
+    * of ``attention``: q [B, Hq, M, D], k [B, Hk, N, D] and v [B, Hk, N, Dv];
+    * of ``attention_varlen``: q [Tq, Hq, D], k [Tk, Hk, D] and v [Tk, Hk, Dv], with cu_seqlens_q
+      and cu_seqlens_k [sequences + 1];
+    * of ``attention_paged``: q either way, k and v [pages, Hk, page_size, D or Dv], with
+      block_table [B, P] and key_lengths [B], and with cu_seqlens_q where q is packed.
 
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.
@@ -477,9 +482,10 @@ def explain(
     This computes no attention. It predicts bytes and times of the forward and the backward, for
     tilewise and for plain attention (docs/io-model.md).
 
-    Every argument is as in ``plan``, and ``keys`` as in ``attention``. ``chip`` selects the caches
-    and ceilings to predict with. It is a name in ``tilewise.chips.CHIPS`` of the kind of device
-    that the tensors are on, "this", or None for the tensors' own device.
+    Every argument is as in ``plan``, such as q [B, Hq, M, D], and ``keys`` [B, Hk or 1, M, K] as in
+    ``attention``. ``chip`` selects the caches and ceilings to predict with. It is a name in
+    ``tilewise.chips.CHIPS`` of the kind of device that the tensors are on, "this", or None for the
+    tensors' own device.
 
     Raises:
         InvalidArgument, InvalidType: as the call. A call that no backend supports is explained, not

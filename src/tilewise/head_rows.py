@@ -55,7 +55,7 @@ class HeadNorm(NamedTuple):
     kind: Literal["rms", "layer"] = "rms"
 
     def check(self, x: Tensor) -> None:
-        """Raise InvalidArgument or InvalidType where this is no norm for heads [B, H, S, D]."""
+        """Raise InvalidArgument or InvalidType where this is no norm for x [B, H, S, D]."""
         if self.kind not in ("rms", "layer"):
             raise InvalidArgument("norm.kind", repr(self.kind), "'rms' or 'layer'")
         if not 0 <= self.eps < float("inf"):

@@ -49,7 +49,8 @@ class TopKeys(NamedTuple):
 
     Args:
         keys: int32 [B, 1, M, k], the largest score first; -1 where there is no key.
-        scores: their scores, float32 (float64 for float64); -inf where there is no key.
+        scores: [B, 1, M, k], their scores, float32 (float64 for float64); -inf where there is no
+            key.
     """
 
     keys: Tensor

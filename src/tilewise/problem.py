@@ -79,9 +79,11 @@ class Operands(NamedTuple):
     Args:
         q, k, v: [B, Hq, M, D], [B, Hk, N, D], [B, Hk, N, Dv] with any strides; varlen
             [Tq, Hq, D], [Tk, Hk, D], [Tk, Hk, Dv].
-        mask_tensors, score_tensors: what the programs captured, in slot order. In a
-            variable-length call their first dimension counts sequences, their rows and keys
-            count within a sequence and may be longer than any of them.
+        mask_tensors, score_tensors: what the programs captured, in slot order: boolean masks and
+            biases [B or 1, Hq or 1, M or 1, N or 1], lengths int64 [B], ids int64 [B or 1, S],
+            slopes [B or 1, Hq], and what expressions read. In a variable-length call their first
+            dimension counts sequences, their rows and keys count within a sequence and may be
+            longer than any of them.
         sinks: [Hq], contiguous, float32 (float64 for float64), or None.
         cu_seqlens_q, cu_seqlens_k: int64 [B + 1], contiguous; None if dense. On the CPU, checked;
             for the GPU backend's tensors on their device, where their values are not read.

@@ -39,7 +39,8 @@ def balanced_layout(
         length: rows of the sequence, and keys.
         positions: how many share it.
         mask: as in ``attention``, with its tensors for the whole sequence.
-        cu_seqlens: of packed sequences, as in ``attention_varlen``; None for a dense call.
+        cu_seqlens: int32 or int64 [sequences + 1] of packed sequences, as in ``attention_varlen``;
+            None for a dense call.
         batch: B, where the mask tells batch items apart.
         heads: Hq, where it tells heads apart.
         chunks: of each position. More of them share the work better, and make smaller calls.

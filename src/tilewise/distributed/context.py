@@ -41,10 +41,11 @@ def context_parallel(
 
     Args:
         mesh: as in ``context_parallel_attention``.
-        buffers: tensors with the whole sequence, the same on every process. Within the block they
-            hold the rows of this process; after it they are whole again, with what they held.
+        buffers: tensors [..., S, ...] with the whole sequence, the same on every process. Within
+            the block they hold the rows of this process, [..., rows, ...]; after it they are whole
+            again, with what they held.
         buffer_seq_dims: the dimension of the sequence, of each buffer.
-        no_restore_buffers: those of the buffers that may stay cut.
+        no_restore_buffers: those of the buffers that may stay cut, [..., rows, ...].
         schedule: as in ``context_parallel_attention``.
         timeout: likewise.
 

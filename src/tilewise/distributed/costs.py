@@ -220,10 +220,10 @@ def compare(
     for every number of ranks that divides ``ranks`` and the key heads.
 
     Args:
-        q: as in ``forecast``.
-        k: likewise.
-        v: likewise.
-        starts: cu_seqlens_q and cu_seqlens_k of packed sequences.
+        q: [B, Hq, M, D] or packed [T, Hq, D], as in ``forecast``.
+        k: [B, Hk, N, D] likewise.
+        v: [B, Hk, N, Dv] likewise.
+        starts: cu_seqlens_q and cu_seqlens_k of packed sequences, [sequences + 1].
         ranks: how many.
         layers: of the model: in training each of them keeps its q, k, v, out and lse.
         call: other arguments of ``forecast``.

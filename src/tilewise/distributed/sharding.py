@@ -19,14 +19,15 @@ def shard(x: Tensor, mesh: Mesh, dim: int, schedule: Schedule | Layout = "zigzag
     """Return the rows of a whole tensor that this process holds, as a copy.
 
     Args:
-        x: the same on every process, with the whole sequence.
+        x: [..., S, ...], the same on every process, with the whole sequence.
         mesh: as in ``context_parallel_attention``.
         dim: the dimension of the sequence.
         schedule: likewise. Lengths need not divide: see ``layout_of``.
 
     Returns:
-        x with fewer entries along ``dim``, in the order of the sequence; none where the sequence
-        is shorter than the number of processes. Its gradient is 0 outside of these rows.
+        [..., rows, ...]: x with fewer entries along ``dim``, in the order of the sequence; none
+        where the sequence is shorter than the number of processes. Its gradient is 0 outside of
+        these rows.
     """
     return _rows(x, _own(standing(mesh, schedule), _length(x, dim)), dim)
 
@@ -37,15 +38,16 @@ def unshard(
     """Return the whole tensor on every process, from the rows that each holds.
 
     Args:
-        x: what ``shard`` returned, or a result with these rows.
+        x: [..., rows, ...]: what ``shard`` returned, or a result with these rows.
         mesh: as in ``shard``.
         dim: the dimension of the sequence.
         schedule: as in ``shard``.
         length: of the whole sequence.
 
     Returns:
-        x with ``length`` entries along ``dim``. Its gradient is that of this process's rows: every
-        process has the whole tensor, and each takes from its gradient what is its own.
+        [..., length, ...]: x with ``length`` entries along ``dim``. Its gradient is that of this
+        process's rows: every process has the whole tensor, and each takes from its gradient what
+        is its own.
     """
     found: Tensor = _Unshard.apply(standing(mesh, schedule), dim, length, x)  # type: ignore[no-untyped-call]
     return found

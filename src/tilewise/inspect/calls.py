@@ -57,8 +57,9 @@ def lowered(
 ) -> tuple[Problem, Operands]:
     """Return the problem of a call, and its operands in kernel form. Nothing is computed.
 
-    Every argument is as in ``tilewise.attention``, ``attention_varlen`` and ``attention_paged``.
-    The tensors may be on the ``meta`` device.
+    Every argument is as in ``tilewise.attention``, ``attention_varlen`` and ``attention_paged``:
+    q [B, Hq, M, D], k [B, Hk, N, D] and v [B, Hk, N, Dv], or packed, or in pages. The tensors may
+    be on the ``meta`` device.
 
     Raises:
         InvalidArgument, InvalidType: as the call.

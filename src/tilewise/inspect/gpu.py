@@ -112,7 +112,8 @@ def backward_launches(
         problem: what to compute.
         operands: on any device, ``meta`` included.
         result: of the forward pass.
-        cotangents: the gradients of the output and of lse, the latter None where it is not used.
+        cotangents: the gradients of the output [B, Hq, M, Dv] (packed [Tq, Hq, Dv]) and of lse
+            [B, Hq, M] (packed [Hq, Tq]), the latter None where it is not used.
         needs: which gradients are wanted.
         grads: memory for these.
         family: a name of ``FAMILIES``.
@@ -146,7 +147,8 @@ def listed_launches(
     """Return the launches of a pass of a call with key lists: the backward with every gradient.
 
     Args:
-        inputs: q, k, v, dense, on any device, ``meta`` included.
+        inputs: q [B, Hq, M, D], k [B, Hk, N, D] and v [B, Hk, N, Dv], on any device, ``meta``
+            included.
         mask: of the call, or None.
         score: of the call, or None.
         lists: of keys; all of them are taken at once.

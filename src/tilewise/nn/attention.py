@@ -100,9 +100,9 @@ class Past:
 class Attention(nn.Module):
     """Multi-head attention with projections: out = attention(x Wq, c Wk, c Wv) Wo.
 
-    ``c`` is ``x`` (self-attention) or ``context`` (cross-attention). Queries and keys are first
-    normalised (``qk_norm``: RMSNorm over each head, learned weight), then rotated (``rotary``): on
-    a CPU in one pass, see ``tilewise.nn.rotary``.
+    ``c`` is ``x`` [B, M, width] (self-attention) or ``context`` [B, N, context_width]
+    (cross-attention). Queries and keys are first normalised (``qk_norm``: RMSNorm over each head,
+    learned weight), then rotated (``rotary``): on a CPU in one pass, see ``tilewise.nn.rotary``.
 
     Args:
         width: channels of ``x`` and of the output.

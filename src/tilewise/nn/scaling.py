@@ -71,7 +71,7 @@ class LinearScaling(RotaryScaling):
     """
 
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """See ``RotaryScaling``."""
+        """See ``RotaryScaling``: [dim / 2], from exponents [dim / 2]."""
         return base**-exponents / self.factor
 
 
@@ -85,7 +85,7 @@ class NtkScaling(RotaryScaling):
     """
 
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """See ``RotaryScaling``."""
+        """See ``RotaryScaling``: [dim / 2], from exponents [dim / 2]."""
         dim = _at_least_four(exponents)
         changed: Tensor = (base * self.factor ** (dim / (dim - 2))) ** -exponents
         return changed
@@ -111,7 +111,7 @@ class DynamicNtkScaling(RotaryScaling):
     dynamic: ClassVar[bool] = True
 
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """See ``RotaryScaling``."""
+        """See ``RotaryScaling``: [dim / 2], or for lengths [B, 1] a row of each, [B, dim / 2]."""
         dim = _at_least_four(exponents)
         if length is None:
             unchanged: Tensor = base**-exponents
@@ -165,7 +165,7 @@ class YarnScaling(RotaryScaling):
         return 0.1 * math.log(self.factor) + 1.0
 
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """See ``RotaryScaling``."""
+        """See ``RotaryScaling``: [dim / 2], from exponents [dim / 2]."""
         pairs = exponents.shape[0]
         low, high = (
             self._index(turns, base, 2 * pairs) for turns in (self.beta_fast, self.beta_slow)
@@ -215,7 +215,7 @@ class Llama3Scaling(RotaryScaling):
             raise InvalidArgument("low_freq_factor", str(self.low_freq_factor), required)
 
     def frequencies(self, base: float, exponents: Tensor, length: Tensor | None) -> Tensor:
-        """See ``RotaryScaling``."""
+        """See ``RotaryScaling``: [dim / 2], from exponents [dim / 2]."""
         unscaled = base**-exponents
         turns = unscaled * (self.original_length / (2 * math.pi))
         width = self.high_freq_factor - self.low_freq_factor

@@ -20,7 +20,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     It is a ``torch.nn.TransformerEncoderLayer`` whose ``self_attn`` is a
     ``tilewise.nn.MultiheadAttention``: the constructor, the parameters, their initial values for
     the same seed and the state dict are torch's own. It goes into ``torch.nn.TransformerEncoder``,
-    with nested tensors (``enable_nested_tensor``) or without.
+    with nested tensors (``enable_nested_tensor``) or without. Input and output are [S, B, E], with
+    ``batch_first`` [B, S, E].
 
     It differs from torch's in these points:
 
@@ -73,7 +74,9 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     """A drop-in for ``torch.nn.TransformerDecoderLayer``, in O(S) memory.
 
     It is torch's layer, whose ``self_attn`` and ``multihead_attn`` are modules of
-    ``tilewise.nn.MultiheadAttention``; ``tgt_is_causal=True`` needs no mask.
+    ``tilewise.nn.MultiheadAttention``; ``tgt_is_causal=True`` needs no mask. ``forward`` is
+    torch's: tgt and the output are [T, B, E] and memory is [S, B, E], with ``batch_first``
+    [B, T, E] and [B, S, E].
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoderLayer.html
     """

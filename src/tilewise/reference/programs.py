@@ -54,7 +54,8 @@ def visible(
 ) -> Tensor:
     """Return which pairs of a block attend.
 
-    The empty program lets everything through.
+    The empty program lets everything through. ``tensors`` are those that it captured, as
+    ``mask_tensors`` of ``tilewise.problem.Operands``.
 
     Returns:
         bool, broadcastable to ``[B, Hq, len(queries), len(keys)]``, full in its last two sizes.
@@ -194,11 +195,12 @@ def apply_score(
 
     Args:
         program: a score program, its instructions applied in order.
-        tensors: its captured tensors.
+        tensors: its captured tensors, as ``score_tensors`` of ``tilewise.problem.Operands``.
         s: ``[B, Hq, m, n]`` scores, ``scale * q.k`` in natural units.
         block: the rectangle that ``s`` is.
-        seen: which pairs count, where autograd is to differentiate this: an expression is then
-            not evaluated for the others, so that no NaN of theirs gets into a gradient.
+        seen: bool that broadcasts to [B, Hq, m, n]: which pairs count, where autograd is to
+            differentiate this: an expression is then not evaluated for the others, so that no NaN
+            of theirs gets into a gradient.
 
     Returns:
         The new scores, same shape and dtype, and what ``score_gradient`` needs of the way there

@@ -115,7 +115,7 @@ class KVCache:
         * a sequence has the bits that it has alone, whatever else is in the batch.
 
         Args:
-            q: the queries.
+            q: [B, Hq, M, D].
             keywords: those of ``tilewise.attention``; ``mask`` is ``masks.causal()`` if left out.
         """
         return attention(q, self.keys, self.values, **{"mask": causal(), **keywords})

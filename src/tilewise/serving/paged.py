@@ -110,7 +110,7 @@ class PagedKVCache(Sequences):
 
     @property
     def v_scales(self) -> Tensor | None:
-        """As ``k_scales``."""
+        """As ``k_scales``, float32 [pages, Hk, page_size]."""
         return self._pools[-1].scales
 
     def pages_for(self, first: int, total: int) -> int:

@@ -74,14 +74,14 @@ class BlockMask(Mask):
         depend on the batch item or on the head has one table for all of them.
 
         Args:
-            mask: what ``mask=`` takes.
+            mask: as in ``attention``, such as a boolean tensor that broadcasts to [B, Hq, M, N].
             queries: M.
             keys: N; M if None.
             batch: B; needed where the mask depends on the batch item.
             heads: Hq; needed where the mask depends on the head.
             block: queries and keys of a tile. The kernels' own size serves best.
-            cu_seqlens_q: of ``attention_varlen``, instead of M and B.
-            cu_seqlens_k: of ``attention_varlen``, instead of N.
+            cu_seqlens_q: [B + 1] of ``attention_varlen``, instead of M and B.
+            cu_seqlens_k: [B + 1] of ``attention_varlen``, instead of N.
             dtype: of q, k and v; matters to masks that compute with floats.
 
         Raises:

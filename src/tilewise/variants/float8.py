@@ -19,7 +19,13 @@ _NAMES = ("q_scale", "k_scale", "v_scale")
 
 
 class Scales(NamedTuple):
-    """The scales of a call's q, k and v; None stands for 1."""
+    """The scales of a call's q, k and v; None stands for 1.
+
+    Args:
+        q: floating of one element, [Hq] or [B, Hq].
+        k: floating of one element, [Hk] or [B, Hk]; of pages in 8 bits [pages, Hk, page_size].
+        v: as k.
+    """
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -30,7 +36,11 @@ NO_SCALES = Scales()
 
 
 def scales_of(q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Scales:
-    """Return the scales as one value; always the same one where there are none."""
+    """Return the scales as one value; always the same one where there are none.
+
+    The arguments are those of ``Scales``: floating of one element, [heads] or [B, heads], or None;
+    k_scale and v_scale of pages in 8 bits are [pages, Hk, page_size].
+    """
     if q_scale is None and k_scale is None and v_scale is None:
         return NO_SCALES
     return Scales(q_scale, k_scale, v_scale)

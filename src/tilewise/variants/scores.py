@@ -120,7 +120,8 @@ def raw(name: str, *tensors: Tensor) -> Score:
 
     Args:
         name: said to ``register_triton`` in this process.
-        tensors: what the functions read, in their order: as they are, with any strides.
+        tensors: what the functions read, in their order: as they are, with any shapes [...] and
+            strides.
 
     Raises:
         InvalidArgument, InvalidType: the name is not registered, or something is no tensor.

@@ -46,7 +46,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """``index_first_axis`` and the input itself; the gradients of both add up."""
+    """``index_first_axis``, [n, ...], and the input [rows, ...] itself; both gradients add up."""
     return index_first_axis(input, indices), input
 
 

@@ -7,8 +7,9 @@ The formula is that of flash-attn 2, without dropout and ALiBi. New:
 * ``window_size`` has None for no bound.
 * ``learnable_sink`` [Hq]: a logit of each head that joins the softmax's denominator; it has a
   gradient.
-* ``seqused_q``, ``seqused_k``: how many rows and keys of each sequence count. Other rows give 0.
-* ``page_table``: keys in pages, forward only.
+* ``seqused_q``, ``seqused_k``, integer [sequences]: how many rows and keys of each sequence count.
+  Other rows give 0.
+* ``page_table``, integer [sequences, P]: keys in pages [blocks, page size, Hk, D], forward only.
 * ``num_splits``, ``seqlen_k_per_split``, ``pack_gqa``, ``deterministic``, ``min_seqlen_k`` and
   ``scheduler_metadata`` change nothing: the same call gives the same bits.
 * ``mask_mod``, ``score_mod``, what they read, and block sparsity are refused: they are programs of
@@ -58,7 +59,10 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of [B, S, H, D] tensors, with gradients; the lse is [B, Hq, M]."""
+    """Attention of [B, S, H, D] tensors, with gradients; the lse is [B, Hq, M].
+
+    See the top of this module for the other arguments.
+    """
     refuse(
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
@@ -112,7 +116,8 @@ def flash_attn_varlen_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of packed sequences [T, H, D] where cu_seqlens are there, else [B, S, H, D].
 
-    The lse is [Hq, Tq] or [B, Hq, M].
+    The lse is [Hq, Tq] or [B, Hq, M]. ``cu_seqlens_q`` and ``cu_seqlens_k`` are integer
+    [sequences + 1]. See the top of this module for the other arguments.
     """
     refuse(
         gather_kv_indices=gather_kv_indices,

@@ -7,7 +7,8 @@ The formula is that of ``flash_attn_interface`` of flash-attn 2, without dropout
   the keys, as for ``causal``.
 * ``q_descale``, ``k_descale``, ``v_descale``, floating [sequences, Hk]: what float8 numbers stand
   for. Forward only.
-* ``seqused_q``, ``seqused_k``: how many rows and keys of each sequence count. Other rows give 0.
+* ``seqused_q``, ``seqused_k``, integer [sequences]: how many rows and keys of each sequence count.
+  Other rows give 0.
 * ``num_splits``, ``pack_gqa``, ``sm_margin``, ``deterministic`` and ``scheduler_metadata`` change
   nothing: the same call gives the same bits.
 
@@ -129,7 +130,11 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of packed sequences [T, H, D], likewise; the lse is [Hq, Tq]."""
+    """Attention of packed sequences [T, H, D], likewise; the lse is [Hq, Tq].
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are integer [sequences + 1], ``seqused_q`` and
+    ``seqused_k`` integer [sequences].
+    """
     flags = Flags(softmax_scale, causal, window_size, softcap, attention_chunk)
     where = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     descales = (q_descale, k_descale, v_descale)
@@ -170,6 +175,9 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """``flash_attn_with_kvcache`` of flash-attn 2, with the arguments in this order. Forward only.
+
+    q is [B, M, Hq, D]. k_cache and v_cache are [caches, S, Hk, D or Dv], or with a ``page_table``
+    [B, P] pages [blocks, page size, Hk, D or Dv]. The output is [B, M, Hq, Dv], the lse [B, Hq, M].
 
     Raises:
         Unsupported: qv, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, descales or

@@ -48,6 +48,9 @@ class AttentionBias:
             dtype: of the result.
             device: of the result.
 
+        Returns:
+            [..., queries, keys].
+
         Raises:
             InvalidArgument: the bias is for other numbers of queries or keys.
         """
@@ -92,7 +95,7 @@ class LowerTriangularMask(AttentionBias):
         pass
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
-        """Return the same mask with a tensor that is added to the scores."""
+        """Return the same mask with a floating bias [B, H, M, N] that is added to the scores."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 
@@ -184,6 +187,14 @@ class BlockDiagonalMask(AttentionBias):
     ) -> tuple[Self, Tensor, Tensor, Tensor | None]:
         """Return the mask of lists of queries and keys, and each list in one tensor.
 
+        Args:
+            tensors_q: [B_i, M_i, ...].
+            tensors_k: [B_i, N_i, ...].
+            tensors_v: [B_i, N_i, ...], or None.
+
+        Returns:
+            the mask; the queries [1, rows, ...]; the keys and the values [1, keys, ...].
+
         Raises:
             InvalidArgument: keys or values are of other sequences than the queries.
         """
@@ -199,15 +210,15 @@ class BlockDiagonalMask(AttentionBias):
         return made, _packed(tensors_q), _packed(tensors_k), values
 
     def split_queries(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return packed queries as the list that they were made of."""
+        """Return packed queries, a tensor [1, rows, ...], as the list of [B_i, M_i, ...]."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)
 
     def split_kv(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return packed keys as the list that they were made of."""
+        """Return packed keys, a tensor [1, keys, ...], as the list of [B_i, N_i, ...]."""
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Undo ``from_tensor_list``.
+        """Undo ``from_tensor_list``: [1, rows, ...] becomes the list of [B_i, M_i, ...].
 
         Raises:
             InvalidArgument: queries and keys have different lengths.
@@ -306,7 +317,7 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
         page_size: int,
         paged_type: type[PagedBlockDiagonalPaddedKeysMask],
     ) -> PagedBlockDiagonalPaddedKeysMask:
-        """Return the mask of the same keys in pages."""
+        """Return the mask of the same keys in pages; block_tables is integer [sequences, P]."""
         info, room = self.k_seqinfo, block_tables.shape[1] * page_size
         keys = _PaddedSeqLenInfo(**{**vars(info), "padding": room})
         return paged_type(self.q_seqinfo, keys, block_tables, page_size)
@@ -393,7 +404,7 @@ class PagedBlockDiagonalPaddedKeysMask(AttentionBias):
         *,
         device: Any = None,
     ) -> Self:
-        """Return the mask of sequences with so many keys in their pages."""
+        """Return the mask of sequences with so many keys in pages block_tables [sequences, P]."""
         device = block_tables.device if device is None else device
         parts = _padded(q_seqlen, block_tables.shape[1] * page_size, kv_seqlen, device)
         return cls(*parts, block_tables, page_size)
@@ -401,7 +412,10 @@ class PagedBlockDiagonalPaddedKeysMask(AttentionBias):
 
 @dataclass
 class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
-    """``PagedBlockDiagonalPaddedKeysMask``, causal from the last row and key in use on."""
+    """``PagedBlockDiagonalPaddedKeysMask``, causal from the last row and key in use on.
+
+    Its ``block_tables`` are integer [sequences, P] too.
+    """
 
 
 @dataclass
@@ -442,6 +456,8 @@ class BlockDiagonalGappyKeysMask(AttentionBias):
         paged_type: type[PagedBlockDiagonalGappyKeysMask],
     ) -> PagedBlockDiagonalGappyKeysMask:
         """Return the mask of the same keys in pages, where each sequence had so much room.
+
+        ``block_tables`` is integer [sequences, P].
 
         Raises:
             InvalidArgument: that is no whole number of pages, or a start is not in its room.
@@ -496,7 +512,7 @@ class PagedBlockDiagonalGappyKeysMask(AttentionBias):
         *,
         device: Any = None,
     ) -> Self:
-        """Return the mask of sequences with these keys.
+        """Return the mask of sequences with these keys in pages block_tables [sequences, P].
 
         Raises:
             InvalidArgument: they are not as many.
@@ -509,7 +525,10 @@ class PagedBlockDiagonalGappyKeysMask(AttentionBias):
 
 @dataclass
 class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(PagedBlockDiagonalGappyKeysMask):
-    """``PagedBlockDiagonalGappyKeysMask``, causal from the last row and key of each on."""
+    """``PagedBlockDiagonalGappyKeysMask``, causal from the last row and key of each on.
+
+    Its ``block_tables`` are integer [sequences, P] too.
+    """
 
 
 VARLEN_BIASES = (

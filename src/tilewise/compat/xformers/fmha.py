@@ -77,7 +77,11 @@ def memory_efficient_attention_forward(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``memory_efficient_attention`` without a gradient: a backward pass raises."""
+    """Return ``memory_efficient_attention`` without a gradient: a backward pass raises.
+
+    Returns:
+        [B, M, ..., Kv].
+    """
     given = {"query": query, "key": key, "value": value}
     with torch.no_grad():
         call = (query, key, value, attn_bias, p, scale)
@@ -129,13 +133,15 @@ def memory_efficient_attention_backward(
     *,
     op: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, in their shapes.
+    """Return the gradients, shaped as query, key and value.
 
     Args:
-        grad: of the output.
-        output: of the forward pass; it and lse may be of more keys than these, merged.
-        lse: of the forward pass; what it has behind the last row is not read.
-        query: as in the forward pass, and so the rest.
+        grad: [B, M, ..., Kv], of the output.
+        output: [B, M, ..., Kv], of the forward pass; it and lse may be of more keys than these,
+            merged.
+        lse: [B, H, M] or [B, G, H, M], of the forward pass; what it has behind the last row is not
+            read.
+        query: [B, M, ..., K], as in the forward pass, and so the rest.
         key: as there.
         value: as there.
         attn_bias: as there; a tensor gets no gradient.
@@ -181,6 +187,9 @@ def memory_efficient_attention_partial(
 
     Both have gradients. The output is float32 where output_dtype is None and query is not float64,
     and is then computed in float32.
+
+    Returns:
+        The output [B, M, ..., Kv], and lse [B, H, M] or [B, G, H, M].
 
     Raises:
         Unsupported: dropout.

@@ -146,7 +146,8 @@ def paged_forward(
         query: [1, Hq, T, D].
         key: [1, Hk, T, D], of the tokens alone.
         value: [1, Hk, T, Dv].
-        attention_mask: None: causality and windows are the caches'.
+        attention_mask: None, not one of ``attention_forward``: causality and windows are the
+            caches'.
         scaling: 1/sqrt(D) if None.
         dropout: 0.
         is_causal: over what the layer says; True.

@@ -145,8 +145,8 @@ def make_mask(
         batch_size: B.
         q_length: M.
         kv_length: N, of a static cache its whole size.
-        q_offset: the position of the first query. A tensor is read, as its cache will change it;
-            but not while something traces.
+        q_offset: the position of the first query. A tensor of one element is read, as its cache
+            will change it; but not while something traces.
         kv_offset: the position of the first key.
         mask_function: ``(batch, head, q, kv) -> bool`` over positions.
         attention_mask: [B, positions], True or not 0 for what is no padding; or a result of this

@@ -231,7 +231,10 @@ def _config(problem: Problem) -> Config:
 
 
 def empty_result(problem: Problem, q: Tensor, statistics: Statistics) -> Result:
-    """Memory for a result, on the device of q."""
+    """Return memory for a result, on the device of q [B, Hq, M, D] (packed [Tq, Hq, D]).
+
+    The shapes are those of ``tilewise.problem.Result``.
+    """
     shape = (
         (problem.heads, problem.queries)
         if problem.layout == "varlen"

@@ -31,14 +31,15 @@ __all__ = [
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the queries and keys of packed tensors, in place.
+    """Rotates the queries and keys of packed tensors [B, S, 3, H, D], in place.
 
     The angle of pair i at position p is p * base ** (-2 i / dim). With ``scale_base`` (XPos)
     queries are multiplied by, and keys divided by, for tables of S positions::
 
         ((2 i + 0.4 dim) / (1.4 dim)) ** ((p - S // 2) / scale_base)
 
-    Tables are computed in float32 and kept in the dtype of what is rotated.
+    Tables are computed in float32 and kept in the dtype of what is rotated. The buffers are float32
+    [dim / 2]: ``inv_freq``, and ``scale``, which is None without ``scale_base``.
 
     Args:
         dim: the channels that are rotated, even.
@@ -173,8 +174,8 @@ def apply_rotary_emb_qkv_(
         qkv: [B, S, 3, H, D], or [B, S, Hq + 2 Hk, D] with num_heads_q.
         cos: [positions, R/2], of the queries.
         sin: as cos.
-        cos_k: of the keys; cos if None.
-        sin_k: of the keys; sin if None.
+        cos_k: of the keys, shaped as cos; cos if None.
+        sin_k: of the keys, shaped as sin; sin if None.
         interleaved: as in ``apply_rotary_emb``.
         seqlen_offsets: as there.
         num_heads_q: Hq.

@@ -71,6 +71,8 @@ def apply_rotary(
 ) -> Tensor:
     """``apply_rotary_emb`` (flash_attn.ops.triton.rotary), with ``conjugate`` the rotation back.
 
+    x is [B, S, H, D], or packed [T, H, D] with cu_seqlens; cos and sin are [positions, R/2].
+
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """

@@ -14,89 +14,41 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
+from tests.blocks import (
+    BLOCKS,
+    PLACES,
+    ROOT,
+    TEXTS,
+    block_of,
+    executed_by_tests,
+    executes,
+    run,
+)
 from tests.conftest import ran
 from tilewise import cli
 
-ROOT = Path(__file__).resolve().parent.parent
-FILES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / f"{folder}/README.md" for folder in ("benchmarks", "examples", "lab")),
-    *(page for folder in ("docs", "notes") for page in sorted((ROOT / folder).glob("*.md"))),
-]
-TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
-
-# What blocks take from their reader: code that runs before them.
-GIVEN = {
-    "CONTRIBUTING.md": "from tilewise.variants.values import Mask, mask_of",
-    "docs/serving.md": "from tilewise.serving import generate; prompts = [[5, 6, 7], [8, 9]]",
-    "docs/studies.md": "from tilelab.study.ask.config import Search, Sweep",
-    "docs/variants.md": (
-        "import torch; q, k, v = torch.randn(3, 1, 4, 512, 32).unbind()\n"
-        "document = torch.arange(512) // 200; bias = torch.randn(4, 1023)\n"
-        "table = torch.randn(1, 1, 512, 512)"
-    ),
-}
-# Blocks that another test runs, with more around them.
-ELSEWHERE = {
-    ("CONTRIBUTING.md", 1): "tests/lab/study/choices/test_registry.py",
-    ("docs/install.md", 0): "tests/integrations/test_hf_kernel.py",
-    ("docs/install.md", 1): "tests/integrations/test_hf_kernel.py",
-    ("docs/model-libraries.md", 3): "tests/integrations/test_diffusers_processor.py",
-    ("docs/model-libraries.md", 4): "tests/integrations/test_diffusers_context.py",
-    ("docs/studies.md", 0): "tests/lab/study/test_studies_page.py",
-    ("docs/studies.md", 3): "tests/lab/study/test_studies_page.py",
-    ("docs/variants.md", 3): "tests/kernels/gpu/test_raw.py",
-}
-# Blocks that need a library which ./run does not install: tests/integrations/test_pages.py runs
-# them in the step `integrations` of .ci/run.
-NEEDS = {
-    ("docs/model-libraries.md", 0): "transformers",
-    ("docs/model-libraries.md", 1): "transformers",
-    ("docs/model-libraries.md", 2): "timm",
-    ("docs/serving.md", 4): "transformers",
-}
-
-
-class Block(NamedTuple):
-    """The code of a page's block, and which of the page's blocks of Python it is."""
-
-    page: str
-    number: int
-    code: str
-
-
-BLOCKS = [
-    Block(page, number, code)
-    for page, text in TEXTS.items()
-    for number, code in enumerate(re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.M | re.S))
-]
-PLACES = {block[:2] for block in BLOCKS}
-
-
-def run(blocks: list[Block], names: dict[str, Any]) -> dict[str, Any]:
-    """Run blocks of one page in turn, as its reader would, and return the names that they leave."""
-    exec(GIVEN.get(blocks[0].page, ""), names)
-    for page, number, code in blocks:
-        exec(compile(code, f"{page}, block {number}", "exec"), names)
-    return names
+# Blocks that another test runs, with more around them or beside a library: its decorator says so.
+ELSEWHERE = {(page, number): file for page, number, file in executed_by_tests()}
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in PLACES - ELSEWHERE.keys()}))
 def test_the_blocks_of_a_page_run(page: str) -> None:
-    left = ELSEWHERE.keys() | NEEDS.keys()
     said = io.StringIO()
     with redirect_stdout(said):
-        names = run([each for each in BLOCKS if each.page == page and each[:2] not in left], {})
+        left = [each for each in BLOCKS if each.page == page and each[:2] not in ELSEWHERE]
+        names = run(left, {})
     if page == "README.md":
         assert "backend" in said.getvalue()
         assert names["table"].grad.abs().sum() > 0
     elif page == "docs/serving.md":
         assert [len(each) for each in names["tokens"]] == [20, 5]
+    elif page == "docs/studies.md":
+        assert names["verdict"].label == "better"
     elif page == "docs/tour.md":
         assert "True\n" in said.getvalue()
         assert "1 of 1 calls taken" in said.getvalue()
@@ -114,9 +66,11 @@ def is_python(code: str) -> bool:
 
 def test_every_block_is_run_somewhere() -> None:
     assert len(BLOCKS) > 40
-    assert ELSEWHERE.keys() | NEEDS.keys() <= PLACES
-    for (page, _), test in ELSEWHERE.items():
-        assert Path(page).name in (ROOT / test).read_text(), f"{test} runs no block of {page}"
+    assert ELSEWHERE.keys() <= PLACES
+    # The step that has the libraries runs these files; elsewhere they are skipped.
+    step = (ROOT / ".ci/run").read_text()
+    for place, file in ELSEWHERE.items():
+        assert not file.startswith("tests/integrations/") or file in step, (place, file)
     for page, text in TEXTS.items():
         kinds = set(re.findall(r"^```(\S+)$", text, re.M))
         assert kinds <= {"python", "py", "{toctree}", "{eval-rst}"}, page
@@ -125,6 +79,22 @@ def test_every_block_is_run_somewhere() -> None:
             assert not is_python(plain), f"{page}: {plain}"
         indented = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
         assert not re.findall(r"^    (?:import|from) .*", indented, re.M), page
+
+
+def test_a_test_that_leaves_its_block_out_fails() -> None:
+    page = "docs/gallery.md"
+
+    @executes(page, 0)
+    def one(*numbers: int) -> None:
+        for number in numbers:
+            run([block_of(page, number)], {})
+
+    one(0)
+    for others in ((), (9,)):  # what ran before does not count
+        with pytest.raises(AssertionError, match=r"one does not execute block \[0\] of docs"):
+            one(*others)
+    with pytest.raises(AssertionError, match=r"has no block \[99\]"):
+        executes(page, 99)
 
 
 def test_the_notebook_is_the_tour() -> None:

@@ -6,8 +6,10 @@ Its list of names is an Enum with members, which Python closes. ``xformers`` is 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.blocks import block_of, executes
+from tests.conftest import ran
 from tests.contract import assert_all_exact, assert_exact
 from tilewise import compat
 
@@ -108,6 +112,31 @@ def test_a_model_is_set_to_it(dispatch: Any) -> None:
         truth = made.double()(**{name: x.double() for name, x in given.items()}).sample
         made.float().set_attention_backend("xformers")
         assert_exact(made(**given).sample, native, truth, "Flux")
+
+
+SHOWN = """
+from pathlib import Path
+import diffusers.models.attention_dispatch as dispatch
+import torch
+print(dispatch.xops.memory_efficient_attention.__module__)
+with torch.no_grad():
+    torch.save(transformer(**torch.load(Path(name, "given.pt"))).sample, Path(name, "out.pt"))
+"""
+
+
+@executes("docs/model-libraries.md", 3)
+def test_the_block_of_the_page(dispatch: Any, tmp_path: Path) -> None:
+    """In a process of its own, where nothing has imported diffusers or asked for the stand-in."""
+    made, given = model()
+    made.save_pretrained(tmp_path)
+    torch.save(given, tmp_path / "given.pt")
+    code = f"name = {str(tmp_path)!r}\n{block_of('docs/model-libraries.md', 3).code}{SHOWN}"
+    done = ran(sys.executable, "-W", "ignore", "-c", code, timeout=None)
+    assert done.stdout.split()[-1] == "tilewise.compat.xformers.fmha"
+    with torch.no_grad():
+        native = made(**given).sample
+        truth = made.double()(**{name: x.double() for name, x in given.items()}).sample
+    assert_exact(torch.load(tmp_path / "out.pt"), native, truth, "Flux")
 
 
 def test_the_switch_takes_its_native_backend(dispatch: Any) -> None:

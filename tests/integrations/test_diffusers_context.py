@@ -7,6 +7,7 @@ Protects ``tilewise.integrations.diffusers``: rings and Ulysses over two process
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.blocks import Block, block_of, executes, run
 from tests.distributed.ranks import Ranks
 from tilewise import compat
 from tilewise.compat.stand_in import installed
@@ -125,6 +127,29 @@ def test_a_model_that_is_split(two: Ranks, name: str, config: str) -> None:
         assert out < 1e-9
         assert grad < 1e-9
         assert (masking > 1e-4) == (name == "qwen"), masking
+
+
+def shown(group: dist.ProcessGroup, block: Block) -> float:
+    """Return the largest difference of the block's model, which is loaded, from one process."""
+    diffusers = ready()
+    torch.manual_seed(0)
+    made, given = qwen(diffusers)
+    torch.accelerator.device_count = lambda: 1  # as above
+    with tempfile.TemporaryDirectory() as folder:
+        made.float().save_pretrained(folder)
+        transformer = run([block], {"name": folder})["transformer"].double()
+    config = transformer._parallel_config.context_parallel_config
+    assert (config.ring_degree, config.ulysses_degree) == (2, 1)
+    made.double().set_attention_backend("native")
+    out, _ = results(made, given)
+    shared, _ = results(transformer, given)
+    return float((shared - out).abs().max() / out.abs().max())
+
+
+@executes("docs/model-libraries.md", 4)
+def test_the_block_of_the_page(two: Ranks) -> None:
+    for difference in two.run(shown, block_of("docs/model-libraries.md", 4)):
+        assert difference < 1e-9
 
 
 def refusals(group: dist.ProcessGroup) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import ROOT
+from tests.blocks import block_of, run
 from tests.contract import assert_exact
 
 
@@ -73,16 +72,10 @@ class Plain:
 
 def documented() -> Any:
     """The class, and that it is as short as the page says."""
-    page = (ROOT / "docs" / "model-libraries.md").read_text()
-    (code,) = [
-        each
-        for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "class TilewiseProcessor" in each
-    ]
-    names: dict[str, Any] = {}
-    exec(compile(code, "model-libraries.md", "exec"), names)
-    body = code[code.index("class ") :].strip().splitlines()
-    assert len(body) == 10
+    block = block_of("docs/model-libraries.md", 5)
+    names = run([block], {})
+    body = block.code[block.code.index("class ") :].strip().splitlines()
+    assert len(body[:-1]) == 10  # the last line says that it has run
     return names["TilewiseProcessor"]()
 
 

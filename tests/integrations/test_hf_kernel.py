@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.blocks import block_of, executes
 from tests.compat.flash_reference import Flags, attend
 from tests.conftest import ran
 from tests.contract import assert_all_exact, assert_exact
-from tests.test_pages import BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(
@@ -49,10 +49,6 @@ for how in (
     done.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad)))
 torch.save(done, place / "outputs.pt")
 """
-
-
-# Of docs/install.md: how the kernel is loaded, and how a model takes it.
-SHOWN = [block.code for block in BLOCKS if block.page == "docs/install.md"]
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +95,9 @@ def test_a_process_without_tilewise_and_numpy(kernel: Path, tmp_path: Path) -> N
             assert_exact(one[rows], other, oracle, name)
 
 
+@executes("docs/install.md", 0)
 def test_the_call_that_the_page_shows(kernel: Path, tmp_path: Path) -> None:
-    code = SHOWN[0].replace('"KERNEL"', repr(str(kernel)))
+    code = block_of("docs/install.md", 0).code.replace('"KERNEL"', repr(str(kernel)))
     given = "import torch\nq = k = v = torch.ones(1, 5, 2, 8)\n"
     assert run(f"{ABSENT}{given}{code}\nprint(out.shape)", kernel, tmp_path).endswith("5, 2, 8])")
 
@@ -123,10 +120,12 @@ assert hasattr(torch.ops, kernel.__name__)
         assert (own, other) == ("True", "True")
 
 
+@executes("docs/install.md", 1)
 def test_the_attention_of_a_model(kernel: Path, tmp_path: Path) -> None:
     """``attn_implementation`` of transformers, found by the repository's name, and trained."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install --no-deps -r .ci/kernels.txt")
+    shown = block_of("docs/install.md", 1).code
     code = ABSENT + (
         """
 import os, torch
@@ -151,7 +150,7 @@ for name, dtype in (("me/tilewise-attention", torch.float32), ("sdpa", torch.flo
     done.append([logits.detach(), torch.cat([x.flatten() for x in grads])])
 torch.save(done, Path(os.environ["PLACE"]) / "outputs.pt")
 """
-        f"{SHOWN[1]}assert model.config._attn_implementation == 'me/tilewise-attention'\n"
+        f"{shown}assert model.config._attn_implementation == 'me/tilewise-attention'\n"
     )
     run(code, kernel, tmp_path)
     ours, plain, truth = torch.load(tmp_path / "outputs.pt")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.blocks import block_of, executes, run
 from tests.integrations.tiny_models import MODELS, tokens
-from tests.test_pages import BLOCKS, NEEDS, run
 
 
 class AutoModelForCausalLM:
@@ -26,34 +26,32 @@ class AutoModelForCausalLM:
         return made
 
 
-def block(page: str, number: int) -> Any:
-    (found,) = (each for each in BLOCKS if each[:2] == (f"docs/{page}.md", number))
-    assert found[:2] in NEEDS
-    return found
-
-
+@executes("docs/model-libraries.md", 0, 1)
 @pytest.mark.filterwarnings("ignore")  # those of the library
 @pytest.mark.usefixtures("transformers_with_tilewise")
 def test_blocks_with_transformers() -> None:
     names: dict[str, Any] = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": "llama"}
-    model = run([block("model-libraries", 0)], names)["model"]
+    model = run([block_of("docs/model-libraries.md", 0)], names)["model"]
     assert model(tokens(1, 7)).logits.isfinite().all()
     names = {**names, "name": "deepseek_v3", "ids": tokens(1, 7)}
-    run([block("model-libraries", 1)], names)  # makes tokens over its latent cache
+    run([block_of("docs/model-libraries.md", 1)], names)  # makes tokens over its latent cache
 
 
+@executes("docs/serving.md", 4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("transformers_with_tilewise")
 def test_the_block_with_pages_of_transformers() -> None:
-    shown = block("serving", 4)
+    shown = block_of("docs/serving.md", 4)
     code = shown.code.replace("from_pretrained(...,", "from_pretrained('llama',")
     names = run([shown._replace(code=code)], {"AutoModelForCausalLM": AutoModelForCausalLM})
     assert [0 < len(each) <= 100 for each in names["tokens"]] == [True, True]
 
 
+@executes("docs/model-libraries.md", 2)
 @pytest.mark.filterwarnings("ignore")
 def test_the_block_with_timm(timm: torch.library.Library) -> None:
     import timm as library
 
     names = {"timm": library, "images": torch.randn(1, 3, 224, 224)}
-    assert "12 of 12 calls taken" in str(run([block("model-libraries", 2)], names)["report"])
+    report = run([block_of("docs/model-libraries.md", 2)], names)["report"]
+    assert "12 of 12 calls taken" in str(report)

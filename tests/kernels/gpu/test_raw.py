@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 import tilewise
+from tests.blocks import block_of, executes
 from tests.cases import Case, Inputs, build
-from tests.conftest import ROOT
 from tests.contract import assert_all_same_bits, assert_same_bits
 from tests.kernels.gpu import emitted as run
 from tests.kernels.gpu.emitted import emitted, problem
@@ -344,14 +343,10 @@ def test_the_functions_are_part_of_what_is_compiled() -> None:
     assert [names["score_weigh"] for names in used if "score_weigh" in names] == [weigh]
 
 
+@executes("docs/variants.md", 3)
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     """It runs as it stands there, and is what it says."""
-    text = (ROOT / "docs" / "variants.md").read_text()
-    (example,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "register_triton" in block
-    ]
+    example = block_of("docs/variants.md", 3).code
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3))
     file = tmp_path / "example.py"  # Triton wants to read the source again

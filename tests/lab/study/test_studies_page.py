@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.blocks import block_of, executes
 from tests.lab.study.in_process import quickly, run, verdicts
 from tests.lab.study.train.toys import text
 from tilelab.study import command, recipes
@@ -28,11 +29,9 @@ LINES = re.findall(r"^    (tilewise study .*)$", PAGE, re.MULTILINE)
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's example as a file."""
-    code, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path_factory.mktemp("page") / "my_study.py"
-    path.write_text(code)
-    (own,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
-    path.with_name("mine.py").write_text(own)
+    path.write_text(block_of("docs/studies.md", 0).code)
+    path.with_name("mine.py").write_text(block_of("docs/studies.md", 2).code)
     runs = ["optimizer,seed,val_loss,State"]
     runs += [
         f"{arm},{seed},{2 + seed + 0.1 * len(arm)},finished"
@@ -43,6 +42,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@executes("docs/studies.md", 0)
 def test_the_example_is_as_many_runs_as_it_says(example: Path) -> None:
     study = recipes.find(f"{example}:choices").study()
     assert f"`choices` has at most {len(planned(study))} runs" in PAGE

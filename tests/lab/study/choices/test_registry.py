@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field
 
-from tests.test_pages import BLOCKS
+from tests.blocks import block_of, executes
 from tilelab.study.ask import values as registry
 from tilelab.study.ask.run_config import Schedule
 from tilelab.study.ask.values import Kind, Share, find, names, nearest, register, resolve
@@ -49,10 +49,11 @@ def made_up() -> Iterator[str]:
     registry._ENTRIES.update(before)
 
 
+@executes("CONTRIBUTING.md", 1)
 def test_the_schedule_of_the_page(made_up: str) -> None:
     """CONTRIBUTING.md's: a choice like those that there are. The fixture removes it again."""
-    (block,) = (each for each in BLOCKS if each[:2] == ("CONTRIBUTING.md", 1))
-    exec(block.code, {"Progress": Progress, "Share": Share, "register": register})
+    code = block_of("CONTRIBUTING.md", 1).code
+    exec(code, {"Progress": Progress, "Share": Share, "register": register})
     made = Schedule(name="parabola", floor=0.2)
     assert [factor(made, step, 4) for step in range(4)] == pytest.approx([1.0, 0.65, 0.4, 0.25])
 

@@ -47,6 +47,11 @@ def test_the_blocks_of_a_page_run(page: str) -> None:
         assert names["table"].grad.abs().sum() > 0
     elif page == "docs/serving.md":
         assert [len(each) for each in names["tokens"]] == [20, 5]
+    elif page == "docs/model-libraries.md":
+        took = [names["version_3"].flash_attn_func, names["version_4"].flash_attn_func]
+        took += [names["flash_attn_func"], names["xops"].memory_efficient_attention]
+        assert all(each.__module__.startswith("tilewise.compat.") for each in took)
+        assert said.getvalue().endswith("\ntilewise\n")
     elif page == "docs/studies.md":
         assert names["verdict"].label == "better"
     elif page == "docs/tour.md":

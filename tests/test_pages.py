@@ -108,7 +108,9 @@ def test_the_notebook_is_the_tour() -> None:
     stored = (ROOT / "docs/tour.ipynb").read_text()
     assert made == stored, "python scripts/notebook.py makes it again"
     cells = json.loads(stored)["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    install, *code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert cells[0]["metadata"]["tags"] == ["install"]
+    assert "%pip install" in install
     assert code == [each.code.strip() for each in BLOCKS if each.page == "docs/tour.md"]
     assert not any(cell.get("outputs") for cell in cells)
 

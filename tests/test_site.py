@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -196,6 +199,19 @@ def test_the_start_page_and_the_search(site: Path, pages: dict[Path, Loads]) -> 
         assert page.stem == "index" or f"{page.stem}.html" in named, page.name
 
 
+@pytest.mark.parametrize("missing", ["tilewise", "tilelab", ""])
+def test_the_notebook_installs_what_is_missing(missing: str, monkeypatch: Any) -> None:
+    """It asks pip for the clone and its lab. Here pip is a function that writes down its words."""
+    manager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager()
+    cell = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"][0]
+    asked: list[tuple[str, str]] = []
+    shell = SimpleNamespace(run_line_magic=lambda name, line: asked.append((name, line)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != missing or None)
+    exec(manager.transform_cell("".join(cell["source"])), {"get_ipython": lambda: shell})
+    pip = ("pip", "install --quiet {CLONE} {CLONE}/lab")  # IPython puts CLONE in
+    assert asked == ([pip] if missing else [])
+
+
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """As a reader would: all cells in turn in a kernel of its own, away from the source."""
     nbclient = pytest.importorskip("nbclient", reason="needs the extra docs: ./run docs --check")
@@ -207,6 +223,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     ).execute()  # raises the error of a cell
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert cells[0].metadata.tags == ["install"]
+    assert cells[0].outputs == []  # nothing is missing here, so it installs nothing
     said = "".join(out.get("text", "") for cell in cells for out in cell.outputs)
     assert "True\n" in said
     assert "1 of 1 calls taken" in said

@@ -62,6 +62,7 @@ html_title = "tilewise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False  # the license is in the repository
 html_domain_indices = False  # the reference lists its modules
 pygments_dark_style = "github-dark"
 html_theme_options = {

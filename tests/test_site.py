@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import tilewise
+from tests.chromium import Visits, browser, visit
 from tests.test_floors import PUBLIC
 from tilewise.compat.stand_in import _PACKAGES
 
@@ -210,6 +211,68 @@ def test_the_notebook_installs_what_is_missing(missing: str, monkeypatch: Any) -
     exec(manager.transform_cell("".join(cell["source"])), {"get_ipython": lambda: shell})
     pip = ("pip", "install --quiet {CLONE} {CLONE}/lab")  # IPython puts CLONE in
     assert asked == ([pip] if missing else [])
+
+
+# What a browser sees that nothing should have: text that is cut, text that runs out of its cell or
+# heading, what sticks out of the page, pictures that did not load, addresses of other hosts.
+FAULTS = ("cut", "spilt", "wide", "broken", "remote", "error")
+PHONE, DESK = 400, 1280
+
+
+def faults(visits: Visits) -> dict[str, dict[str, object]]:
+    """What is wrong with each page at each width."""
+    found = {}
+    for seen in visits.seen:
+        wrong = {name: seen[name] for name in FAULTS if seen.get(name)}
+        if seen.get("scroll", 0) > seen["width"]:
+            wrong["scroll"] = seen["scroll"]
+        if not (seen.get("words") or seen["address"].endswith(".svg")):
+            wrong["empty"] = True
+        if wrong:
+            found[f"{seen['address']} at {seen['width']}"] = wrong
+    return found
+
+
+def test_every_page_is_whole_on_a_phone_and_on_a_desk(site: Path, tmp_path: Path) -> None:
+    """In a real browser: nothing scrolls sideways but boxes of their own, and nothing is cut."""
+    browser()
+    pages = [*site.rglob("*.html"), *site.rglob("_images/*.svg")]
+    pages.remove(site / "index.html")  # leads to the start page
+    names = sorted(str(page.relative_to(site)) for page in pages)
+    visits = visit(site, names, (PHONE, DESK), tmp_path / "profile", 400)
+    assert len(visits.seen) == 2 * len(names)
+    assert faults(visits) == {}
+    assert visits.missing == []
+    assert visits.console == []
+
+
+def test_a_page_that_is_not_whole_would_be_noticed(tmp_path: Path) -> None:
+    browser()
+    bad = {
+        "wide": "<div style='overflow: auto'><div style='width: 900px'>far</div></div>",
+        "scroll": "<pre>" + "far " * 90 + "</pre>",
+        "cut": "<p style='overflow: hidden; white-space: nowrap'>" + "cut " * 90 + "</p>",
+        "spilt": "<div style='overflow: auto'><table style='table-layout: fixed; width: 200px'>"
+        "<tr><td>" + "long" * 30 + "<td>beside</table></div>",
+        "broken": "here <img src='absent.png'>",
+        "remote": "here <img src='https://elsewhere.invalid/far.png'>",
+        "empty": "",
+    }
+    good = "<script>missing()</script><pre style='overflow: auto'>" + "far " * 90 + "</pre>"
+    head = '<!doctype html><meta charset="utf-8"><title>page</title><body>'
+    for name, body in (bad | {"good": good}).items():
+        (tmp_path / f"{name}.html").write_text(head + body)
+    box = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 99 20"><text x="{}" y="15">a word'
+    for name, place in (("out", 90), ("in", 9)):
+        (tmp_path / f"{name}.svg").write_text(box.format(place) + "</text></svg>")
+    names = [path.name for path in tmp_path.iterdir()]
+    visits = visit(tmp_path, names, (PHONE,), tmp_path / "profile", 60)
+    found = faults(visits)
+    assert {name for name in bad if name not in found.pop(f"/{name}.html at 400", {})} == set()
+    assert found.pop("/out.svg at 400")["cut"] == ["text: a word"]
+    assert found == {}
+    assert [each.split()[0] for each in visits.missing] == ["/absent.png"]
+    assert [line for line in visits.console if "missing is not defined" in line]
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:

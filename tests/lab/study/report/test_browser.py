@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import chromium
 from tests.lab.study.records_of import folder_of, known
 from tests.lab.study.report.samples import rich_study
 from tilelab.study.report import gather, write
@@ -53,10 +53,7 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><title>
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        pytest.skip("no chromium: install it to see whether the page is drawn")
-    return found
+    return chromium.browser()
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +68,7 @@ def _run(browser: str, page: Path, *options: str) -> tuple[str, list[str]]:
     done = subprocess.run(
         [
             browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-background-networking",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-            "--v=0",
+            *chromium.OPTIONS,
             f"--user-data-dir={profile}",
             *options,
             page.as_uri(),

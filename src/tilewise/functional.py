@@ -393,9 +393,9 @@ def visible_pairs(
 
     Args:
         mask: what ``attention`` takes.
-        queries: M.
-        keys: N.
-        batch: B.
+        queries: M, query rows.
+        keys: N, keys.
+        batch: B, batch items.
         heads: Hq.
         device: where the mask's tensors are.
 

@@ -97,7 +97,7 @@ def batched(
 
     Args:
         apply: of the Function, which takes the call, ``needs``, rows, u and x.
-        calls: V.
+        calls: V, calls of a vmap.
         call: what one call is beside its tensors.
         needs: for each leaf whether the Function returns its gradient; None where it returns rows.
         rows: what has a row for each of the output's: out, lse and stats or none of the three, and
@@ -212,8 +212,8 @@ def _folded(
     Args:
         tensor: with the vmapped dimension first, if ``flag``.
         flag: whether it has one.
-        calls: V.
-        batch: B.
+        calls: V, calls of a vmap.
+        batch: B, batch items.
         role: how it is folded.
         varied: whether it is to differ from call to call.
         dim: that of the batch, without the vmapped one.

@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
     Args:
         items: int64 [some], which.
-        rows: R.
+        rows: R, rows.
         groups: the T groups of rows of these items.
         listed: as ``key_lists.Listed``, of these groups.
         readers: int32 [T, Hk or 1, K]; bit r is set where row r of the group reads the block. None

@@ -100,7 +100,7 @@ class DynamicNtkScaling(RotaryScaling):
     cache this one is refused.
 
     Args:
-        factor: s.
+        factor: s, how many times longer the context becomes.
         original_length: L0.
 
     Source: emozilla, Dynamically Scaled RoPE (2023); Peng et al., YaRN (2023), appendix B.
@@ -135,7 +135,7 @@ class YarnScaling(RotaryScaling):
     authors' code and in models that were trained with it; the paper's is linear in r.)
 
     Args:
-        factor: s.
+        factor: s, how many times longer the context becomes.
         original_length: L0.
         beta_fast: turns within L0 from which on a pair keeps its angle.
         beta_slow: turns up to which it is divided by s; below ``beta_fast``.
@@ -196,7 +196,7 @@ class Llama3Scaling(RotaryScaling):
         f'_i = (1 - t_i) f_i / s + t_i f_i
 
     Args:
-        factor: s.
+        factor: s, how many times longer the context becomes.
         original_length: L0.
         low_freq_factor: a number of turns, below ``high_freq_factor``.
         high_freq_factor: another.

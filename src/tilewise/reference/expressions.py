@@ -45,8 +45,8 @@ def evaluate(
         h: the query head.
         m: the query row.
         n: the key.
-        queries: M.
-        keys: N.
+        queries: M, query rows.
+        keys: N, keys.
         loads: the captured tensors by slot: bool, integer or floating (converted to ``dtype``).
         dtype: of all floats.
 

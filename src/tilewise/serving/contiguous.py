@@ -17,9 +17,9 @@ class KVCache:
     The cache copies and detaches appended keys and values: it passes no gradients.
 
     Args:
-        batch: B.
+        batch: B, batch items.
         kv_heads: Hk.
-        head_dim: D.
+        head_dim: D, the width of a head.
         capacity: how many keys a sequence may have.
         value_dim: Dv; D if None.
         dtype: of keys and values.

@@ -47,7 +47,7 @@ class PagedKVCache(Sequences):
         pages: how many there are.
         page_size: keys of a page; multiples of 16 read fastest.
         kv_heads: Hk.
-        head_dim: D.
+        head_dim: D, the width of a head.
         value_dim: Dv; D if None.
         dtype: of keys and values.
         device: where they are.

@@ -75,7 +75,7 @@ class BlockMask(Mask):
 
         Args:
             mask: as in ``attention``, such as a boolean tensor that broadcasts to [B, Hq, M, N].
-            queries: M.
+            queries: M, query rows.
             keys: N; M if None.
             batch: B; needed where the mask depends on the batch item.
             heads: Hq; needed where the mask depends on the head.

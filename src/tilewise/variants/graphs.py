@@ -226,8 +226,8 @@ def gathered(
         program: of the call, fitted, its tensors in kernel form (``variants/lower.py``); without
             ``raw``, and not empty unless ``block`` is there.
         kind: what it is.
-        rows: R.
-        heads: G.
+        rows: R, rows.
+        heads: G, heads.
         block: keys in a block of ``readers``, which hide keys from rows; 0 where nothing does.
 
     Returns:
@@ -301,7 +301,7 @@ def folded(program: Program, batch: int, calls: int, varied: frozenset[int]) -> 
     Args:
         program: of one call.
         batch: B of one call.
-        calls: V.
+        calls: V, calls of a vmap.
         varied: the slots of expressions whose tensors have a first dimension of V.
     """
     return tuple([_folded_one(instr, batch, calls, varied) for instr in program])

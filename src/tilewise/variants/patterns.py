@@ -190,7 +190,7 @@ def bigbird(
     and appendix D (block size 64, 2 global, 3 window and 3 random blocks).
 
     Args:
-        queries: M.
+        queries: M, query rows.
         keys: N; M if None.
         block: queries and keys of a block.
         window: blocks around a row's own, itself included, an odd number.

@@ -79,7 +79,7 @@ def goal_for(direction: str, kind: str, head_dim: int, length: int) -> Goal:
     Args:
         direction: ``"forward"`` or ``"backward"``.
         kind: of the mask or score, e.g. ``"causal"``.
-        head_dim: D.
+        head_dim: D, the width of a head.
         length: keys of a sequence.
     """
     if length < _LEAST_LENGTH:

@@ -80,7 +80,7 @@ def who_sees(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
     Args:
         packed: the sequences, on the device of the result.
         mask: who of a sequence sees whom in it; None for everybody.
-        heads: H.
+        heads: H, heads.
     """
     batch, longest = len(packed.borders) - 1, packed.longest
     real = torch.zeros(batch * longest, dtype=torch.bool, device=packed.tokens.device)

@@ -108,8 +108,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Args:
         hidden_states: [T, ...].
         indices: integer [T], as ``unpad_input`` gives them.
-        batch: B.
-        seqlen: S.
+        batch: B, batch items.
+        seqlen: S, places of a row of the batch.
 
     Returns:
         [B, S, ...].

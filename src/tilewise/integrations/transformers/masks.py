@@ -142,8 +142,8 @@ def make_mask(
     """The mask function of ``AttentionMaskInterface``: query q_offset + m sees key kv_offset + n.
 
     Args:
-        batch_size: B.
-        q_length: M.
+        batch_size: B, batch items.
+        q_length: M, query rows.
         kv_length: N, of a static cache its whole size.
         q_offset: the position of the first query. A tensor of one element is read, as its cache
             will change it; but not while something traces.

@@ -580,7 +580,7 @@ def tiles_for(
         family: a name of FAMILIES.
         pass_name: "forward", "dkdv", "dq" or "decode".
         dtype: of q, k and v.
-        head_dim: D.
+        head_dim: D, the width of a head.
         value_dim: Dv.
         has_variant: whether there is a mask or a score that needs registers.
         scattered: whether blocks in which nothing attends are found out on the way.

@@ -147,7 +147,7 @@ def cross_entropy_launches(
         scales: float32 [T'], or None for no gradients.
         loss: the loss.
         first: which word the first column is.
-        words: V.
+        words: V, words of the vocabulary.
     """
     rows, columns = logits.shape
     assert logits.stride(1) == 1

@@ -184,9 +184,14 @@ def test_what_indexers_by_tiles_refuse() -> None:
 
 
 @only_linux
-@pytest.mark.parametrize("name", BY_TILES)
-def test_memory_of_a_model_by_tiles(name: str) -> None:
-    """A model with its indexers at N = 8,192: fewer bytes than N x N booleans alone."""
+@pytest.mark.parametrize(
+    ("name", "piece"), [*((name, 8192) for name in BY_TILES), *((name, 32) for name in BY_PIECES)]
+)
+def test_memory_of_a_prompt(name: str, piece: int) -> None:
+    """A model over 8,192 tokens: fewer bytes than N x N booleans alone.
+
+    Those whose own code writes queries x keys take the prompt in pieces, the others at once.
+    """
     code = """
 import sys, torch
 from tests.integrations.tiny_models import both
@@ -195,44 +200,21 @@ from tilewise.integrations.transformers import register, tile_indexers
 torch.set_num_threads(1)
 register()
 _, model = both(sys.argv[1])
-tile_indexers(model)
-def measure(n):
-    ids = torch.arange(n)[None] % 90 + 3
-    peak = Peak()
-    with torch.no_grad():
-        model.model(ids, use_cache=False)
-    return peak.mib()
-measure(256)
-print(measure(8192))
-"""
-    ((most,),) = printed(code, name)
-    assert float(most) < 64
-
-
-@only_linux
-@pytest.mark.parametrize("name", BY_PIECES)
-def test_memory_of_a_prompt_in_pieces(name: str) -> None:
-    """The models whose own code writes queries x keys: a prompt of 8,192 by 32 tokens at a time."""
-    code = """
-import sys, torch
-from tests.integrations.tiny_models import both
-from tests.peak import Peak
-from tilewise.integrations.transformers import register
-torch.set_num_threads(1)
-register()
-_, model = both(sys.argv[1])
+whole = int(sys.argv[2]) == 8192
+if whole:
+    tile_indexers(model)
 model = getattr(model.model, "language_model", model.model)
 def measure(n):
     ids, cache = torch.arange(n)[None] % 90 + 3, None
     peak = Peak()
     with torch.no_grad():
-        for piece in ids.split(32, 1):
-            cache = model(piece, use_cache=True, past_key_values=cache).past_key_values
+        for part in ids.split(int(sys.argv[2]), 1):
+            cache = model(part, use_cache=not whole, past_key_values=cache).past_key_values
     return peak.mib()
 measure(256)
 print(measure(8192))
 """
-    ((most,),) = printed(code, name)
+    ((most,),) = printed(code, name, str(piece))
     assert float(most) < 64
 
 

@@ -130,6 +130,7 @@ INDEXED = {
             "swa_head_dim": 16,
             "swa_qk_nope_head_dim": 8,
             "swa_v_head_dim": 12,
+            "shared_experts_intermediate_size": 32,
         },
     ),
     "mistral_large4": Tiny(

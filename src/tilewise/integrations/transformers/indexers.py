@@ -47,7 +47,7 @@ def tile_indexers(model: nn.Module) -> None:
     """
     for indexer in _indexers(model):
         indexer.forward = partial(_choose, indexer)
-        by_tiles(indexer.config, True)
+    _mark(model, True)
 
 
 def untile_indexers(model: nn.Module) -> None:
@@ -58,7 +58,17 @@ def untile_indexers(model: nn.Module) -> None:
     """
     for indexer in _indexers(model):
         vars(indexer).pop("forward", None)
-        by_tiles(indexer.config, False)
+    _mark(model, False)
+
+
+def _mark(model: nn.Module, switch: bool) -> None:
+    """Note it for the masks, which are made with the model's config.
+
+    An indexer's own may be a copy of it, as in dots3.note.
+    """
+    for module in model.modules():
+        if hasattr(module, "config"):
+            by_tiles(module.config, switch)
 
 
 def _indexers(model: nn.Module) -> list[Any]:

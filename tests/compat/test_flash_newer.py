@@ -381,3 +381,5 @@ def test_what_would_be_planned_is_nothing() -> None:
     assert planned.numel() == 0
     call = partial(version_3.flash_attn_with_kvcache, q, k, v, cache_seqlens=used, causal=True)
     assert torch.equal(call(scheduler_metadata=planned), call())
+    with pytest.raises(InvalidArgument, match="cache_seqlens"):
+        version_3.get_scheduler_metadata(2, 1, 20, 2, 2, 16, used.float())

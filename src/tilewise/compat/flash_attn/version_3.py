@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.checks import FLOATING, check_tensor
+from tilewise.checks import FLOATING, INDICES, check_tensor
 from tilewise.compat.flash_attn import kv_cache
 from tilewise.compat.flash_attn.arguments import WindowSize, check_rank
 from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
@@ -286,8 +286,13 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 [0] on the device of ``cache_seqlens`` [B]: here no call is planned before.
+    """Return an empty int32 [0] on the device of ``cache_seqlens``, int32 or int64 [B].
 
-    Calls take it as ``scheduler_metadata``. How keys are split follows from their number alone.
+    Calls need no plan: how they split keys follows from the number of keys alone. They take this
+    tensor as ``scheduler_metadata``.
+
+    Raises:
+        InvalidArgument, InvalidType: cache_seqlens is no such tensor.
     """
+    check_tensor("cache_seqlens", cache_seqlens, "an int32 or int64 tensor [B]", INDICES)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,8 +50,12 @@ def reference(
     used: tuple[tuple[int, ...], tuple[int, ...]],
     chunk: int = 0,
     sink: Tensor | None = None,
+    lists: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out [Tq, Hq, Dv] and lse [Hq, Tq], in the dtype of the tensors; rows unused see no key."""
+    """Out [Tq, Hq, Dv] and lse [Hq, Tq], in the dtype of the tensors; rows unused see no key.
+
+    ``lists`` [Tq, K] are of the keys that rows read.
+    """
     q, k, v, *qv = tensors
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = q.new_full(q.shape[:2][::-1], -torch.inf)
@@ -66,6 +71,8 @@ def reference(
         if chunk:
             at = torch.arange(m)[:, None] + n - m
             seen &= torch.arange(n)[None] // chunk == at // chunk
+        if lists is not None:
+            seen &= (lists[here, :, None] == torch.arange(n)).any(1)
 
         def score(s: Tensor, *_: Tensor) -> Tensor:
             return flags.softcap * torch.tanh(s / flags.softcap) if flags.softcap else s
@@ -168,6 +175,98 @@ def test_the_fourth_version(flags: Flags, part: str) -> None:
         checked(call, leaves, lambda x: reference(x[:-1], flags, used, sink=x[-1]))
 
 
+# ---- lists of keys
+
+
+def listed(count: int = 9) -> Tensor:
+    """Keys of each row, some of them past its sequence's end or below 0; one row has none."""
+    generator = torch.Generator().manual_seed(6)
+    rows = [torch.rand(n, 24, generator=generator).argsort(1)[:, :count] - 2 for n, _ in LENGTHS]
+    lists = torch.cat(rows).to(torch.int32)
+    lists[3] = -1
+    lists[4, :3] = torch.tensor([2**31 - 1, -(2**31), 19])
+    return lists
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("part", ["all", "used"])
+@pytest.mark.parametrize("qv", [False, True])
+def test_lists_of_keys(flags: Flags, part: str, qv: bool) -> None:
+    """With a sink, under each mask, in sequences of which all or a part is used."""
+    tensors, starts = drawn()
+    rows, keys = zip(*LENGTHS, strict=True)
+    used = (USED_Q, USED_K) if part == "used" else (rows, keys)
+    asked = [torch.tensor(each) if part == "used" else None for each in used]
+    window = tuple(None if each < 0 else each for each in flags.window_size)
+    lists, sink = listed(), torch.linspace(-1, 2, 4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
+        *own, sink = rest
+        out, lse = FOURTH.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            own[0] if own else None,
+            *starts,
+            seqused_q=asked[0],
+            seqused_k=asked[1],
+            gather_kv_indices=lists,
+            softmax_scale=flags.softmax_scale,
+            causal=flags.causal,
+            window_size=window,
+            learnable_sink=sink,
+            softcap=flags.softcap,
+            return_lse=True,
+            gather_bwd_recompute_p=qv,
+            gather_bwd_token_chunk=np.int64(4),
+        )
+        return out, lse.T if own else lse
+
+    leaves = [*tensors[: 3 + qv], sink]
+    checked(call, leaves, lambda x: reference(x[:-1], flags, used, sink=x[-1], lists=lists))
+
+
+def test_lists_of_keys_of_one_length() -> None:
+    """Dense calls, int64 lists and pages are packed calls of the same sequences."""
+    (q, k, v, qv), _ = drawn()
+    q, k, v, qv = (
+        q[:14].unflatten(0, (2, 7)),
+        *(x[:28] for x in (k, v)),
+        qv[:14].unflatten(0, (2, 7)),
+    )
+    lists = listed()[:14]
+    starts = torch.tensor([0, 7, 14]), torch.tensor([0, 14, 28])
+    packed = [x.flatten(0, 1) for x in (q, qv)]
+    out, lse = FOURTH.flash_attn_varlen_func(
+        packed[0], k, v, packed[1], *starts, gather_kv_indices=lists, causal=True, return_lse=True
+    )
+    expected = out.unflatten(0, (2, 7)), lse.unflatten(0, (2, 7))
+    k, v = (x.unflatten(0, (2, 14)) for x in (k, v))
+    lists = lists.long().unflatten(0, (2, 7))
+    found = FOURTH.flash_attn_func(q, k, v, qv, lists, causal=True, return_lse=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    paged = in_pages(*([x.transpose(0, 1) for x in each] for each in (k, v)), 4)
+    pages = [x.transpose(1, 2) for x in paged[:2]]
+    words = {"seqused_k": paged.key_lengths, "page_table": paged.block_table, "causal": True}
+    found = FOURTH.flash_attn_varlen_func(
+        q, *pages, qv, gather_kv_indices=lists, return_lse=True, **words
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    found = FOURTH.flash_attn_varlen_func(
+        packed[0],
+        *pages,
+        packed[1],
+        starts[0],
+        gather_kv_indices=lists.flatten(0, 1),
+        return_lse=True,
+        **words,
+    )
+    torch.testing.assert_close(found[0], expected[0].flatten(0, 1))
+    torch.testing.assert_close(found[1], expected[1].flatten(0, 1))
+
+
 def test_dense_calls_are_those_of_one_sequence_each() -> None:
     (q, k, v, qv), _ = drawn()
     q, k, v, qv = (x[None, :7] for x in (q, k, v, qv))
@@ -208,14 +307,43 @@ def test_descales_are_of_the_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_keys_that_are_not_used_may_hold_anything() -> None:
+@pytest.mark.parametrize("lists", [None, listed()], ids=["all keys", "lists"])
+def test_keys_that_are_not_used_may_hold_anything(lists: Tensor | None) -> None:
     (q, k, v, _), starts = drawn()
-    used = torch.tensor(USED_K)
-    expected = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, seqused_k=used, causal=True)[0]
+    words = {"seqused_k": torch.tensor(USED_K), "causal": True, "gather_kv_indices": lists}
+    expected = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, **words)[0]
     k, v = k.clone(), v.clone()
     k[11:20], v[11:20] = torch.nan, torch.nan
-    found = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, seqused_k=used, causal=True)[0]
+    found = FOURTH.flash_attn_varlen_func(q, k, v, None, *starts, **words)[0]
     torch.testing.assert_close(found, expected)
+
+
+def test_descales_over_pages() -> None:
+    """Of the shared call: no signature has both beside a page_table and nothing cached."""
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(2, 3, 4, 16, generator=generator).to(FLOAT8)
+    k, v = (torch.randn(2, 11, 2, 16, generator=generator).to(FLOAT8) for _ in "kv")
+    descales = tuple(torch.rand(2, 2, generator=generator) + 0.5 for _ in "qkv")
+    table = torch.tensor([[1], [0]])
+    flags = newer.Flags(None, True, (-1, -1), 0.0)
+    where = newer.Sequences(used_k=torch.tensor([11, 4]), pages=table)
+    found = newer.computed(q, k, v, flags, where, None, descales)
+    cached = THIRD.flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=torch.tensor([11, 4]),
+        page_table=table,
+        causal=True,
+        q_descale=descales[0],
+        k_descale=descales[1],
+        v_descale=descales[2],
+        return_softmax_lse=True,
+    )
+    for one, other in zip(found, cached, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    unscaled = newer.computed(q, k, v, flags, where)
+    assert not torch.equal(found.lse, unscaled.lse)
 
 
 def test_pages_and_caches() -> None:
@@ -258,6 +386,7 @@ def test_pages_and_caches() -> None:
 
 Q = torch.zeros(1, 3, 2, 8)
 ROWS = torch.zeros(3, 2, 8)
+LISTS = torch.zeros(1, 3, 2, dtype=torch.int32)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rank": (lambda: THIRD.flash_attn_func(ROWS, Q, Q), InvalidArgument, "^q: "),
     "qv": (
@@ -301,20 +430,57 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         Unsupported,
         "mask_mod of FlashAttention-4.*\n.*tilewise.attention",
     ),
-    "lists of keys": (
-        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, torch.zeros(1, 3, 2, dtype=torch.int32)),
-        Unsupported,
-        "gather_kv_indices of FlashAttention-4, of lists of keys.*\n.*pass keys to tilewise",
+    "lists of all heads": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, LISTS[:, None]),
+        InvalidArgument,
+        r"^gather_kv_indices: got shape \(1, 1, 3, 2\); required: .*\[1, 3, any\]",
     ),
-    "lists of keys, backward": (
+    "floating lists": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, LISTS.float()),
+        InvalidArgument,
+        "^gather_kv_indices: got a tensor of torch.float32",
+    ),
+    "starts of lists": (
+        lambda: FOURTH.flash_attn_varlen_func(
+            ROWS,
+            ROWS,
+            ROWS,
+            cu_seqlens_q=torch.tensor([0, 3]),
+            cu_seqlens_k=torch.tensor([0, 1, 3]),
+            gather_kv_indices=LISTS[0],
+        ),
+        InvalidArgument,
+        r"^cu_seqlens_k: .*\[2\]",
+    ),
+    "backward without lists": (
         lambda: FOURTH.flash_attn_varlen_func(Q, Q, Q, gather_bwd_recompute_p=True),
-        Unsupported,
-        "gather_bwd_recompute_p of FlashAttention-4",
+        InvalidArgument,
+        "^gather_bwd_recompute_p: got True; required: a call with gather_kv_indices",
     ),
-    "cache": (
-        lambda: THIRD.flash_attn_with_kvcache(Q, Q, Q, qv=Q),
-        Unsupported,
-        "qv of flash_attn_with_kvcache",
+    "chunk without lists": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, gather_bwd_token_chunk=4),
+        InvalidArgument,
+        "^gather_bwd_token_chunk: got 4; required: a call with gather_kv_indices",
+    ),
+    "recompute": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, LISTS, gather_bwd_recompute_p=1),
+        InvalidType,
+        "^gather_bwd_recompute_p: got a int",
+    ),
+    "no chunk of tokens": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, LISTS, gather_bwd_token_chunk=0),
+        InvalidArgument,
+        "^gather_bwd_token_chunk: got 0; required: an integer, 1 or more",
+    ),
+    "true as a chunk of tokens": (
+        lambda: FOURTH.flash_attn_func(Q, Q, Q, Q, LISTS, gather_bwd_token_chunk=True),
+        InvalidType,
+        "^gather_bwd_token_chunk: got a bool",
+    ),
+    "descale of 32 bits": (
+        lambda: THIRD.flash_attn_func(Q, Q, Q, v_descale=torch.ones(1, 2)),
+        InvalidArgument,
+        "^v_descale: got one for v of torch.float32; required: torch.float8",
     ),
 }
 

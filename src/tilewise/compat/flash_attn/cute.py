@@ -14,7 +14,13 @@ The formula is that of flash-attn 2, without dropout and ALiBi. New:
   ``scheduler_metadata`` change nothing: the same call gives the same bits.
 * ``mask_mod``, ``score_mod``, what they read, and block sparsity are refused: they are programs of
   CuTe's own language. ``tilewise.attention`` takes masks and scores as plain functions.
-* ``gather_kv_indices`` is refused: ``tilewise.attention`` takes lists of keys.
+* ``gather_kv_indices``, integer [B, M, K] or packed [Tq, K]: the keys that a row reads, in all
+  heads. Entries count keys within the sequence. An entry below 0 or beyond the keys is none; other
+  masks hide listed keys too. There, the call needs qv, one key head, int32 and K a multiple of 128,
+  and takes no pages, window or softcap; here it may have all of them. A key that a list names twice
+  counts once.
+* ``gather_bwd_recompute_p`` (bool) and ``gather_bwd_token_chunk`` (a positive integer, or None)
+  change nothing: the backward never stores probabilities.
 
 Both calls return ``(out, lse)``; the lse is None unless ``return_lse`` asks for it.
 
@@ -25,11 +31,14 @@ Source: the signatures are those of flash-attn-4 4.0.0b36, in flash-attn's folde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
+from tilewise.checks import check_whole, named
 from tilewise.compat.flash_attn.newer import Flags, Found, Sequences, computed, refuse
+from tilewise.errors import InvalidArgument, InvalidType
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -64,7 +73,6 @@ def flash_attn_func(
     See the top of this module for the other arguments.
     """
     refuse(
-        gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -72,11 +80,10 @@ def flash_attn_func(
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-        gather_bwd_recompute_p=gather_bwd_recompute_p or None,
-        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
+    _check_backward(gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk)
     flags = Flags(softmax_scale, causal, _numbers(window_size), softcap, sinks=learnable_sink)
-    return _given(computed(q, k, v, flags, qv=qv), qv, return_lse)
+    return _given(computed(q, k, v, flags, qv=qv, lists=gather_kv_indices), qv, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -120,25 +127,39 @@ def flash_attn_varlen_func(
     [sequences + 1]. See the top of this module for the other arguments.
     """
     refuse(
-        gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
         block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
-        gather_bwd_recompute_p=gather_bwd_recompute_p or None,
-        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
+    _check_backward(gather_kv_indices, gather_bwd_recompute_p, gather_bwd_token_chunk)
     flags = Flags(softmax_scale, causal, _numbers(window_size), softcap, sinks=learnable_sink)
     where = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-    return _given(computed(q, k, v, flags, where, qv), qv, return_lse)
+    found = computed(q, k, v, flags, where, qv, lists=gather_kv_indices)
+    return _given(found, qv, return_lse)
 
 
 def _given(found: Found, qv: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what a call gives: beside qv the heads of the lse are last."""
     lse = found.lse if qv is None else found.lse.transpose(-1, -2)
     return found.out, lse if return_lse else None
+
+
+def _check_backward(lists: object, recompute_p: object, token_chunk: Any) -> None:
+    """The arguments of the backward with lists are of their types, and None without lists."""
+    chunk = "gather_bwd_token_chunk"
+    if not isinstance(recompute_p, bool):
+        raise InvalidType("gather_bwd_recompute_p", named(recompute_p), "True or False")
+    if lists is None:
+        for name, value in (("gather_bwd_recompute_p", recompute_p or None), (chunk, token_chunk)):
+            if value is not None:
+                fix = "Leave it out, or pass the lists of keys."
+                raise InvalidArgument(name, str(value), "a call with gather_kv_indices", fix)
+    if token_chunk is not None:
+        whole = isinstance(token_chunk, Integral) and not isinstance(token_chunk, bool)
+        check_whole(chunk, int(token_chunk) if whole else token_chunk, 1)
 
 
 def _numbers(window_size: Sequence[int | None]) -> list[Any]:

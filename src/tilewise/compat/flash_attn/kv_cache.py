@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,62 @@ from tilewise.compat.flash_attn.arguments import (
 )
 from tilewise.compat.flash_attn.cache import (
     Cache,
+    More,
     attend,
     check_blocks,
     check_integers,
     check_lengths,
+    check_starts,
+    with_values,
 )
-from tilewise.compat.flash_attn.layers.tables import check_tables, rotate_at
-from tilewise.errors import InvalidArgument
+from tilewise.compat.flash_attn.layers.tables import check_tables, numbered, rotate_at
+from tilewise.compat.flash_attn.newer import (
+    NO_DESCALES,
+    Descales,
+    Flags,
+    read_descales,
+    with_qv,
+)
+from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.functional import AttentionResult
+
+
+class Where(NamedTuple):
+    """Where the queries, new keys and cached keys of B sequences are.
+
+    Args:
+        lengths: integer [B] or one number: the keys in the cache; None for all of its rows.
+        index: integer [B], the cache of each sequence, or None.
+        leftpad: integer [B], the first key of each sequence, or None.
+        table: integer [B, P] of pages, or None.
+        starts_q: integer [B + 1] of packed queries, or None.
+        starts_new: integer [B + 1] of packed new keys, or None.
+        table_name: the caller's name of ``table``.
+    """
+
+    lengths: int | Tensor | None
+    index: Tensor | None
+    leftpad: Tensor | None
+    table: Tensor | None
+    starts_q: Tensor | None = None
+    starts_new: Tensor | None = None
+    table_name: str = "block_table"
+
+
+class Rotary(NamedTuple):
+    """The tables of positions, [rows, R/2] each, and how to read them.
+
+    Args:
+        cos: or None for no rotation.
+        sin: with cos.
+        interleaved: pairs are neighbours.
+        starts: integer [B], the position of the first new key; None for the cache's length.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    starts: Tensor | None = None
 
 
 def flash_attn_with_kvcache(
@@ -98,35 +147,97 @@ def flash_attn_with_kvcache(
         InvalidArgument, InvalidType: naming the argument that is wrong. Values of tensors are
             looked at on the CPU only.
     """
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_rank(name, tensor, "[B, S, H, D]")
     check_whole("num_splits", num_splits)
-    window = bounds(window_size)
-    flags = (softmax_scale, causal, window, softcap, alibi_slopes)
-    options = read(q.shape[0], q.shape[2], 0.0, *flags)
-    cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    _check_both("k", k, "v", v)
-    _check_both("rotary_cos", rotary_cos, "rotary_sin", rotary_sin)
-    if rotary_cos is not None and k is None:
-        required = "None without k: what is in the cache is rotated already"
-        raise InvalidArgument("rotary_cos", "a tensor", required)
-    if k is not None and cache_seqlens is None:
-        raise InvalidArgument("cache_seqlens", "None", "where k and v are to be written")
-    new = 0 if k is None else _checked_new(k, v, cache)
-    check_lengths(cache, "cache_seqlens", new)
-    if block_table is not None:
-        check_blocks(cache, new)
-    if k is not None and v is not None:
-        if rotary_cos is not None and rotary_sin is not None:
-            local = is_local(causal, window)
-            pair = (rotary_cos, rotary_sin)
-            q, k = _rotated(q, k, pair, cache, local, rotary_interleaved)
-        cache = _append(cache, k, v)
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    result = attend(q, cache, options, {**given, "alibi_slopes": alibi_slopes})
+    result = over_cache(
+        q,
+        (k_cache, v_cache),
+        (k, v),
+        Where(cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
+        Rotary(rotary_cos, rotary_sin, rotary_interleaved),
+        Flags(softmax_scale, causal, window_size, softcap),
+        alibi_slopes=alibi_slopes,
+    )
     if not return_softmax_lse:
         return result.out
     return result.out, as_flash_attn(result.lse)
+
+
+def over_cache(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    new: tuple[Tensor | None, Tensor | None],
+    where: Where,
+    rotary: Rotary,
+    flags: Flags,
+    *,
+    alibi_slopes: Tensor | None = None,
+    qv: Tensor | None = None,
+    descales: Descales = NO_DESCALES,
+) -> AttentionResult:
+    """``flash_attn_with_kvcache`` of flash-attn 2 and 3: see there for the arguments.
+
+    Args:
+        q: [B, M, Hq, D], or packed [Tq, Hq, D].
+        caches: keys and values.
+        new: keys and values to be appended, [B, new, Hk, D or Dv] or packed [Tnew, Hk, D or Dv].
+        where: what finds rows and keys.
+        rotary: the rotation of q and of new keys.
+        flags: the numbers.
+        alibi_slopes: floating [Hq] or [B, Hq], or None.
+        qv: as q with width Dv, or None.
+        descales: of float8, floating [B, Hk].
+
+    Returns:
+        out as q with width Dv, lse [B, Hq, M] or [Hq, Tq], -inf for a row without keys.
+
+    Raises:
+        InvalidArgument, InvalidType, Unsupported: before anything is written.
+    """
+    (k_cache, v_cache), (k, v), starts = caches, new, where.starts_q
+    check_rank("q", q, "[B, S, H, D]" if starts is None else "[T, H, D]")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_rank(name, tensor, "[B, S, H, D]")
+    if starts is not None:
+        check_starts("cu_seqlens_q", starts, None, q)
+    count = q.shape[0] if starts is None else starts.shape[0] - 1
+    window = bounds(flags.window_size)
+    numbers = (flags.softmax_scale, flags.causal, window, flags.softcap, alibi_slopes)
+    options = read(count, q.shape[-2], 0.0, *numbers)
+    chunk = check_whole("attention_chunk", flags.attention_chunk, 0)
+    cache = _cache(q, count, k_cache, v_cache, where)
+    scales = read_descales(descales, q.dtype, count, q.shape[-2], k_cache.shape[2])
+    if qv is not None:
+        options = with_qv(q, v_cache.shape[3], qv, options)
+    _check_both("k", k, "v", v)
+    _check_both("rotary_cos", rotary.cos, "rotary_sin", rotary.sin)
+    if k is None:
+        for name, tensor, why in (
+            ("rotary_cos", rotary.cos, "what is in the cache is rotated already"),
+            ("cu_seqlens_k_new", where.starts_new, "there is nothing to append"),
+        ):
+            if tensor is not None:
+                raise InvalidArgument(name, "a tensor", f"None without k: {why}")
+    if rotary.starts is not None:
+        if rotary.cos is None:
+            raise InvalidArgument("rotary_seqlens", "a tensor", "None without rotary_cos")
+        check_integers("rotary_seqlens", rotary.starts, (count,), q.device.type)
+    if k is not None and where.lengths is None:
+        raise InvalidArgument("cache_seqlens", "None", "where k and v are to be written")
+    fresh = 0 if k is None else _checked_new(k, v, cache, where.starts_new)
+    check_lengths(cache, "cache_seqlens", fresh)
+    if where.table is not None:
+        check_blocks(cache, fresh, where.table_name)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv}
+    if k is not None and v is not None:
+        if rotary.cos is not None and rotary.sin is not None:
+            local = is_local(flags.causal, window) or chunk > 0
+            q, k = _rotated(q, k, (rotary.cos, rotary.sin), cache, where, local, rotary)
+        cache = _append(cache, k, v, where.starts_new, fresh)
+    if qv is not None:
+        with torch.no_grad():
+            cache, q = with_values(cache, q, qv)
+    given["alibi_slopes"] = alibi_slopes
+    return attend(q, cache, options, given, starts, More(None, chunk, scales))
 
 
 def _check_both(name: str, tensor: Tensor | None, other: str, its: Tensor | None) -> None:
@@ -136,61 +247,53 @@ def _check_both(name: str, tensor: Tensor | None, other: str, its: Tensor | None
         raise InvalidArgument(missing, "None", f"a tensor, as {there} is one")
 
 
-def _cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> Cache:
-    """Return the cache as it is before anything is appended."""
-    batch, device = q.shape[0], q.device
+def _cache(q: Tensor, batch: int, k_cache: Tensor, v_cache: Tensor, where: Where) -> Cache:
+    """Return the cache of so many sequences as it is before anything is appended."""
+    device, index, lengths = q.device, where.index, where.lengths
     caches, rows = k_cache.shape[:2]
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dtype != q.dtype or tensor.device != device:
             came = f"{tensor.dtype} on {tensor.device}"
             raise InvalidArgument(name, came, f"q's, {q.dtype} on {device}")
     heads, width = k_cache.shape[2:]
-    if width != q.shape[3] or not heads or q.shape[2] % heads:
-        required = f"heads that divide q's {q.shape[2]}, of q's width {q.shape[3]}"
+    if width != q.shape[-1] or not heads or q.shape[-2] % heads:
+        required = f"heads that divide q's {q.shape[-2]}, of q's width {q.shape[-1]}"
         raise InvalidArgument("k_cache", f"{heads} heads of width {width}", required)
     if tuple(v_cache.shape[:3]) != tuple(k_cache.shape[:3]):
         required = f"{tuple(k_cache.shape[:3])} as k_cache's first sizes"
         raise InvalidArgument("v_cache", f"shape {tuple(v_cache.shape)}", required)
     if rows == 0:
         raise InvalidArgument("k_cache", f"shape {tuple(k_cache.shape)}", "at least one row")
-    if block_table is not None:
-        if cache_batch_idx is not None:
-            required = "None: the block_table says where the keys of a sequence lie"
-            raise InvalidArgument("cache_batch_idx", "a tensor with a block_table", required)
-        check_integers("block_table", block_table, (batch, None), device.type)
-        table = block_table
-    elif cache_batch_idx is not None:
-        check_integers("cache_batch_idx", cache_batch_idx, (batch,), device.type)
-        outside = (cache_batch_idx < 0) | (cache_batch_idx >= caches)
-        if cache_batch_idx.is_cpu and bool(outside.any()):
-            came, required = str(cache_batch_idx.tolist()), f"numbers of the {caches} caches"
+    if where.table is not None:
+        if index is not None:
+            required = f"None: the {where.table_name} says where the keys of a sequence lie"
+            raise InvalidArgument(
+                "cache_batch_idx", f"a tensor with a {where.table_name}", required
+            )
+        check_integers(where.table_name, where.table, (batch, None), device.type)
+        table = where.table
+    elif index is not None:
+        check_integers("cache_batch_idx", index, (batch,), device.type)
+        outside = (index < 0) | (index >= caches)
+        if index.is_cpu and bool(outside.any()):
+            came, required = str(index.tolist()), f"numbers of the {caches} caches"
             raise InvalidArgument("cache_batch_idx", came, required)
-        table = cache_batch_idx[:, None]
+        table = index[:, None]
     else:
         if caches < batch:
             required = f"one for each of q's {batch} sequences, or a cache_batch_idx"
             raise InvalidArgument("k_cache", f"{caches} caches", required)
         table = torch.arange(batch, device=device)[:, None]
-    if cache_leftpad is not None:
-        check_integers("cache_leftpad", cache_leftpad, (batch,), device.type)
-    capacity = table.shape[1] * rows
-    if cache_seqlens is None:
-        cache_seqlens = capacity
-    if type(cache_seqlens) is int:
-        lengths = torch.full((batch,), cache_seqlens, dtype=torch.int64, device=device)
+    if where.leftpad is not None:
+        check_integers("cache_leftpad", where.leftpad, (batch,), device.type)
+    if lengths is None:
+        lengths = table.shape[1] * rows
+    if type(lengths) is int:
+        lengths = torch.full((batch,), lengths, dtype=torch.int64, device=device)
     else:
-        check_integers("cache_seqlens", cache_seqlens, (batch,), device.type)
-        assert isinstance(cache_seqlens, Tensor)
-        lengths = cache_seqlens
-    return Cache(k_cache, v_cache, lengths, table, cache_leftpad)
+        check_integers("cache_seqlens", lengths, (batch,), device.type)
+    assert isinstance(lengths, Tensor)
+    return Cache(k_cache, v_cache, lengths, table, where.leftpad)
 
 
 def _rotated(
@@ -198,50 +301,65 @@ def _rotated(
     k: Tensor,
     pair: tuple[Tensor, Tensor],
     cache: Cache,
+    where: Where,
     local: bool,
-    interleaved: bool,
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and new keys at their places: those after what the cache holds."""
-    names = ("rotary_cos", "rotary_sin")
-    check_tables(names, pair, q.shape[-1])
+    """Queries and new keys at their places: those after what the cache holds, or from starts on."""
+    if q.dtype.itemsize == 1:
+        fix = "rotate q and k in 16 bits, then quantise them"
+        raise Unsupported("rotary_cos beside float8, which would be rounded again", fix=fix)
+    check_tables(("rotary_cos", "rotary_sin"), pair, q.shape[-1])
     rows, needed = pair[0].shape[0], cache.capacity
-    if rows < needed:
+    if rotary.starts is None and rows < needed:
         raise InvalidArgument("rotary_cos", f"{rows} rows", f"the cache's number of rows, {needed}")
-    first = cache.lengths.long()[:, None]
-    places = first + torch.arange(k.shape[1], device=q.device)
-    own = first + torch.arange(q.shape[1], device=q.device) * int(local)
+    first = (cache.lengths if rotary.starts is None else rotary.starts).long()
+    (its_k, at_k), (its_q, at_q) = numbered(k, where.starts_new), numbered(q, where.starts_q)
+    places, own = first[its_k] + at_k, first[its_q] + at_q * int(local)
     if first.is_cpu:
+        if rotary.starts is not None and bool((first < 0).any()):
+            raise InvalidArgument("rotary_seqlens", str(first.tolist()), "numbers of 0 or more")
         last = max([int(each.max()) for each in (places, own) if each.numel()], default=0)
         if last >= rows:
             required = f"a row for each position up to {last}"
             raise InvalidArgument("rotary_cos", f"{rows} rows", required)
+    interleaved = rotary.interleaved
     return rotate_at(q, *pair, own, interleaved), rotate_at(k, *pair, places, interleaved)
 
 
-def _checked_new(k: Tensor, v: Tensor | None, cache: Cache) -> int:
-    """Return how many keys k and v bring to each sequence; they fit the cache."""
+def _checked_new(k: Tensor, v: Tensor | None, cache: Cache, starts: Tensor | None) -> int | Tensor:
+    """Return how many keys k and v bring to each sequence: one number, or integer [B]."""
     new: Tensor | None
     for name, new, held in (("k", k, cache.k), ("v", v, cache.v)):
-        check_rank(name, new, "[B, S, H, D]")
+        check_rank(name, new, "[B, S, H, D]" if starts is None else "[T, H, D]")
         assert new is not None
-        sizes = (cache.table.shape[0], k.shape[1], *held.shape[2:])
+        lead = (cache.table.shape[0], k.shape[1]) if starts is None else (k.shape[0],)
+        sizes = (*lead, *held.shape[2:])
         if tuple(new.shape) != sizes:
             raise InvalidArgument(name, f"shape {tuple(new.shape)}", f"{sizes}, as its cache")
         if new.dtype != held.dtype or new.device != held.device:
             came, due = f"{new.dtype} on {new.device}", f"{held.dtype} on {held.device}"
             raise InvalidArgument(name, came, f"{due}, as its cache")
-    return k.shape[1]
+    if starts is None:
+        return k.shape[1]
+    check_starts("cu_seqlens_k_new", starts, cache.table.shape[0], k)
+    return starts.diff()
 
 
-def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
-    """Write k and v behind what the cache holds; the cache with its new lengths."""
-    size = cache.k.shape[1]
-    rows = cache.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    blocks = cache.table.long()
-    if blocks.shape[1] != 1:
-        blocks, rows = blocks.gather(1, rows // size), rows % size
+def _append(cache: Cache, k: Tensor, v: Tensor, starts: Tensor | None, new: int | Tensor) -> Cache:
+    """Write k and v behind what the cache holds; the cache with its new lengths.
+
+    ``new`` is how many keys they bring to each sequence, [B] where ``starts`` packs them.
+    """
+    sequence, number = numbered(k, starts)
+    rows = cache.lengths.long()[sequence] + number
+    slots = torch.zeros_like(rows)
+    if cache.table.shape[1] != 1:
+        size = cache.k.shape[1]
+        slots, rows = rows // size, rows % size
+    blocks = cache.table.long()[sequence, slots]
     with torch.no_grad():
         cache.k[blocks, rows] = k
         cache.v[blocks, rows] = v
     # Not _replace: torch 2.11's Dynamo cannot hold what that made over a break of the graph.
-    return Cache(cache.k, cache.v, cache.lengths + k.shape[1], cache.table, cache.starts)
+    return Cache(cache.k, cache.v, cache.lengths + new, cache.table, cache.starts)

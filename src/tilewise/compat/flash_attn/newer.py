@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, check_whole
 from tilewise.compat.flash_attn.arguments import Options, WindowSize, bounds, check_rank, read
-from tilewise.compat.flash_attn.cache import Cache, attend, check_blocks, check_integers
+from tilewise.compat.flash_attn.cache import (
+    Cache,
+    More,
+    attend,
+    check_blocks,
+    check_integers,
+    check_starts,
+    with_values,
+)
 from tilewise.compat.flash_attn.cache import check_lengths as check_cache
+from tilewise.compat.flash_attn.layers.tables import numbered
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import attention, attention_varlen
 from tilewise.variants import masks
+from tilewise.variants.float8 import FLOAT8
 
 
 class Sequences(NamedTuple):
@@ -48,6 +58,10 @@ class Flags(NamedTuple):
     sinks: Tensor | None = None
 
 
+Descales: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES: Descales = (None, None, None)
+
+
 class Found(NamedTuple):
     """A result, and its lse: float32 [B, Hq, M] or [Hq, Tq], -inf for a row without keys."""
 
@@ -62,7 +76,8 @@ def computed(
     flags: Flags,
     where: Sequences = WHOLE,
     qv: Tensor | None = None,
-    descales: tuple[Tensor | None, ...] = (None, None, None),
+    descales: Descales = NO_DESCALES,
+    lists: Tensor | None = None,
 ) -> Found:
     """Attention of [B, S, H, D] tensors or packed [T, H, D] ones.
 
@@ -75,6 +90,8 @@ def computed(
         qv: a second part of the queries, [..., Hq, Dv], whose products with the values are added to
             the scores before the scale.
         descales: what the numbers of float8 q, k and v stand for, as floating [sequences, Hk].
+        lists: the keys that all heads of a row read, integer [B, M, K] or packed [Tq, K]. Where an
+            entry is no key of the sequence there is none.
     """
     packed = where.starts_q is not None
     shape = "[T, H, D]" if packed else "[B, S, H, D]"
@@ -92,12 +109,16 @@ def computed(
     if where.pages is None:
         _check_used("seqused_k", where.used_k, where.starts_k, k)
     options = _read(count, q.shape[-2], flags, where)
+    scales = read_descales(descales, q.dtype, count, q.shape[-2], k.shape[-2])
     if qv is not None:
-        q, k, options = _with_values(q, k, v, qv, options)
+        options = with_qv(q, v.shape[-1], qv, options)
     if where.pages is not None:
-        return _over_pages(q, k, v, options, flags.sinks, where, descales)
-    words = options.keywords() | _scales(descales, count, q.shape[-2], k.shape[-2])
-    words |= {"sinks": flags.sinks, "return_lse": True}
+        return _over_pages(q, k, v, qv, options, flags.sinks, where, scales, lists)
+    if qv is not None:
+        q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    words = options.keywords() | scales | {"sinks": flags.sinks, "return_lse": True}
+    if lists is not None:
+        words["keys"] = _read_lists(lists, q, k, where)
     if where.starts_q is not None and where.starts_k is not None:
         found = attention_varlen(q, k, v, where.starts_q, where.starts_k, **words)
         return Found(found.out, found.lse)
@@ -109,11 +130,9 @@ def refuse(**given: object) -> None:
     """Refuse arguments that are not None."""
     for name, value in given.items():
         if value is not None:
-            listed = "gather" in name
-            why = "of lists of keys" if listed else "which its own compiler reads"
-            ours = "keys" if listed else "a mask, score or BlockMask"
             raise Unsupported(
-                f"{name} of FlashAttention-4, {why}", fix=f"pass {ours} to tilewise.attention"
+                f"{name} of FlashAttention-4, which its own compiler reads",
+                fix="pass a mask, score or BlockMask to tilewise.attention",
             )
 
 
@@ -162,56 +181,82 @@ def _read(count: int, heads: int, flags: Flags, where: Sequences) -> Options:
     return options._replace(mask=masks.function(seen))
 
 
-def _with_values(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Options]:
-    """Return wider queries and keys, whose products are the sums of both products."""
-    required = f"a tensor {[*q.shape[:-1], v.shape[-1]]} in {q.dtype}"
-    check_tensor("qv", qv, required, (q.dtype,), shape=(*q.shape[:-1], v.shape[-1]))
+def with_qv(q: Tensor, width: int, qv: Tensor, options: Options) -> Options:
+    """Return the options of a call beside qv, which fits q and values of this width."""
+    sizes = (*q.shape[:-1], width)
+    check_tensor("qv", qv, f"a tensor {list(sizes)} in {q.dtype}", (q.dtype,), shape=sizes)
     if q.dtype.itemsize == 1:
         raise Unsupported("qv in float8, whose scale may differ from q's", fix="pass 16 bits")
-    q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-    return q, k, options._replace(scale=scale)
+    scale = (q.shape[-1] + width) ** -0.5 if options.scale is None else options.scale
+    return options._replace(scale=scale)
 
 
-def _scales(
-    descales: tuple[Tensor | None, ...], count: int, heads: int, kv_heads: int
+def read_descales(
+    descales: Descales, dtype: torch.dtype, count: int, heads: int, kv_heads: int
 ) -> dict[str, Tensor]:
     """Return the descales that are there as the scales of heads."""
     found = {}
     for letter, each in zip("qkv", descales, strict=True):
         if each is not None:
+            name, shape = f"{letter}_descale", (count, kv_heads)
             required = f"a floating tensor [{count}, {kv_heads}]"
-            shape = (count, kv_heads)
-            check_tensor(f"{letter}_descale", each, required, FLOATING, shape=shape)
+            check_tensor(name, each, required, FLOATING, shape=shape)
+            if dtype is not FLOAT8:
+                fix = f"Multiply {letter} by it."
+                raise InvalidArgument(name, f"one for {letter} of {dtype}", f"{FLOAT8}", fix)
             times = heads // kv_heads if letter == "q" else 1
             found[f"{letter}_scale"] = each.repeat_interleave(times, 1)
     return found
+
+
+def _read_lists(lists: Tensor, q: Tensor, k: Tensor, where: Sequences) -> Tensor:
+    """Return lists of keys as ``tilewise.attention`` takes them: [B, 1, M, K] or [1, Tq, K].
+
+    Args:
+        lists: integer [B, M, K] or [Tq, K]; what is no key of its sequence becomes -1.
+        q: [B, M, Hq, D], or packed [Tq, Hq, D].
+        k: [B, N, Hk, D], packed or in pages.
+        where: the sequences.
+    """
+    check_integers("gather_kv_indices", lists, (*q.shape[:-2], None), q.device.type)
+    limits: int | Tensor = k.shape[1]
+    if where.starts_q is not None:
+        check_starts("cu_seqlens_q", where.starts_q, None, q)
+    if where.starts_k is not None and where.starts_q is not None and where.pages is None:
+        check_starts("cu_seqlens_k", where.starts_k, where.starts_q.shape[0] - 1, k)
+        limits = where.starts_k.diff()
+    limits = limits if where.used_k is None else where.used_k
+    if isinstance(limits, Tensor):
+        limits = limits[numbered(q, where.starts_q)[0]][..., None]
+    return lists.masked_fill((lists < 0) | (lists >= limits), -1).unsqueeze(-3)
 
 
 def _over_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    qv: Tensor | None,
     options: Options,
     sinks: Tensor | None,
     where: Sequences,
-    descales: tuple[Tensor | None, ...],
+    scales: dict[str, Tensor],
+    lists: Tensor | None,
 ) -> Found:
     assert where.pages is not None
     device, starts = q.device.type, where.starts_q
     count = q.shape[0] if starts is None else starts.shape[0] - 1
     check_integers("page_table", where.pages, (count, None), device)
-    if any(each is not None for each in descales):
-        raise Unsupported("descales beside a page_table", fix="pass pages in q's dtype")
     used = where.used_k
     if used is None:
         used = torch.full((count,), where.pages.shape[1] * k.shape[1], device=q.device)
     cache = Cache(k, v, used, where.pages)
     check_cache(cache, "seqused_k")
     check_blocks(cache, name="page_table")
-    given = {"q": q, "k": k, "v": v, "learnable_sink": sinks}
-    found = attend(q, cache, options, given, starts, sinks)
+    given = {"q": q, "k": k, "v": v, "qv": qv, "learnable_sink": sinks}
+    keys = None if lists is None else _read_lists(lists, q, k, where._replace(used_k=used))
+    if qv is not None:
+        with torch.no_grad():
+            cache, q = with_values(cache, q, qv)
+    found = attend(q, cache, options, given, starts, More(sinks, 0, scales, keys))
     assert found.lse is not None
     return Found(found.out, found.lse)

@@ -28,7 +28,7 @@ from tilewise.checks import FLOATING, INDICES, check_tensor
 from tilewise.compat.flash_attn import kv_cache
 from tilewise.compat.flash_attn.arguments import WindowSize, check_rank
 from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.errors import InvalidArgument
 from tilewise.reference.merge import merge_partial
 
 __all__ = [
@@ -174,48 +174,81 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """``flash_attn_with_kvcache`` of flash-attn 2, with the arguments in this order. Forward only.
+    """Write k and v into a cache in place, then compute attention to the cache. Forward only.
 
-    q is [B, M, Hq, D]. k_cache and v_cache are [caches, S, Hk, D or Dv], or with a ``page_table``
-    [B, P] pages [blocks, page size, Hk, D or Dv]. The output is [B, M, Hq, Dv], the lse [B, Hq, M].
+    Row i of a sequence sees some of its N keys n, counted from cache_leftpad on::
+
+        out[i] = softmax_n(cap(softmax_scale (q[i].k[n] + qv[i].v[n]))) v[n]
+
+    ``causal``, ``window_size`` and ``attention_chunk`` choose the keys, as in ``flash_attn_func``.
+    The call is that of flash-attn 2 with more arguments. All of them may be combined, unless a line
+    below says otherwise.
+
+    Args:
+        q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
+        k_cache: [caches, S, Hk, D]; with a page_table [blocks, page size, Hk, D].
+        v_cache: as k_cache, with width Dv.
+        k: [B, new, Hk, D] to be appended, or packed [Tnew, Hk, D] with cu_seqlens_k_new; or None.
+        v: as k, with width Dv.
+        qv: as q, with width Dv, 16 bits or wider. Where k_cache and v_cache are the parts of one
+            tensor, side by side, they are read in place; else a call copies the caches or pages of
+            its sequences.
+        rotary_cos: [rows, R/2]; rotates q and k, not qv, at the positions from cache_seqlens on.
+            Not for float8.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: integer [B] or one number: the keys in the cache before k is appended.
+        cache_batch_idx: integer [B]: the cache of each sequence. Not with a page_table.
+        cache_leftpad: integer [B]: the first key of each sequence. Chunks count from there.
+        page_table: integer [B, P].
+        cu_seqlens_q: integer [B + 1]: where packed queries start.
+        cu_seqlens_k_new: integer [B + 1]: where packed new keys start; each sequence may have
+            another number of them.
+        max_seqlen_q: not looked at: cu_seqlens_q says it.
+        rotary_seqlens: integer [B]: where rotary positions start, instead of at cache_seqlens. The
+            tables need rows for these positions alone.
+        q_descale: floating [B, Hk], what float8 numbers of q are to be multiplied by; None is 1.
+            The caches, k and v are float8 too then, and the output is bfloat16.
+        k_descale: likewise of keys, in the cache and new.
+        v_descale: likewise of values.
+        softmax_scale: 1/sqrt(D) if None, beside qv 1/sqrt(D + Dv).
+        causal: row i sees the keys up to i + N - M.
+        window_size: (left, right); -1 for no bound.
+        attention_chunk: above 0, a row sees the keys of its own chunk of so many. q is rotated as
+            beside a window then.
+        softcap: above 0, scores are capped to it.
+        rotary_interleaved: pairs are the channels 0 and 1, ...; False: 0 and R/2, ...
+        scheduler_metadata: changes nothing.
+        num_splits: changes nothing.
+        pack_gqa: changes nothing.
+        sm_margin: changes nothing.
+        return_softmax_lse: ask for (out, lse).
+
+    Returns:
+        out [B, M, Hq, Dv] or [Tq, Hq, Dv]; where asked for with the lse [B, Hq, M] or [Hq, Tq].
 
     Raises:
-        Unsupported: qv, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, descales or
-            attention_chunk.
+        InvalidArgument, InvalidType: naming the argument that is wrong.
+        Unsupported: qv or a rotation in float8.
     """
-    others = {
-        "qv": qv,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
-        "rotary_seqlens": rotary_seqlens,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "attention_chunk": attention_chunk or None,
-    }
-    for name, value in others.items():
-        if value is not None:
-            fix = "call tilewise.attention_paged, or flash_attn_varlen_func with seqused_k"
-            raise Unsupported(f"{name} of flash_attn_with_kvcache", fix=fix)
-    return kv_cache.flash_attn_with_kvcache(
+    found = kv_cache.over_cache(
         q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        cache_seqlens,
-        cache_batch_idx,
-        cache_leftpad,
-        page_table,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        rotary_interleaved,
-        return_softmax_lse=return_softmax_lse,
+        (k_cache, v_cache),
+        (k, v),
+        kv_cache.Where(
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            cu_seqlens_q,
+            cu_seqlens_k_new,
+            "page_table",
+        ),
+        kv_cache.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        Flags(softmax_scale, causal, window_size, softcap, attention_chunk),
+        qv=qv,
+        descales=(q_descale, k_descale, v_descale),
     )
+    return (found.out, found.lse) if return_softmax_lse else found.out
 
 
 def flash_attn_combine(

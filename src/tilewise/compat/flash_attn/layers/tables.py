@@ -137,21 +137,34 @@ def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) 
         required = "an integer or an integer tensor [B]"
         raise InvalidType("seqlen_offsets", named(seqlen_offsets), required)
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, Tensor) and (
+        seqlen_offsets.dtype.is_floating_point or tuple(seqlen_offsets.shape) != (batch,)
+    ):
+        came = f"a tensor of {seqlen_offsets.dtype}, shape {tuple(seqlen_offsets.shape)}"
+        raise InvalidArgument("seqlen_offsets", came, f"an integer tensor [{batch}]")
+    if cu_seqlens is not None:
+        check_rank("cu_seqlens", cu_seqlens, "[B + 1]")
+    sequence, number = numbered(x, cu_seqlens)
     if isinstance(seqlen_offsets, Tensor):
-        if seqlen_offsets.dtype.is_floating_point or tuple(seqlen_offsets.shape) != (batch,):
-            came = f"a tensor of {seqlen_offsets.dtype}, shape {tuple(seqlen_offsets.shape)}"
-            raise InvalidArgument("seqlen_offsets", came, f"an integer tensor [{batch}]")
-        seqlen_offsets = seqlen_offsets.long()
+        return number + seqlen_offsets.long()[sequence]
+    return number + seqlen_offsets
+
+
+def numbered(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each row of x, and the row's number in it.
+
+    Args:
+        x: [B, S, ...], or packed [T, ...] with cu_seqlens.
+        cu_seqlens: integer [B + 1], or None.
+
+    Returns:
+        int64 [B, 1] and [S], or [T] and [T].
+    """
     if cu_seqlens is None:
-        rows = torch.arange(x.shape[1], device=x.device)
-        if isinstance(seqlen_offsets, Tensor):
-            return seqlen_offsets[:, None] + rows
-        return seqlen_offsets + rows
-    check_rank("cu_seqlens", cu_seqlens, "[B + 1]")
+        sequences = torch.arange(x.shape[0], device=x.device)
+        return sequences[:, None], torch.arange(x.shape[1], device=x.device)
     starts = cu_seqlens.long()
     rows = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(starts[1:], rows, right=True).clamp(max=max(batch - 1, 0))
-    places = rows - starts[sequence]
-    if isinstance(seqlen_offsets, Tensor):
-        return places + seqlen_offsets[sequence]
-    return places + seqlen_offsets
+    last = max(cu_seqlens.shape[0] - 2, 0)
+    sequence = torch.searchsorted(starts[1:], rows, right=True).clamp(max=last)
+    return sequence, rows - starts[sequence]

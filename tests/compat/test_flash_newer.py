@@ -246,7 +246,8 @@ def test_lists_of_keys_of_one_length() -> None:
     found = FOURTH.flash_attn_func(q, k, v, qv, lists, causal=True, return_lse=True)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    paged = in_pages(*([x.transpose(0, 1) for x in each] for each in (k, v)), 4)
+    own_keys, own_values = ([x.transpose(0, 1) for x in each] for each in (k, v))
+    paged = in_pages(own_keys, own_values, 4)
     pages = [x.transpose(1, 2) for x in paged[:2]]
     words = {"seqused_k": paged.key_lengths, "page_table": paged.block_table, "causal": True}
     found = FOURTH.flash_attn_varlen_func(
@@ -323,7 +324,8 @@ def test_descales_over_pages() -> None:
     generator = torch.Generator().manual_seed(9)
     q = torch.randn(2, 3, 4, 16, generator=generator).to(FLOAT8)
     k, v = (torch.randn(2, 11, 2, 16, generator=generator).to(FLOAT8) for _ in "kv")
-    descales = tuple(torch.rand(2, 2, generator=generator) + 0.5 for _ in "qkv")
+    one, two, three = (torch.rand(2, 2, generator=generator) + 0.5 for _ in "qkv")
+    descales = (one, two, three)
     table = torch.tensor([[1], [0]])
     flags = newer.Flags(None, True, (-1, -1), 0.0)
     where = newer.Sequences(used_k=torch.tensor([11, 4]), pages=table)
@@ -340,8 +342,7 @@ def test_descales_over_pages() -> None:
         v_descale=descales[2],
         return_softmax_lse=True,
     )
-    for one, other in zip(found, cached, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(tuple(found), cached, rtol=0, atol=0)
     unscaled = newer.computed(q, k, v, flags, where)
     assert not torch.equal(found.lse, unscaled.lse)
 

@@ -138,8 +138,9 @@ def expected(case: Case, asked: Asked, b: int, dtype: torch.dtype) -> tuple[Tens
         first = (ROTARY if asked.rotary == "own" else BEFORE)[b]
         local = flags.causal or max(flags.window_size) >= 0 or asked.chunk > 0
         own = first + torch.arange(rows) * int(local)
+        cos, sin = case.tables
         q, k = (
-            rotate(x[None], *(table[at] for table in case.tables), False)[0]
+            rotate(x[None], cos[at], sin[at], False)[0]
             for x, at in ((q, own), (k, first + torch.arange(len(k))))
         )
         near = dtype == case.q[b].dtype

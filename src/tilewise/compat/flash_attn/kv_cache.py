@@ -43,7 +43,7 @@ class Where(NamedTuple):
 
     Args:
         lengths: integer [B] or one number: the keys in the cache; None for all of its rows.
-        index: integer [B], the cache of each sequence, or None.
+        caches: integer [B], the cache of each sequence, or None.
         leftpad: integer [B], the first key of each sequence, or None.
         table: integer [B, P] of pages, or None.
         starts_q: integer [B + 1] of packed queries, or None.
@@ -52,7 +52,7 @@ class Where(NamedTuple):
     """
 
     lengths: int | Tensor | None
-    index: Tensor | None
+    caches: Tensor | None
     leftpad: Tensor | None
     table: Tensor | None
     starts_q: Tensor | None = None
@@ -191,7 +191,8 @@ def over_cache(
         out as q with width Dv, lse [B, Hq, M] or [Hq, Tq], -inf for a row without keys.
 
     Raises:
-        InvalidArgument, InvalidType, Unsupported: before anything is written.
+        InvalidArgument, InvalidType: naming the argument that is wrong, before anything is written.
+        Unsupported: qv or a rotation in float8, likewise; or no backend has such a call.
     """
     (k_cache, v_cache), (k, v), starts = caches, new, where.starts_q
     check_rank("q", q, "[B, S, H, D]" if starts is None else "[T, H, D]")
@@ -205,17 +206,17 @@ def over_cache(
     options = read(count, q.shape[-2], 0.0, *numbers)
     chunk = check_whole("attention_chunk", flags.attention_chunk, 0)
     cache = _cache(q, count, k_cache, v_cache, where)
-    scales = read_descales(descales, q.dtype, count, q.shape[-2], k_cache.shape[2])
+    scales = read_descales(descales, q, count, k_cache.shape[2])
     if qv is not None:
         options = with_qv(q, v_cache.shape[3], qv, options)
     _check_both("k", k, "v", v)
     _check_both("rotary_cos", rotary.cos, "rotary_sin", rotary.sin)
     if k is None:
-        for name, tensor, why in (
+        for name, unwanted, why in (
             ("rotary_cos", rotary.cos, "what is in the cache is rotated already"),
             ("cu_seqlens_k_new", where.starts_new, "there is nothing to append"),
         ):
-            if tensor is not None:
+            if unwanted is not None:
                 raise InvalidArgument(name, "a tensor", f"None without k: {why}")
     if rotary.starts is not None:
         if rotary.cos is None:
@@ -249,7 +250,7 @@ def _check_both(name: str, tensor: Tensor | None, other: str, its: Tensor | None
 
 def _cache(q: Tensor, batch: int, k_cache: Tensor, v_cache: Tensor, where: Where) -> Cache:
     """Return the cache of so many sequences as it is before anything is appended."""
-    device, index, lengths = q.device, where.index, where.lengths
+    device, index, lengths = q.device, where.caches, where.lengths
     caches, rows = k_cache.shape[:2]
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dtype != q.dtype or tensor.device != device:

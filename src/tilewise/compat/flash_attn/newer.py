@@ -109,7 +109,7 @@ def computed(
     if where.pages is None:
         _check_used("seqused_k", where.used_k, where.starts_k, k)
     options = _read(count, q.shape[-2], flags, where)
-    scales = read_descales(descales, q.dtype, count, q.shape[-2], k.shape[-2])
+    scales = read_descales(descales, q, count, k.shape[-2])
     if qv is not None:
         options = with_qv(q, v.shape[-1], qv, options)
     if where.pages is not None:
@@ -191,20 +191,18 @@ def with_qv(q: Tensor, width: int, qv: Tensor, options: Options) -> Options:
     return options._replace(scale=scale)
 
 
-def read_descales(
-    descales: Descales, dtype: torch.dtype, count: int, heads: int, kv_heads: int
-) -> dict[str, Tensor]:
-    """Return the descales that are there as the scales of heads."""
+def read_descales(descales: Descales, q: Tensor, count: int, kv_heads: int) -> dict[str, Tensor]:
+    """Return the descales that are there, [count, kv_heads], as the scales of heads."""
     found = {}
     for letter, each in zip("qkv", descales, strict=True):
         if each is not None:
             name, shape = f"{letter}_descale", (count, kv_heads)
-            required = f"a floating tensor [{count}, {kv_heads}]"
-            check_tensor(name, each, required, FLOATING, shape=shape)
-            if dtype is not FLOAT8:
+            required = f"a floating tensor [{count}, {kv_heads}] on {q.device}"
+            check_tensor(name, each, required, FLOATING, shape=shape, device=q.device.type)
+            if q.dtype is not FLOAT8:
                 fix = f"Multiply {letter} by it."
-                raise InvalidArgument(name, f"one for {letter} of {dtype}", f"{FLOAT8}", fix)
-            times = heads // kv_heads if letter == "q" else 1
+                raise InvalidArgument(name, f"one for {letter} of {q.dtype}", f"{FLOAT8}", fix)
+            times = q.shape[-2] // kv_heads if letter == "q" else 1
             found[f"{letter}_scale"] = each.repeat_interleave(times, 1)
     return found
 

@@ -217,7 +217,7 @@ def flash_attn_with_kvcache(
             beside a window then.
         softcap: above 0, scores are capped to it.
         rotary_interleaved: pairs are the channels 0 and 1, ...; False: 0 and R/2, ...
-        scheduler_metadata: changes nothing.
+        scheduler_metadata: int32 [0] of ``get_scheduler_metadata``; changes nothing.
         num_splits: changes nothing.
         pack_gqa: changes nothing.
         sm_margin: changes nothing.

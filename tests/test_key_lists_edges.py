@@ -223,3 +223,35 @@ def test_second_derivatives_say_what_there_is() -> None:
     (grad,) = torch.autograd.grad(out, (q,), create_graph=True)
     with pytest.raises(Unsupported, match="second derivative with key lists"):
         grad.sum().backward()
+
+
+def test_results_may_be_changed_in_place() -> None:
+    """Also those of a call in no_grad, later, where gradients are wanted."""
+    q, k, v = drawn()
+    lists, weight = lists_of(SIZES, 1), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        out, lse, stats = tilewise.attention(
+            q, k, v, keys=lists, return_lse=True, return_stats=True
+        )
+    for x in (out, lse, stats.entropy):
+        x.mul_(weight)
+        x.sum().backward()
+    assert weight.grad is not None
+    for x in tilewise.attention(q, k, v, keys=lists, return_lse=True)[:2]:
+        assert not x._is_view()
+
+
+def test_what_calls_share_serves_every_mode() -> None:
+    """A call in inference mode, then one with gradients of the same signature."""
+    leaves = drawn(queries=3, keys=29)
+    lists = torch.tensor([5, 1, 28]).expand(2, 1, 3, 3)
+    with torch.inference_mode():
+        first = tilewise.attention(*leaves, keys=lists, mask=masks.causal())
+    out = tilewise.attention(*leaves, keys=lists, mask=masks.causal())
+    out.sum().backward()
+    assert_all_close({"out": out.detach()}, {"out": first.clone()})
+    with torch.no_grad():
+        other = tilewise.attention(*leaves, keys=lists - 1, mask=masks.causal())
+    assert not torch.equal(other, first)
+    with pytest.raises(InvalidArgument, match="29 in list 0"):
+        tilewise.attention(*leaves, keys=lists + 24)

@@ -20,6 +20,7 @@
 #include "expr_code.h"
 #include "expressions/compile.h"
 #include "base/forks.h"
+#include "base/key_lists.h"
 #include "base/parallel.h"
 #include "base/processor.h"
 #include "bind/tensors.h"
@@ -754,6 +755,76 @@ void gathered_rows(int dtype, int threads, bool add, nb::tuple sizes, nb::tuple 
   check(kernels.gathered_rows(f));
 }
 
+// Key lists as sets (base/key_lists.h). indices: int32 or int64 [B, heads, M, K], or packed [heads, T, K]; lengths:
+// int64 [T], T = B * M; sets: int32 [T, heads, K]; counts: int64 [T, heads]. Returns the first place in sets for an
+// index that names nothing and is not -1; -1 where there is none.
+i64 key_sets(int threads, i64 block, nb::handle indices, nb::handle lengths, nb::handle sets, nb::handle counts) {
+  KeySets f;
+  if (threads < 1 || block < 1) bad("a call has at least one thread, and a block one key");
+  f.threads = threads, f.block = block;
+  const nb::dlpack::dltensor t = borrowed(indices);
+  if (t.ndim != 3 && t.ndim != 4) bad("indices must have 3 or 4 dimensions");
+  f.wide = t.dtype.bits == 64;
+  if (t.device.device_type != 1 || t.dtype.code != kInt || (t.dtype.bits != 32 && !f.wide))
+    bad("indices must be int32 or int64, in the CPU's memory");
+  const int from = t.ndim - 3;
+  f.heads = t.shape[from], f.rows = t.shape[from + 1], f.width = t.shape[from + 2];
+  for (int d = 0; d < 3; d++) f.strides[d + 1] = t.strides[from + d];
+  if (from == 1) f.batch = t.shape[0], f.strides[0] = t.strides[0];
+  f.indices = static_cast<const char*>(t.data) + t.byte_offset;
+  f.lengths = integers<const i64>(lengths, "lengths", f.batch * f.rows);
+  f.sets = integers<std::int32_t>(sets, "sets", f.batch * f.rows * f.heads * f.width);
+  f.counts = integers<i64>(counts, "counts", f.batch * f.rows * f.heads);
+  if (f.batch * f.rows * f.heads == 0) return -1;
+  nb::gil_scoped_release release;
+  check(make_sets(f));
+  return f.wrong;
+}
+
+// Where the keys of sets lie (base/key_lists.h). sizes: block, keys of a page, all keys of a head, keys of a page of
+// the table. steps: outer, head, page. sets, counts: of key_sets; item, lengths: int64 [T]; starts: int64 [items] or
+// None; table: int32 [items, columns] or None; numbers: int32 [T, Hk, many]; key_lengths: int32 [T, Hk]; keys: int64,
+// as numbers, or None.
+void key_pages(int threads, nb::tuple sizes, nb::tuple steps, nb::handle sets, nb::handle counts, nb::handle item,
+               nb::handle lengths, nb::handle starts, nb::handle table, nb::handle numbers, nb::handle key_lengths,
+               nb::handle keys) {
+  KeyPages f;
+  f.threads = threads;
+  require_length(sizes, 4, "sizes");
+  require_length(steps, 3, "steps");
+  f.block = number(sizes, 0), f.size = number(sizes, 1), f.total = number(sizes, 2), f.page_size = number(sizes, 3);
+  f.outer = number(steps, 0), f.head = number(steps, 1), f.page = number(steps, 2);
+  if (threads < 1 || f.block < 1 || f.size < 1 || f.block % f.size != 0 || f.page_size < 1)
+    bad("a call has at least one thread, and a page some keys, which divide a block");
+  const nb::dlpack::dltensor s = borrowed(sets), n = borrowed(numbers);
+  if (s.ndim != 3 || n.ndim != 3) bad("sets and numbers must have 3 dimensions");
+  f.lists = s.shape[0], f.set_heads = s.shape[1], f.width = s.shape[2], f.heads = n.shape[1];
+  if (f.set_heads != 1 && f.set_heads != f.heads) bad("sets are of one head or of all");
+  const i64 many = f.lists * f.heads * f.width * (f.block / f.size);
+  f.sets = integers<const std::int32_t>(sets, "sets", f.lists * f.set_heads * f.width);
+  f.counts = integers<const i64>(counts, "counts", f.lists * f.set_heads);
+  f.item = integers<const i64>(item, "item", f.lists);
+  f.lengths = integers<const i64>(lengths, "lengths", f.lists);
+  f.numbers = integers<std::int32_t>(numbers, "numbers", many);
+  f.key_lengths = integers<std::int32_t>(key_lengths, "key_lengths", f.lists * f.heads);
+  if (!keys.is_none()) f.keys = integers<i64>(keys, "keys", many);
+  i64 items = std::numeric_limits<i64>::max();
+  if (!starts.is_none()) f.starts = integers<const i64>(starts, "starts", items = borrowed(starts).shape[0]);
+  if (!table.is_none()) {
+    const nb::dlpack::dltensor t = borrowed(table);
+    if (t.ndim != 2) bad("a block table must have 2 dimensions");
+    items = t.shape[0], f.columns = t.shape[1];
+    f.table = integers<const std::int32_t>(table, "a block table", items * f.columns);
+  }
+  nb::gil_scoped_release release;
+  for (i64 i = 0; i < f.lists; i++) {
+    if (f.item[i] < 0 || f.item[i] >= items) bad("a list's item is none of those that there are");
+    if (f.table && std::max<i64>(f.lengths[i] - 1, 0) / f.page_size >= f.columns)
+      bad("a sequence has more keys than its block table has pages for");
+  }
+  check(find_pages(f));
+}
+
 // Asks the system for large pages behind memory that nobody has touched yet: a fault for 2 MB in place of 4 KB. Where
 // it has none, nothing changes.
 void large_pages(std::uintptr_t address, std::size_t bytes) {
@@ -924,6 +995,10 @@ NB_MODULE(_core, m) {
   m.def("covers", &covers);
   m.def("cross_entropy", &cross_entropy);
   m.def("gathered_rows", &gathered_rows);
+  m.def("key_sets", &key_sets);
+  m.def("key_pages", &key_pages, nb::arg("threads"), nb::arg("sizes"), nb::arg("steps"), nb::arg("sets"),
+        nb::arg("counts"), nb::arg("item"), nb::arg("lengths"), nb::arg("starts").none(), nb::arg("table").none(),
+        nb::arg("numbers"), nb::arg("key_lengths"), nb::arg("keys").none());
   m.def("head_rows", &head_rows);
   m.def("large_pages", &large_pages);
   m.def("isa_available", &isa_available);

@@ -134,6 +134,23 @@ inline View operand(nb::handle tensor, const char* name, const Problem& p, bool 
   return v;
 }
 
+// The numbers of a contiguous tensor of integers: so many of them, in the CPU's memory.
+template <class T>
+T* integers(nb::handle tensor, const char* name, i64 count) {
+  const nb::dlpack::dltensor t = borrowed(tensor);
+  const std::string who(name);
+  if (t.dtype.code != kInt || t.dtype.bits != 8 * sizeof(T)) bad(who + " has another dtype than is read");
+  if (t.device.device_type != 1) bad(who + " is not in the CPU's memory");
+  i64 step = 1;
+  for (int d = t.ndim - 1; d >= 0; d--) {
+    if (t.shape[d] != 1 && t.strides[d] != step && t.shape[d] != 0) bad(who + " must be contiguous");
+    step *= t.shape[d];
+  }
+  if (step != count)
+    bad(who + " has " + std::to_string(step) + " numbers where " + std::to_string(count) + " are needed");
+  return reinterpret_cast<T*>(static_cast<char*>(t.data) + t.byte_offset);
+}
+
 // The scales of rows in 8 bits, [pages, heads, page size].
 inline View scales_of(nb::handle tensor, const char* name, const Problem& p) {
   const nb::dlpack::dltensor t = borrowed(tensor);

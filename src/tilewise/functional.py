@@ -28,6 +28,7 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
+from tilewise.torch_private import any_autocast
 from tilewise.variants.float8 import scales_of
 from tilewise.variants.guidance import refuse_keywords
 from tilewise.variants.lower import Extent, lower_mask
@@ -168,10 +169,6 @@ def attention(
     """
     if unknown:
         _refuse("attention", unknown)
-    if keys is not None:
-        scales = scales_of(q_scale, k_scale, v_scale)
-        keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
-        return _listed(q, k, v, keywords, keys, plan, _wanted(return_stats), return_lse)
     if (
         (mask is None and score is None and scale is None and sinks is None and backend is None)
         and (q_scale is None and k_scale is None and v_scale is None)
@@ -182,6 +179,8 @@ def attention(
     else:
         scales = scales_of(q_scale, k_scale, v_scale)
         keywords = read_keywords(mask, score, scale, dropout_p, sinks, backend, scales=scales)
+    if keys is not None:
+        return _listed(q, k, v, keywords, keys, plan, _wanted(return_stats), return_lse)
     if return_stats is not False:
         return _with_stats(run(q, k, v, keywords, seed, plan, _wanted(return_stats)), return_lse)
     result = run(q, k, v, keywords, seed, plan, "", not return_lse)
@@ -345,8 +344,10 @@ def _listed(
     if any_nested(q, k, v):
         fix = "call attention_varlen with x.values().transpose(0, 1) and x.offsets() of each"
         raise Unsupported("nested tensors with key lists (keys=)", fix=fix)
-    q, k, v = autocast(q, k, v)
-    result = attend_lists(q, k, v, keywords, read_key_lists(keys), statistics)
+    if any_autocast():
+        q, k, v = autocast(q, k, v)
+    alone = not (statistics or return_lse)
+    result = attend_lists(q, k, v, keywords, read_key_lists(keys), statistics, alone)
     if statistics:
         return _with_stats(result, return_lse)
     return AttentionResult(result.out, result.lse, None) if return_lse else result.out

@@ -15,7 +15,7 @@ import tilewise
 from tests.engine.samples import qkv
 from tilewise import masks
 from tilewise.engine import dispatch, registry
-from tilewise.engine.dispatch import PLANS, PlanCache
+from tilewise.engine.dispatch import PLANS, Cache
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.kernels.base import Backend, Prepared, Tiles
 from tilewise.plan.plan import Candidate, Plan, choose
@@ -198,7 +198,8 @@ def _plan() -> Plan:
 
 
 def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
-    cache, plan = PlanCache(size=4), _plan()
+    cache: Cache[Plan] = Cache(size=4)
+    plan = _plan()
     cache.add("kept", plan)
     for number in range(50):
         cache.add(number, plan)
@@ -211,7 +212,8 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
 
 
 def test_the_cache_survives_threads() -> None:
-    cache, plan = PlanCache(size=3), _plan()
+    cache: Cache[Plan] = Cache(size=3)
+    plan = _plan()
     failures: list[Exception] = []
 
     def work(offset: int) -> None:

@@ -44,7 +44,7 @@ from tilewise.variants.values import Mask, Score, as_mask, as_score
 _NO_MASK = Mask(())
 _NO_SCORE = Score(())
 # What reading a tensor raises that has no shape (nested), no memory, or is none.
-_UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
+UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
 
 
 class Keywords(NamedTuple):
@@ -140,12 +140,12 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
             scale,
             dropout_p,
             backend,
-            None if plain else _tensors_key(keywords),
+            None if plain else tensors_key(keywords),
         )
         return PLANS.young[key]
     except KeyError:
         plan = PLANS.find(key)
-    except _UNREADABLE:
+    except UNREADABLE:
         # That, or something is not hashable: validation names it.
         return make_plan(q, k, v, keywords)
     if plan is None:
@@ -154,7 +154,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
     return plan
 
 
-def _tensors_key(keywords: Keywords) -> tuple[Any, ...]:
+def tensors_key(keywords: Keywords) -> tuple[Any, ...]:
     """Return what a plan depends on in sinks, cu_seqlens, pages and scales."""
     if keywords.step is not None:
         return keywords.step.signs, signs(keywords.sinks, *keywords.scales)
@@ -180,7 +180,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Plan:
     )
     try:
         signature = reader()(q, k, v)
-    except _UNREADABLE:
+    except UNREADABLE:
         signature = None
     return plan._replace(signature=signature, shown=shown(q, k, v), bare=bare)
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Hashable
 from functools import cache
 from threading import Lock
+from typing import Generic, TypeVar
 
 from tilewise.engine import registry
 from tilewise.errors import SlowPathWarning, Unsupported
@@ -103,12 +104,15 @@ def warn_slow(name: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> No
     warnings.warn("\n".join([message, *lines, end]), SlowPathWarning, stacklevel=2)
 
 
-class PlanCache:
-    """Plans by call signature: bounded, and without a lock or a reordering on a hit.
+_Kept = TypeVar("_Kept")
 
-    Two generations approximate the order of use. A plan that the young generation misses and the
+
+class Cache(Generic[_Kept]):
+    """Values by call signature: bounded, and without a lock or a reordering on a hit.
+
+    Two generations approximate the order of use. A value that the young generation misses and the
     old one has moves back to the young one. When the young one is full, it becomes the old one, and
-    the plans not used since are dropped.
+    the values not used since are dropped.
 
     Args:
         size: entries per generation; twice as many are held at most.
@@ -116,26 +120,26 @@ class PlanCache:
 
     def __init__(self, size: int = 512) -> None:
         self.size = size
-        self.young: dict[Hashable, Plan] = {}
-        self._old: dict[Hashable, Plan] = {}
+        self.young: dict[Hashable, _Kept] = {}
+        self._old: dict[Hashable, _Kept] = {}
         self._lock = Lock()
 
-    def find(self, key: Hashable) -> Plan | None:
-        """Return the plan of a key that is not among the young ones, if there is one."""
-        plan = self.young.get(key) or self._old.get(key)
-        if plan is not None:
-            self.add(key, plan)
-        return plan
+    def find(self, key: Hashable) -> _Kept | None:
+        """Return the value of a key that is not among the young ones, if there is one."""
+        value = self.young.get(key) or self._old.get(key)
+        if value is not None:
+            self.add(key, value)
+        return value
 
-    def add(self, key: Hashable, plan: Plan) -> None:
-        """Keep a plan, and drop what has not been used for a generation when full."""
+    def add(self, key: Hashable, value: _Kept) -> None:
+        """Keep a value, and drop what has not been used for a generation when full."""
         with self._lock:
             if len(self.young) >= self.size:
                 self._old, self.young = self.young, {}
-            self.young[key] = plan
+            self.young[key] = value
 
     def clear(self) -> None:
-        """Forget every plan."""
+        """Forget every value."""
         with self._lock:
             self.young, self._old = {}, {}
 
@@ -143,4 +147,4 @@ class PlanCache:
         return len({**self._old, **self.young})
 
 
-PLANS = PlanCache()
+PLANS: Cache[Plan] = Cache()

@@ -12,19 +12,20 @@ kernels do the work. Memory is O(M K) for the lists, and no M x N is anywhere.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.key_lists import Lists, Table
+from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Places
 from tilewise.kernels.rows import add_rows, copied_rows, zero_rows
 from tilewise.plan.plan import Plan
-from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
+from tilewise.problem import UNSEEN, Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype
 from tilewise.variants.graphs import gathered
 from tilewise.variants.program import Instr, Program, fitted
@@ -39,6 +40,7 @@ _NUMBERS = 1 << 20  # of keys in the lists of one forward call
 # Sorting them takes about 60 bytes of each.
 _INVERTED = 1 << 22
 _MOST_PAGES = (1 << 31) - 1  # block tables are int32
+_new = tuple.__new__
 
 
 def lists_at_once(heads: int, width: int) -> int:
@@ -94,8 +96,16 @@ class _Copied(NamedTuple):
     inner: Tensor
 
 
-def small_problem(problem: Problem, problems: int, rows: int, keys: int) -> Problem:
-    """Return what is computed of some lists and heads: without mask and score."""
+def small_problem(
+    problem: Problem,
+    problems: int,
+    rows: int,
+    keys: int,
+    mask: Program = (),
+    score: Program = (),
+    page_size: int = 0,
+) -> Problem:
+    """Return what is computed of some lists and heads."""
     return problem._replace(
         batch=problems,
         heads=1,
@@ -103,11 +113,19 @@ def small_problem(problem: Problem, problems: int, rows: int, keys: int) -> Prob
         queries=rows,
         keys=keys,
         layout="dense",
-        mask=(),
-        score=(),
+        mask=mask,
+        score=score,
         sinks=False,
-        page_size=0,
+        page_size=page_size,
     )
+
+
+@lru_cache(maxsize=256)
+def _program(
+    program: Program, kind: Literal["mask", "score"], rows: int, share: int, block: int
+) -> Program:
+    """Return the mask or score of small problems; rewriting one takes longer than a short call."""
+    return gathered(fitted(program), kind, rows, share, block) if program or block else ()
 
 
 class Gathering:
@@ -143,51 +161,49 @@ class Gathering:
         self._mask, self._score = mask, score
         share = problem.heads // self._heads
         hidden = 0 if lists.readers is None else lists.block
-        self._programs = [
-            gathered(fitted(each.program), kind, rows, share, block)
-            if each.program or block
-            else ()
-            for kind, each, block in (("mask", mask, hidden), ("score", score, 0))
-        ]
+        self._programs = (
+            _program(mask.program, "mask", rows, share, hidden),
+            _program(score.program, "score", rows, share, 0),
+        )
+        self._varied = any(self._programs)
 
     def _plan(self, small: Problem, backend: str | None) -> Plan:
         key = ("lists", small, backend)
-        plan = PLANS.find(key)
+        plan = PLANS.young.get(key) or PLANS.find(key)
         if plan is None:
             plan = plan_problem(small, backend)
             PLANS.add(key, plan)
         return plan
 
-    def _small(self, lists: slice) -> Problem:
+    def _small(self, lists: slice, page_size: int = 0) -> Problem:
         """Return the problem of some lists, with everything but what cuts them off."""
         problems = (lists.stop - lists.start) * self._heads
-        small = small_problem(self.problem, problems, self.q.shape[2], self.lists.width)
-        return small._replace(mask=self._programs[0], score=self._programs[1])
+        sizes = (problems, self.q.shape[2], self.lists.width)
+        return small_problem(self.problem, *sizes, *self._programs, page_size)
 
     def _captured(
-        self, lists: slice, keys: Tensor
+        self, lists: slice, keys: Tensor | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the tensors that the programs of some lists read."""
-        if not any(self._programs):
+        """Return the tensors that the programs of some lists read.
+
+        ``keys`` [lists * Hk, K] may be None where there is no program.
+        """
+        if not self._varied:
             return (), ()
-        count = lists.stop - lists.start
-        heads = torch.arange(self._heads, device=keys.device)
-        first_head = (heads * (self.problem.heads // self._heads)).expand(count, -1)
-        columns = [each[lists, None].expand_as(first_head) for each in self.lists.groups]
-        columns.insert(1, first_head)
-        shared = torch.stack(columns, dim=-1).flatten(0, 1), self._of_heads(keys)
+        assert keys is not None
+        heads = self._heads
+        positions = self.lists.positions
+        if positions is None or len(positions) != (lists.stop - lists.start) * heads:
+            share = self.problem.heads // heads
+            positions = self.lists.groups.of(lists).positions(heads, share)
+        shared = positions, keys
         mask, score = (
             (*each.tensors, *shared) if program else ()
             for each, program in zip((self._mask, self._score), self._programs, strict=True)
         )
         if self.lists.readers is not None:
-            mask = (*mask, self._of_heads(self.lists.readers[lists]).long())
+            mask = (*mask, of_heads(self.lists.readers[lists], heads).long())
         return mask, score
-
-    def _of_heads(self, x: Tensor) -> Tensor:
-        """Return something of lists [lists, Hk or 1, ...] for each problem: [lists * Hk, ...]."""
-        rest = (-1,) * (x.dim() - 2)
-        return x.expand(-1, self._heads, *rest).flatten(0, 1).contiguous()
 
     def tables(self) -> tuple[Table, Table]:
         """Return keys and values as tables with pages that have the same numbers in both."""
@@ -200,73 +216,94 @@ class Gathering:
             raise Unsupported(what, fix=f"call with {_MOST_PAGES} or fewer, e.g. one batch item")
         return k, v
 
-    def forward(self, statistics: Statistics, for_backward: bool) -> Result:
-        """Return the result in the form of ``q``: out [T, Hk, rows, Dv], lse [T, Hk, rows]."""
-        rows, dtype = self.q.shape[:3], statistics_dtype(self.q.dtype)
+    def forward(
+        self, statistics: Statistics, for_backward: bool, out_alone: bool = False
+    ) -> Result:
+        """Return the result in the form of ``q``: out [T, Hk, rows, Dv], lse [T, Hk, rows].
+
+        With ``out_alone`` it may have no more than the output.
+        """
+        rows = self.q.shape[:3]
+        size = max(1, _NUMBERS // (self._heads * self.lists.width))
+        parts = [slice(at, min(at + size, rows[0])) for at in range(0, rows[0], size)]
+        if len(parts) == 1:
+            return self._some(parts[0], self.tables(), statistics, for_backward, out_alone)
+        dtype = statistics_dtype(self.q.dtype)
         out = self.q.new_empty((*rows, self.problem.value_dim))
         lse = self.q.new_empty(rows, dtype=dtype)
         stats = self.q.new_empty((3 if statistics else 2, *rows), dtype=dtype)
         max_logit, entropy = (torch.empty_like(lse) for _ in range(2))
         top = torch.empty_like(lse, dtype=torch.int64)
-        size = max(1, _NUMBERS // (self._heads * self.lists.width))
-        tables = self.tables() if rows[0] else None
-        for start in range(0, rows[0], size):
-            lists = slice(start, min(start + size, rows[0]))
+        tables = self.tables() if parts else None
+        for lists in parts:
             assert tables is not None
-            keys = self.lists.keys(lists)
-            found = self._paged(lists, keys, tables, statistics, for_backward)
-            shape = lse[lists].shape
-            out[lists] = found.out.view(*shape, -1)
-            lse[lists] = found.lse.view(shape)
-            stats[:, lists] = found.stats.view(-1, *shape)
-            if statistics:
-                assert found.max_logit is not None
-                assert found.entropy is not None
-                max_logit[lists] = found.max_logit.view(shape)
-                entropy[lists] = found.entropy.view(shape)
-            if found.top_key is not None:
-                at = found.top_key.view(shape)
-                keys = keys.expand(-1, shape[1], -1)
-                top[lists] = torch.where(at < 0, at, keys.gather(-1, at.clamp(min=0)))
+            found = self._some(lists, tables, statistics, for_backward, False)
+            out[lists], lse[lists], stats[:, lists] = found[:3]
+            for whole, part in zip((max_logit, entropy, top), found[3:], strict=True):
+                if part is not None:
+                    whole[lists] = part
         if not statistics:
             return Result(out, lse, stats)
         return Result(out, lse, stats, max_logit, entropy, top if statistics == "top1" else None)
 
-    def _paged(
+    def _some(
         self,
         lists: slice,
-        keys: Tensor,
         tables: tuple[Table, Table],
         statistics: Statistics,
         for_backward: bool,
+        out_alone: bool,
     ) -> Result:
-        """Return the result of some lists, read where their keys lie."""
-        small, operands = self._in_pages(lists, keys, tables, for_backward)
-        found: Result = self._plan(small, self._backend).forward(operands, statistics)
-        return found
+        """Return the result of some lists in the form of ``q``, read where their keys lie."""
+        small, operands, keys = self._in_pages(lists, tables, for_backward, statistics == "top1")
+        plan = self._plan(small, self._backend)
+        shape = (lists.stop - lists.start, *self.q.shape[1:3])
+        if out_alone:
+            if plan.output is not None and not self._varied:
+                table, lengths = operands.block_table, operands.key_lengths
+                out = plan.output(operands.q, operands.k, operands.v, table, lengths, None)
+            else:
+                out = plan.forward(operands._replace(out_alone=True), "").out
+            return _new(Result, (out.view(*shape, -1), *UNSEEN))
+        out, lse, stats, max_logit, entropy, top = plan.forward(operands, statistics)
+        if top is not None:
+            assert keys is not None
+            top = torch.where(top < 0, top, keys[:, None].gather(-1, top.clamp(min=0)))
+        numbers = (None if x is None else x.view(shape) for x in (max_logit, entropy, top))
+        return Result(out.view(*shape, -1), lse.view(shape), stats.view(-1, *shape), *numbers)
 
     def _in_pages(
-        self, lists: slice, keys: Tensor, tables: tuple[Table, Table], for_backward: bool
-    ) -> tuple[Problem, Operands]:
-        """Return the problem of some lists, and its operands, whose block tables are the lists."""
+        self,
+        lists: slice,
+        tables: tuple[Table, Table],
+        for_backward: bool,
+        with_keys: bool = False,
+    ) -> tuple[Problem, Operands, Tensor | None]:
+        """Return the problem of some lists, and its operands, whose block tables are the lists.
+
+        Then their keys [lists * Hk, K], which are there ``with_keys`` or with a program.
+        """
         k, v = tables
-        size = k.pages.shape[2]
-        # The first key of a page says where it is.
-        outer, inner = self.lists.places(lists, keys[..., ::size], self.k.shape[2])
-        numbers = k.numbers(outer, inner.div(size, rounding_mode="floor"), self._heads)
-        small = self._small(lists)._replace(page_size=size)
+        wanted = self._varied or with_keys
+        table, lengths, keys = self.lists.located(
+            lists, tables, self.k.shape[2], self._heads, wanted
+        )
+        if wanted and keys is None:
+            keys = of_heads(self.lists.keys(lists), self._heads)
+        small = self._small(lists, k.pages.shape[2])
         mask, score = self._captured(lists, keys)
+        q = self.q if len(self.q) == lists.stop - lists.start else self.q[lists]
         operands = Operands(
-            self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
+            q.reshape(small.batch, 1, -1, small.head_dim),
             k.pages,
             v.pages,
             mask,
             score,
-            block_table=numbers.flatten(0, 1).to(torch.int32),
-            key_lengths=self._of_heads(self.lists.listed.counts[lists]).to(torch.int32),
+            block_table=table,
+            key_lengths=lengths,
             for_backward=for_backward,
         )
-        return small, operands
+        return small, operands, keys
 
     def _copies(self, backend: str, summed: int) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
@@ -285,11 +322,12 @@ class Gathering:
             keys = self.lists.keys(lists)
             places = self.lists.places(lists, keys, self.k.shape[2])
             small = self._small(lists)
-            mask, score = self._captured(lists, keys)
+            of_keys = of_heads(keys, self._heads) if self._varied else None
+            mask, score = self._captured(lists, of_keys)
             if not full:
                 cut: Program = (Instr("below", (), (len(mask),)),)
                 small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
-                mask = (*mask, self._of_heads(self.lists.listed.counts[lists]))
+                mask = (*mask, of_heads(self.lists.listed.counts[lists], self._heads))
             numbers = [table.numbers(*places, self._heads).flatten() for table in tables]
             k, v = (
                 copied_rows(table.rows, each, room[: len(each)])
@@ -379,7 +417,7 @@ class Gathering:
 
     def _paged_problem(self) -> Problem:
         """Return a problem of the forward pass, of one list."""
-        return self._small(slice(0, 1))._replace(page_size=self.lists.page_of(self.k.shape[2]))
+        return self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
 
     def _by_copies(
         self,
@@ -411,10 +449,10 @@ class Gathering:
         ``by_k`` and ``by_v`` are the sums that gradients are added to; None where not wanted.
         """
         keys = self.lists.keys(lists)
-        small, operands = self._in_pages(lists, keys, tables, True)
+        small, operands, _ = self._in_pages(lists, tables, True)
         outer, inner = self.lists.places(lists, keys, self.k.shape[2])
         lines = outer[:, :, 0] * self._heads + torch.arange(self._heads, device=keys.device)
-        inner = self._of_heads(inner.to(torch.int32))
+        inner = of_heads(inner.to(torch.int32), self._heads)
         return small, operands, Places(self.k, self.v, lines.flatten(), inner, by_k, by_v)
 
     def _in_place(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.checks import INDICES, check_tensor, check_whole
 from tilewise.errors import InvalidArgument
+from tilewise.kernels.key_lists import Located, by_core, key_pages, key_sets
 from tilewise.problem import Problem
 
 
@@ -105,20 +106,32 @@ def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
         InvalidArgument: on the CPU, an index that names no key or block.
     """
     indices, block, _ = lists
-    rows = indices.movedim(-3, -2).flatten(0, -3) if indices.dim() == 4 else indices.movedim(0, 1)
-    limits = block_counts(lengths, block)[:, None, None]
+    if by_core(indices):
+        sets, counts, wrong = key_sets(indices, block, lengths)
+        if wrong >= 0:
+            _refuse_index(_by_group(indices), block_counts(lengths, block), block, wrong)
+        return Listed(sets, counts)
+    rows = _by_group(indices)
+    limits = block_counts(lengths, block)
+    bounds = limits[:, None, None]
     if rows.is_cpu:
-        _check_values(rows, limits, block)
-    none = (rows < 0) | (rows >= limits)
-    found = torch.where(none, limits, rows.to(torch.int32))
-    if not _ascending(found, limits):
-        found = _sorted(found)
-        again = torch.zeros_like(found, dtype=torch.bool)
-        torch.eq(found[..., 1:], found[..., :-1], out=again[..., 1:])
-        again &= found != limits
-        if not found.is_cpu or bool(again.any()):
-            found = _sorted(torch.where(again, limits, found))
-    return Listed(found.contiguous(), key_counts(found, limits, block, lengths))
+        wrongs = (rows < -1) | (rows >= bounds)
+        if bool(wrongs.any()):
+            _refuse_index(rows, limits, block, int(wrongs.flatten().nonzero()[0]))
+    none = (rows < 0) | (rows >= bounds)
+    found = torch.where(none, bounds, rows.to(torch.int32)).sort(dim=-1).values
+    again = torch.zeros_like(found, dtype=torch.bool)
+    torch.eq(found[..., 1:], found[..., :-1], out=again[..., 1:])
+    again &= found != bounds
+    found = torch.where(again, bounds, found).sort(dim=-1).values
+    return Listed(found.contiguous(), key_counts(found, bounds, block, lengths))
+
+
+def _by_group(indices: Tensor) -> Tensor:
+    """Return lists [B, heads, M, K] or [heads, T, K] by row groups: [T, heads, K]."""
+    if indices.dim() == 4:
+        return indices.movedim(-3, -2).flatten(0, -3)
+    return indices.movedim(0, 1)
 
 
 def key_counts(sets: Tensor, limits: Tensor, block: int, lengths: Tensor) -> Tensor:
@@ -135,35 +148,16 @@ def block_counts(lengths: Tensor, block: int) -> Tensor:
     return (lengths + (block - 1)).div(block, rounding_mode="floor").to(torch.int32)
 
 
-def _check_values(rows: Tensor, limits: Tensor, block: int) -> None:
-    wrong = (rows < -1) | (rows >= limits)
-    if not bool(wrong.any()):
-        return
-    group, head, at = wrong.nonzero()[0].tolist()
+def _refuse_index(rows: Tensor, limits: Tensor, block: int, place: int) -> NoReturn:
+    """Refuse the index at a place in the flat rows [T, heads, K]."""
+    heads, width = rows.shape[1:]
+    group, head, at = place // (heads * width), place // width % heads, place % width
     what = "key" if block == 1 else "block"
     raise InvalidArgument(
         "keys",
         f"{int(rows[group, head, at])} in list {group} of head {head}",
         f"a {what} below {int(limits[group])}, or -1 for none",
     )
-
-
-def _sorted(x: Tensor) -> Tensor:
-    """Return numbers in ascending order along the last axis."""
-    if not x.is_cpu:
-        return x.sort(dim=-1).values
-    import numpy as np  # not above: the Hugging Face kernel has this module, and no numpy
-
-    # Four times as fast as torch's on a core: it sorts in vector registers.
-    return torch.from_numpy(np.sort(x.numpy(), axis=-1))
-
-
-def _ascending(found: Tensor, limits: Tensor) -> bool:
-    """Return whether lists are sets already; on a device nobody waits to know."""
-    if not found.is_cpu:
-        return False
-    rises = found[..., 1:] > found[..., :-1]
-    return bool((rises | (found[..., 1:] == limits)).all())
 
 
 class Groups(NamedTuple):
@@ -180,6 +174,28 @@ class Groups(NamedTuple):
     queries: Tensor
     keys: Tensor
 
+    def positions(self, heads: int, step: int) -> Tensor:
+        """Return what programs read of a list and key head (``variants.graphs.gathered``).
+
+        Args:
+            heads: key heads.
+            step: query heads of each.
+
+        Returns:
+            int64 [T * heads, 5]: item, first query head, first row, and the lengths M and N.
+        """
+        columns = (self.item, torch.zeros_like(self.item), self.first, self.queries, self.keys)
+        of_lists = torch.stack(columns, dim=-1)
+        if heads == 1:
+            return of_lists
+        of_heads = of_lists[:, None].repeat(1, heads, 1)
+        of_heads[..., 1] = torch.arange(heads, device=self.item.device) * step
+        return of_heads.flatten(0, 1)
+
+    def of(self, part: slice) -> Groups:
+        """Return some of the groups."""
+        return Groups(*(each[part] for each in self))
+
 
 def row_groups(
     queries: Tensor, keys: Tensor, rows: int, items: Tensor | None = None, total: int | None = None
@@ -193,9 +209,11 @@ def row_groups(
         items: int64 [some], which; None for all.
         total: how many groups there are, where it is known: nobody then waits for a device.
     """
+    many = queries if items is None else queries[items]
     if items is None:
         items = torch.arange(len(queries), device=queries.device)
-    many = (queries[items] + (rows - 1)).div(rows, rounding_mode="floor")
+    if rows > 1:
+        many = (many + (rows - 1)).div(rows, rounding_mode="floor")
     item, before = (
         each.repeat_interleave(many, output_size=total) for each in (items, many.cumsum(0) - many)
     )
@@ -253,6 +271,7 @@ class Lists(NamedTuple):
         paging: of a paged call, or None.
         readers: int32 [T, Hk or 1, K] where rows with lists of their own are one group: bit r is
             set where row r of the group reads the block. None where all rows read all of a list.
+        positions: of all groups, where they were made before (``Groups.positions``).
     """
 
     listed: Listed
@@ -261,6 +280,7 @@ class Lists(NamedTuple):
     starts: Tensor | None = None
     paging: Paging | None = None
     readers: Tensor | None = None
+    positions: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -270,6 +290,46 @@ class Lists(NamedTuple):
     def page_of(self, keys: int) -> int:
         """Return how many of the listed keys lie one after the other, of ``keys`` in all."""
         return page_size(self.block, keys, self.starts is None and self.paging is None)
+
+    def located(
+        self, part: slice, tables: tuple[Table, Table], total: int, heads: int, with_keys: bool
+    ) -> Located:
+        """Return where the keys of some lists lie in tables with pages of the same numbers.
+
+        Args:
+            part: which lists.
+            tables: of keys and values.
+            total: keys of a head in all.
+            heads: key heads.
+            with_keys: whether to return the keys too.
+        """
+        table, size = tables[0], tables[0].pages.shape[2]
+        sets, counts = self.listed
+        if by_core(sets):
+            groups, paging = self.groups, self.paging
+            item, lengths = groups.item, groups.keys
+            if part != slice(0, len(sets)):
+                sets, counts, item, lengths = (x[part] for x in (sets, counts, item, lengths))
+            rows = 1 if paging is None else paging.size
+            return key_pages(
+                sets,
+                counts,
+                heads,
+                (self.block, size, total, rows),
+                table.steps,
+                item,
+                lengths,
+                self.starts,
+                None if paging is None else paging.table,
+                with_keys,
+            )
+        keys = self.keys(part)
+        # The first key of a page says where it is.
+        outer, inner = self.places(part, keys[..., ::size], total)
+        numbers = table.numbers(outer, inner.div(size, rounding_mode="floor"), heads)
+        own = of_heads(counts[part], heads).to(torch.int32)
+        flat = of_heads(keys, heads) if with_keys else None
+        return Located(numbers.flatten(0, 1).to(torch.int32), own, flat)
 
     def keys(self, part: slice) -> Tensor:
         """Return the keys of some lists, int64 [lists, Hk or 1, K].
@@ -296,6 +356,12 @@ class Lists(NamedTuple):
         return torch.zeros_like(found), found
 
 
+def of_heads(x: Tensor, heads: int) -> Tensor:
+    """Return something of lists [lists, 1 or heads, ...] for each problem: [lists * heads, ...]."""
+    rest = (-1,) * (x.dim() - 2)
+    return x.expand(-1, heads, *rest).flatten(0, 1).contiguous()
+
+
 class Table(NamedTuple):
     """Keys or values [outer, Hk, n, D] as one row of pages, and the steps from page to page.
 
@@ -313,15 +379,18 @@ class Table(NamedTuple):
     def of(x: Tensor, size: int = 1) -> Table:
         """Return a table with pages of so many keys, which divides all of them."""
         x = x if x.stride(3) == 1 else x.contiguous()
-        counts, key = (x.shape[0], x.shape[1], x.shape[2] // size), x.stride(2)
-        strides = (x.stride(0), x.stride(1), key * size)
+        many_outer, heads, keys, width = x.shape
+        outer, head, key, _ = x.stride()
+        of_head, page = keys // size, key * size
         # Nobody takes a step along one place, whose stride may be any number.
-        steps = [step if many > 1 else 0 for step, many in zip(strides, counts, strict=True)]
-        unit = math.gcd(*steps) or x.shape[3]
-        last = sum((count - 1) * step for count, step in zip(counts, steps, strict=True))
+        outer = outer if many_outer > 1 else 0
+        head = head if heads > 1 else 0
+        page = page if of_head > 1 else 0
+        unit = math.gcd(outer, head, page) or width
+        last = (many_outer - 1) * outer + (heads - 1) * head + (of_head - 1) * page
         many = last // unit + 1 if x.numel() else 0
-        pages = x.as_strided((many, 1, size, x.shape[3]), (unit, unit, key, 1))
-        return Table(pages, *(step // unit for step in steps))
+        pages = x.as_strided((many, 1, size, width), (unit, unit, key, 1))
+        return Table(pages, outer // unit, head // unit, page // unit)
 
     @property
     def steps(self) -> tuple[int, int, int]:

@@ -1,6 +1,8 @@
-"""Calls with key lists: their checks, and the torch ops that eager and traced calls go through.
+"""Calls with key lists: eagerly, and as the torch ops of traced calls.
 
-A call takes a millisecond and more, so eager calls too can pay for an op written in Python.
+Decoding a token by a list takes less than half a millisecond, so eager calls go straight to
+``ListedWork``. Torch's wrapper around an op with lists of tensors takes a third of that, and longer
+with gradients.
 """
 
 from __future__ import annotations
@@ -13,29 +15,42 @@ import torch
 from torch import Tensor
 
 from tilewise.engine import registry
-from tilewise.engine.call import Keywords, build_problem
+from tilewise.engine.call import Keywords
 from tilewise.engine.define import define
 from tilewise.engine.dispatch import candidates, plan_problem
 from tilewise.engine.explanation import Explanation
 from tilewise.engine.gathered import lists_at_once, small_problem
 from tilewise.engine.key_lists import KeyBlocks, Listed, checked_key_lists, page_size
-from tilewise.engine.listed_work import ListedWork, OfLists
+from tilewise.engine.listed_work import (
+    Frame,
+    ListedWork,
+    OfLists,
+    checked_call,
+    frame_of,
+    keywords_of,
+    refuse,
+    refuse_others,
+    refuse_transforms,
+)
 from tilewise.engine.modes import refuse_vmap, transforms_active
-from tilewise.engine.ops import OpCall, absent, laid_out, promised, result_of, schema
+from tilewise.engine.ops import OpCall, absent, laid_out, own, promised, result_of, schema
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
+from tilewise.engine.run import road
 from tilewise.engine.shared_lists import MOST_ROWS, may_share
-from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
+from tilewise.torch_private import has_batch
 from tilewise.variants.extent import Extent, statistics_dtype
-from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
 from tilewise.variants.lower import lower_score
-from tilewise.variants.program import RAW, encode, fitted
+from tilewise.variants.program import encode
+from tilewise.variants.values import Score
 
 if TYPE_CHECKING:
     from tilewise.chips import Chip
+
+_new = tuple.__new__
 
 
 def attend_lists(
@@ -45,49 +60,93 @@ def attend_lists(
     keywords: Keywords,
     lists: KeyBlocks,
     statistics: Statistics = "",
+    out_alone: bool = False,
 ) -> Result:
     """Attention in which each query row reads the keys of its list alone.
+
+    With ``out_alone``, read only the output from the result.
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
     """
-    call, of_lists = lists_call(q, k, v, keywords, lists)
-    out, lse, stats, *rest = torch.ops.tilewise.attention_lists(
-        *call,
-        *of_lists,
-        statistics,
-        # Autograd is above the op: only its caller knows whether it will ask for gradients.
-        torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *call.score_tensors)),
-    )
-    result = result_of((out, lse, stats, *rest[:3]), statistics)
-    sinks = keywords.sinks
-    return result if sinks is None else _with_sinks(result, sinks, q.dim() == 3)
+    sinks, packed = keywords.sinks, q.dim() == 3
+    if road(q, k, v) != "eager" or type(lists.indices) is not Tensor:
+        call, of_lists = lists_call(q, k, v, keywords, lists)
+        found = torch.ops.tilewise.attention_lists(
+            *call,
+            *of_lists,
+            statistics,
+            # Autograd is above the op: only its caller knows whether it will ask for gradients.
+            torch.is_grad_enabled()
+            and any(x.requires_grad for x in (q, k, v, *call.score_tensors)),
+        )
+        result = result_of(found[:6], statistics)
+    else:
+        frame = frame_of(q, k, v, keywords, lists)
+        if keywords.pages is not None:
+            check_undifferentiated(q, k, v, keywords)
+        leaves = (q, k, v, *keywords.score.captured)  # sinks come afterwards
+        if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+            call, of_lists = lists_call(q, k, v, keywords, lists, frame)
+            found = _Attend.apply(call, of_lists, statistics, q, k, v, *call.score_tensors)  # type: ignore[no-untyped-call]
+            result = result_of(found[:6], statistics)
+        else:
+            alone = out_alone and sinks is None
+            result = _at_once(q, k, v, keywords, lists, frame, statistics, alone)
+    return result if sinks is None else _with_sinks(result, sinks, packed)
 
 
-def lists_call(
-    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBlocks
-) -> tuple[OpCall, OfLists]:
-    """Return a checked call as the ops take it, without its sinks; raises as ``attend_lists``."""
-    if k.dtype != q.dtype and k.dtype in STORED:
-        _refuse("pages in 8 bits", "pass pages in q's dtype")
-    _refuse_others(q.dtype, keywords)
-    sinks = keywords.sinks
-    keywords = keywords._replace(sinks=None)
-    problem = build_problem(q, k, v, keywords)
-    if sinks is not None:  # as one more set of keys, below
-        build_problem(q, k, v, keywords._replace(sinks=sinks))
-    if keywords.pages is not None:
-        check_undifferentiated(q, k, v, keywords._replace(sinks=sinks))
-    lists = checked_key_lists(lists, problem, q.device)
+def _at_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keywords: Keywords,
+    lists: KeyBlocks,
+    frame: Frame,
+    statistics: Statistics,
+    out_alone: bool,
+) -> Result:
+    """Do as the forward op, eagerly and without gradients."""
+    if keywords.score.captured:
+        tensors = _score_tensors(frame.problem, keywords, q)
+        keywords = keywords._replace(score=Score(frame.problem.score, tensors))
+    work = ListedWork((q, k, v), keywords, lists.indices, frame)
+    out, *rest = work.forward(statistics, False, out_alone)
+    numbers = [None if x is None else _unseen(x) for x in rest]
+    return _new(Result, (_unseen(laid_out(out, q)), *numbers))
+
+
+def _unseen(x: Tensor) -> Tensor:
+    """Return a result as no view: one made in no_grad could not be changed in place later."""
+    return x.data
+
+
+def _score_tensors(problem: Problem, keywords: Keywords, q: Tensor) -> tuple[Tensor, ...]:
+    """Return what the score captured in kernel form, floats in the dtype of the statistics."""
     extent = Extent(problem.batch, problem.heads, 0, 0, ragged=True, check_values=False)
     if problem.layout == "dense" and keywords.pages is None:
         extent = extent._replace(queries=problem.queries, keys=problem.keys, ragged=False)
-    score_tensors = lower_score(
-        keywords.score.program, keywords.score.captured, extent, q.dtype, q.device
-    )
-    wide = statistics_dtype(q.dtype)
-    score_tensors = tuple([x.to(wide) if x.is_floating_point() else x for x in score_tensors])
+    score, wide = keywords.score, statistics_dtype(q.dtype)
+    found = lower_score(score.program, score.captured, extent, q.dtype, q.device)
+    return tuple([x.to(wide) if x.is_floating_point() else x for x in found])
+
+
+def lists_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keywords: Keywords,
+    lists: KeyBlocks,
+    frame: Frame | None = None,
+) -> tuple[OpCall, OfLists]:
+    """Return a checked call as the ops take it, without its sinks; raises as ``attend_lists``.
+
+    ``frame``: of the call, where it is known.
+    """
+    checked = checked_call(q, k, v, keywords, lists) if frame is None else frame[:3]
+    problem, block, rows = checked
+    score_tensors = _score_tensors(problem, keywords, q)
     indices = lists.indices
     cu_q, cu_k = keywords.cu_seqlens or (None, None)
     pages = keywords.pages or Pages(absent(indices), absent(indices), None)
@@ -102,13 +161,12 @@ def lists_call(
         cu_q if keywords.pages is None else pages.cu_seqlens_q,
         cu_k,
         keywords.mask.text,
-        encode(fitted(keywords.score.program)),
+        encode(problem.score),
         None if keywords.scale is None else problem.scale,
         0.0,
         keywords.backend,
     )
-    where = pages.block_table, pages.key_lengths
-    return call, OfLists(indices, lists.block, lists.query_block, *where)
+    return call, OfLists(indices, block, rows, pages.block_table, pages.key_lengths)
 
 
 def explain_lists(
@@ -129,7 +187,7 @@ def explain_lists(
     from tilewise.plan.traffic.gathered import InPlace, gathered_account
     from tilewise.plan.traffic.visits import lengths_of
 
-    _refuse_others(problem.dtype, keywords)
+    refuse_others(problem.dtype, keywords)
     indices, block, rows = checked_key_lists(lists, problem, device)
     many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)
     share, width = problem.heads // problem.kv_heads, max(indices.shape[-1], 1) * block
@@ -176,21 +234,6 @@ def _way_back(paged: Plan) -> str:
     return f"reads keys where they lie; dK and dV by inverse lists, in {tile}"
 
 
-def _refuse_others(dtype: torch.dtype, keywords: Keywords) -> None:
-    if transforms_active():
-        _refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
-    if keywords.dropout_p:
-        _refuse("dropout", "pass dropout_p=0.0")
-    if dtype is FLOAT8 or keywords.scales is not NO_SCALES:
-        _refuse("float8", "convert q, k and v to bfloat16")
-    if any(instr.op == RAW for instr in keywords.score.program):
-        _refuse("raw scores", "write the score in the language of variants")
-
-
-def _refuse(what: str, fix: str) -> NoReturn:
-    raise Unsupported(f"tilewise has no {what} with key lists (keys=)", fix=fix)
-
-
 def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
     """Return the result with one more key for each head, whose value is 0."""
     out, lse, stats, max_logit, entropy, top_key = result
@@ -231,10 +274,20 @@ _CALLED, _OF_LISTS = len(OpCall._fields), len(OpCall._fields) + len(OfLists._fie
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
+def work_of(
+    call: OpCall, of_lists: OfLists, found: Listed | None = None, alone: bool = False
+) -> ListedWork:
+    """Return the work of a call as the ops take it: checked again, values included."""
+    keywords = keywords_of(call, of_lists)
+    lists = KeyBlocks(of_lists.indices, of_lists.block, of_lists.query_block)
+    frame = frame_of(*call[:3], keywords, lists)
+    return ListedWork(call[:3], keywords, of_lists.indices, frame, found, alone)
+
+
 def _work(call: OpCall, of_lists: OfLists, found: Listed | None = None) -> ListedWork:
     if transforms_active():  # a graph made outside of a transform comes straight here
-        _refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
-    return ListedWork(call, of_lists, found)
+        refuse_transforms()
+    return work_of(call, of_lists, found)
 
 
 def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -244,11 +297,11 @@ def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
     work = _work(call, of_lists)
     found = work.forward(statistics, for_backward)
     max_logit, entropy, top_key = (
-        absent(like) if each is None else each
+        absent(like) if each is None else own(each)
         for each, like in zip(found[3:], (found.lse, found.lse, work.listed.counts), strict=True)
     )
-    out = laid_out(found.out, call.q)
-    return out, found.lse, found.stats, max_logit, entropy, top_key, *work.listed
+    out, lse, stats = laid_out(found.out, call.q), own(found.lse), own(found.stats)
+    return out, lse, stats, max_logit, entropy, top_key, *work.listed
 
 
 def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -322,36 +375,73 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _op_backward(ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> Any:
+    needs, masks = ctx.needs_input_grad, ctx.sizes[0]
+    of_scores = list(needs[4]) if ctx.sizes[1] else []
+    of_inputs, of_score = _gradients(ctx, list(needs[:3]), of_scores, (grad_out, *grads))
+    return (*of_inputs, [None] * masks, of_score, *(None,) * (len(needs) - 5))
+
+
+def _gradients(
+    ctx: Any,
+    needs: list[bool],
+    of_scores: list[bool],
+    grads: tuple[Tensor | None, ...],
+    at_once: bool = False,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the gradients of q, k and v, and of the score's tensors; None where not needed.
+
+    ``at_once``: by the kernel of the backward op, without the op.
+    """
     out, lse, stats, sets, counts, cu_q, cu_k, indices, table, lengths, *x = ctx.saved_tensors
     if table.dim() == 2:
         refuse_gradient()
-    masks, scores = ctx.sizes
-    needs = ctx.needs_input_grad
-    of_scores = list(needs[4]) if scores else []
+    masks = ctx.sizes[0]
     text, blocks = ctx.rest
     captured = x[3 : 3 + masks], x[3 + masks :]
     call = (*x[:3], *captured, None, None, cu_q, cu_k, *text, indices, *blocks, table, lengths)
     if ctx.again is not None:
         # Traced where nothing wanted a gradient: the forward pass was not one for this pass.
         out, lse, stats, *_ = torch.ops.tilewise.attention_lists(*call, ctx.again, True)
-    found = torch.ops.tilewise.attention_lists_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        grads[0],
-        grads[3],
+    backward = _backward if at_once else torch.ops.tilewise.attention_lists_backward
+    found = backward(
+        torch.zeros_like(out) if grads[0] is None else grads[0],
+        grads[1],
+        grads[4],
         *(out, lse, stats, sets, counts),
-        [*needs[:3], *of_scores],
+        [*needs, *of_scores],
         *call,
     )
-    return (
-        *(grad if need else None for grad, need in zip(found[:3], needs[:3], strict=True)),
-        [None] * masks,
-        [grad if need else None for grad, need in zip(found[3:], of_scores, strict=True)],
-        *(None,) * (len(needs) - 5),
-    )
+    of_inputs = [grad if need else None for grad, need in zip(found[:3], needs, strict=True)]
+    return of_inputs, [
+        grad if need else None for grad, need in zip(found[3:], of_scores, strict=True)
+    ]
+
+
+class _Attend(torch.autograd.Function):
+    """An eager call with gradients: the kernels of the ops, which cost as much again themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: OpCall, of_lists: OfLists, statistics: Statistics, *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Do as the forward op; ``_`` are the tensors of the call that may want a gradient."""
+        inputs = (*call, *of_lists, statistics, True)
+        output = tuple([_unseen(x) for x in _attention_lists(*inputs)])
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Do as the backward op; with derivatives of it asked for, by it."""
+        needs = list(ctx.needs_input_grad[3:])
+        batched = any(x is not None and has_batch(x) for x in grads)
+        at_once = not (torch.is_grad_enabled() or transforms_active() or batched)
+        of_inputs, of_score = _gradients(ctx, needs[:3], needs[3:], grads, at_once)
+        return (None, None, None, *of_inputs, *of_score)
 
 
 def _refuse_second(*_: Any) -> NoReturn:
-    _refuse("second derivative", "take one gradient, without create_graph=True")
+    refuse("second derivative", "take one gradient, without create_graph=True")
 
 
 define(

@@ -1,12 +1,21 @@
-"""A call with key lists inside of a torch op: checked again, its rows brought together by lists."""
+"""A call with key lists over tensors with values: checked, its rows brought together by lists."""
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
+from tilewise.engine.call import (
+    UNREADABLE,
+    Keywords,
+    build_operands,
+    build_problem,
+    read_keywords,
+    reader,
+    tensors_key,
+)
+from tilewise.engine.dispatch import Cache
 from tilewise.engine.gathered import Gathering, Variant
 from tilewise.engine.key_lists import (
     Groups,
@@ -15,15 +24,139 @@ from tilewise.engine.key_lists import (
     Lists,
     Paging,
     Rows,
+    checked_key_lists,
     listed,
     row_groups,
 )
+from tilewise.engine.modes import transforms_active
 from tilewise.engine.ops import OpCall
+from tilewise.engine.paged import check_undifferentiated
 from tilewise.engine.pages import Pages
 from tilewise.engine.shared_lists import may_share, shared
-from tilewise.problem import Needs, Problem, Result, Statistics
-from tilewise.variants.program import decode
+from tilewise.errors import Unsupported
+from tilewise.problem import UNSEEN, Needs, Operands, Problem, Result, Statistics
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
+from tilewise.variants.program import RAW, decode, fitted
 from tilewise.variants.values import Mask, Score
+
+# Of a call whose facts are kept: a few tensors of so many numbers each.
+_KEPT_LISTS = 1 << 10
+
+
+class Frame(NamedTuple):
+    """What calls of one signature share, which one call checks and makes for the next.
+
+    Args:
+        problem: of the call, without sinks; its score as kernels read it.
+        block, rows: keys in a block, and query rows that share a list, no longer than the call.
+        queries, counts: int64 [B], query rows and keys of each item. None if values say them.
+        groups: the row groups; None if values say them.
+        positions: of these groups, for programs; None if there is none.
+    """
+
+    problem: Problem
+    block: int
+    rows: int
+    queries: Tensor | None = None
+    counts: Tensor | None = None
+    groups: Groups | None = None
+    positions: Tensor | None = None
+
+
+FRAMES: Cache[Frame] = Cache(256)
+_new = tuple.__new__
+
+
+def frame_of(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBlocks) -> Frame:
+    """Return the frame of a call; all but values and captured tensors is checked once.
+
+    Raises:
+        InvalidArgument, InvalidType, Unsupported: as the call.
+    """
+    mask, score, scale, dropout_p, _, backend, *_ = keywords
+    indices, block, rows = lists
+    try:
+        key = (
+            reader()(q, k, v),
+            mask.text,
+            score.text,
+            scale,
+            dropout_p,
+            backend,
+            None if keywords.plain else tensors_key(keywords),
+            indices.shape,
+            indices.device,
+            block,
+            rows,
+        )
+        found = FRAMES.young.get(key) or FRAMES.find(key)
+    except UNREADABLE:
+        # A tensor cannot be read, or something is not hashable: validation names it.
+        return make_frame(q, k, v, keywords, lists)
+    if found is None:
+        found = make_frame(q, k, v, keywords, lists)
+        FRAMES.add(key, found)
+    return found
+
+
+def make_frame(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBlocks) -> Frame:
+    """Return the frame of a call, from nothing; raises as ``frame_of``."""
+    frame = problem, _, rows = checked_call(q, k, v, keywords, lists)
+    many = problem.batch * -(-problem.queries // rows)
+    if problem.layout == "varlen" or many > _KEPT_LISTS or not q.is_cpu:
+        return Frame(*frame)
+    with torch.inference_mode(False):  # they may serve a call that is differentiated
+        queries = torch.full((problem.batch,), problem.queries, device="cpu")
+        counts = torch.full_like(queries, problem.keys)
+        groups = row_groups(queries, counts, rows, total=many)
+        if problem.page_size:  # lengths are values
+            return Frame(*frame, queries, None, groups)
+        positions = None
+        if problem.mask or problem.score:
+            share = problem.heads // problem.kv_heads
+            positions = groups.positions(problem.kv_heads, share)
+        return Frame(*frame, queries, counts, groups, positions)
+
+
+def checked_call(
+    q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBlocks
+) -> tuple[Problem, int, int]:
+    """Return the problem, the block and the rows of a ``Frame``; raises as ``frame_of``.
+
+    Values are not read: tensors may be without.
+    """
+    if k.dtype != q.dtype and k.dtype in STORED:
+        refuse("pages in 8 bits", "pass pages in q's dtype")
+    refuse_others(q.dtype, keywords)
+    problem = build_problem(q, k, v, keywords._replace(sinks=None))
+    if keywords.sinks is not None:  # as one more set of keys, outside
+        build_problem(q, k, v, keywords)
+    if keywords.pages is not None:
+        check_undifferentiated(q, k, v, keywords)
+    _, block, rows = checked_key_lists(lists, problem, q.device)
+    return problem._replace(score=fitted(problem.score)), block, rows
+
+
+def refuse_others(dtype: torch.dtype, keywords: Keywords) -> None:
+    """Refuse what no call with key lists can do."""
+    if transforms_active():
+        refuse_transforms()
+    if keywords.dropout_p:
+        refuse("dropout", "pass dropout_p=0.0")
+    if dtype is FLOAT8 or keywords.scales is not NO_SCALES:
+        refuse("float8", "convert q, k and v to bfloat16")
+    if any(instr.op == RAW for instr in keywords.score.program):
+        refuse("raw scores", "write the score in the language of variants")
+
+
+def refuse_transforms() -> NoReturn:
+    """Refuse a call inside of torch.func transforms."""
+    refuse("torch.func transforms and no forward-mode derivatives", "call it outside of them")
+
+
+def refuse(what: str, fix: str) -> NoReturn:
+    """Raise Unsupported: something with key lists."""
+    raise Unsupported(f"tilewise has no {what} with key lists (keys=)", fix=fix)
 
 
 class OfLists(NamedTuple):
@@ -70,6 +203,8 @@ class Part:
             return found.transpose(1, 2).flatten(2, 3)
         x = x if self.items is None else x[self.items]
         batch, all_heads, queries, _ = x.shape
+        if queries == self.rows == 1:
+            return x.reshape(batch, heads, all_heads // heads, width)
         share, many = all_heads // heads, -(-queries // self.rows)
         x = functional.pad(x, (0, 0, 0, many * self.rows - queries)) if self.rows > 1 else x
         x = x.reshape(batch, heads, share, many, self.rows, width).permute(0, 3, 1, 4, 2, 5)
@@ -86,6 +221,8 @@ class Part:
             return x.reshape(x.shape[0], problem.heads, width)
         share, many = problem.heads // problem.kv_heads, -(-problem.queries // self.rows)
         batch = problem.batch if self.items is None else len(self.items)
+        if problem.queries == self.rows == 1:
+            return x.reshape(batch, problem.heads, 1, width)
         x = x.view(batch, many, problem.kv_heads, self.rows, share, width)
         x = x.permute(0, 2, 4, 1, 3, 5)
         x = x.reshape(batch, problem.heads, many * self.rows, width)
@@ -103,11 +240,13 @@ class Part:
 
 
 class ListedWork:
-    """A call inside of an op, over tensors with values: everything is checked again.
+    """A call over tensors with values, which are checked.
 
     Args:
-        call: what the ops take.
-        of_lists: what they take of key lists.
+        inputs: q, k and v.
+        keywords: of the call; sinks do not count.
+        indices: of the lists.
+        frame: of the call.
         found: the lists as sets; None to make them.
         alone: whether rows keep the lists that they came with, as they do on a device.
 
@@ -117,43 +256,65 @@ class ListedWork:
     """
 
     def __init__(
-        self, call: OpCall, of_lists: OfLists, found: Listed | None = None, alone: bool = False
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        keywords: Keywords,
+        indices: Tensor,
+        frame: Frame,
+        found: Listed | None = None,
+        alone: bool = False,
     ) -> None:
-        keywords = _keywords(call, of_lists)
-        self._q, k, v = (x.resolve_neg() for x in call[:3])
-        self._problem = problem = build_problem(self._q, k, v, keywords)
-        self._operands = operands = build_operands(problem, self._q, k, v, keywords, None)
-        self._counts = self._keys_of(keywords)
-        rows = of_lists.query_block
-        groups = self._groups(rows)
-        blocks = KeyBlocks(of_lists.indices, of_lists.block, rows)
-        if blocks.indices.shape[-1] == 0:
-            blocks = blocks._replace(indices=functional.pad(blocks.indices, (0, 1), value=-1))
+        self._q, k, v = (x.resolve_neg() if x.is_neg() else x for x in inputs)
+        self._problem = problem = frame.problem
+        self._operands = operands = self._lowered(k, v, keywords)
+        rows, block = frame.rows, frame.block
+        self._counts = self._keys_of(keywords) if frame.counts is None else frame.counts
+        groups = frame.groups
+        if groups is None:
+            groups = self._groups(rows)
+        elif frame.counts is None:
+            counts = self._counts
+            lengths = counts if len(groups.item) == len(counts) else counts[groups.item]
+            groups = groups._replace(keys=lengths)
+        if indices.shape[-1] == 0:
+            indices = functional.pad(indices, (0, 1), value=-1)
+        blocks = KeyBlocks(indices, block, rows)
         self.listed = listed(blocks, groups.keys) if found is None else found
         starts = paging = None
         if keywords.pages is not None:
-            table = keywords.pages.block_table.to(self._q.device)
+            table = operands.block_table
+            assert table is not None
+            table = table.to(self._q.device)
             table = table if table.shape[1] else functional.pad(table, (0, 1))
             paging = Paging(table, problem.page_size)
         elif operands.cu_seqlens_k is not None:
             starts = operands.cu_seqlens_k.to(self._q.device)
             k, v = (x.transpose(0, 1)[None] for x in (k, v))
-        lists = Lists(self.listed, groups, blocks.block, starts, paging)
+        lists = Lists(self.listed, groups, block, starts, paging, None, frame.positions)
         self.parts: list[Part] = []
-        width = blocks.indices.shape[-1] * blocks.block
+        width = indices.shape[-1] * block
         if not alone and may_share(problem, rows, width, self._q.device):
             share = problem.heads // problem.kv_heads
-            queries = self._queries()
-            for each in shared(self.listed, share, queries, self._counts, lists.block):
+            queries = self._queries() if frame.queries is None else frame.queries
+            for each in shared(self.listed, share, queries, self._counts, block):
                 items = None if len(each.items) == problem.batch else each.items
                 packed = None
                 if problem.layout == "varlen":
                     packed = Rows.of(each.groups, queries, each.rows)
                 part = Part(problem, items, each.rows, packed)
-                own = lists._replace(listed=each.listed, groups=each.groups, readers=each.readers)
+                own = lists._replace(
+                    listed=each.listed, groups=each.groups, readers=each.readers, positions=None
+                )
                 self._add(part, k, v, own, keywords)
         if not self.parts:
             self._add(Part(problem, None, rows), k, v, lists, keywords)
+
+    def _lowered(self, k: Tensor, v: Tensor, keywords: Keywords) -> Operands:
+        """Return the operands of the call, of which q, k and v are not read."""
+        if keywords.plain:
+            return Operands(self._q, k, v)
+        keywords = keywords if keywords.sinks is None else keywords._replace(sinks=None)
+        return build_operands(self._problem, self._q, k, v, keywords, None)
 
     def _add(self, part: Part, k: Tensor, v: Tensor, lists: Lists, keywords: Keywords) -> None:
         part.gathering = Gathering(
@@ -162,8 +323,8 @@ class ListedWork:
             k,
             v,
             lists,
-            Variant(keywords.mask.program, self._operands.mask_tensors),
-            Variant(keywords.score.program, self._operands.score_tensors),
+            Variant(self._problem.mask, self._operands.mask_tensors),
+            Variant(self._problem.score, self._operands.score_tensors),
             part.rows,
             keywords.backend,
         )
@@ -192,9 +353,18 @@ class ListedWork:
         many *= problem.batch if self._operands.cu_seqlens_q is None else 1
         return row_groups(self._queries(), self._counts, rows, total=many)
 
-    def forward(self, statistics: Statistics, for_backward: bool) -> Result:
-        """Return the result in the form of the call: out of q's, numbers of rows of lse's."""
+    def forward(
+        self, statistics: Statistics, for_backward: bool, out_alone: bool = False
+    ) -> Result:
+        """Return the result in the form of the call: out of q's, numbers of rows of lse's.
+
+        With ``out_alone`` it may have no more than the output.
+        """
         found = []
+        if out_alone and len(self.parts) == 1:
+            (part,) = self.parts
+            whole_out = part.ungrouped(part.gathering.forward("", for_backward, True).out)
+            return _new(Result, (whole_out, *UNSEEN))
         for part in self.parts:
             out, lse, stats, *rest = part.gathering.forward(statistics, for_backward)
             rows = torch.stack([part.back(each) for each in stats])
@@ -261,7 +431,8 @@ class ListedWork:
         return torch.cat([each for each in places if each is not None]).argsort()
 
 
-def _keywords(call: OpCall, of_lists: OfLists) -> Keywords:
+def keywords_of(call: OpCall, of_lists: OfLists) -> Keywords:
+    """Return the keywords of a call as the ops take it."""
     if of_lists.block_table.dim() == 1:
         return call.keywords()
     return read_keywords(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tilewise.engine.call import read_keywords
 from tilewise.engine.key_lists import KeyBlocks
-from tilewise.engine.listed import lists_call
-from tilewise.engine.listed_work import ListedWork
+from tilewise.engine.listed import lists_call, work_of
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import (
     FAMILIES,
@@ -160,7 +159,7 @@ def listed_launches(
     from tilewise.kernels.gpu.backward.rows import Upstream
 
     keywords = read_keywords(mask, score, None, 0.0, None, None)
-    (part,) = ListedWork(*lists_call(*inputs, keywords, lists), alone=True).parts
+    (part,) = work_of(*lists_call(*inputs, keywords, lists), alone=True).parts
     gathering = part.gathering
     by_k, by_v = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in inputs[1:])
     every = slice(0, len(gathering.q))

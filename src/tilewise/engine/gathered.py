@@ -120,6 +120,15 @@ def small_problem(
     )
 
 
+def _numbers_of(tables: list[Table], places: tuple[Tensor, Tensor], heads: int) -> list[Tensor]:
+    """Return the flat numbers of places in each table, made once for tables of the same steps."""
+    found: dict[tuple[int, int, int], Tensor] = {}
+    for table in tables:
+        if table.steps not in found:
+            found[table.steps] = table.numbers(*places, heads).flatten()
+    return [found[table.steps] for table in tables]
+
+
 @lru_cache(maxsize=256)
 def _program(
     program: Program, kind: Literal["mask", "score"], rows: int, share: int, block: int
@@ -193,7 +202,7 @@ class Gathering:
         assert keys is not None
         heads = self._heads
         positions = self.lists.positions
-        if positions is None or len(positions) != (lists.stop - lists.start) * heads:
+        if positions is None or positions.shape[0] != (lists.stop - lists.start) * heads:
             share = self.problem.heads // heads
             positions = self.lists.groups.of(lists).positions(heads, share)
         shared = positions, keys
@@ -209,10 +218,10 @@ class Gathering:
         """Return keys and values as tables with pages that have the same numbers in both."""
         size = self.lists.page_of(self.k.shape[2])
         k, v = Table.of(self.k, size), Table.of(self.v, size)
-        if k.steps != v.steps or len(k.pages) > _MOST_PAGES:
+        if k.steps != v.steps or k.pages.shape[0] > _MOST_PAGES:
             k, v = (Table.of(x.contiguous(), size) for x in (self.k, self.v))
-        if len(k.pages) > _MOST_PAGES:
-            what = f"{len(k.pages)} keys in all batch items and heads, with key lists"
+        if k.pages.shape[0] > _MOST_PAGES:
+            what = f"{k.pages.shape[0]} keys in all batch items and heads, with key lists"
             raise Unsupported(what, fix=f"call with {_MOST_PAGES} or fewer, e.g. one batch item")
         return k, v
 
@@ -292,7 +301,7 @@ class Gathering:
             keys = of_heads(self.lists.keys(lists), self._heads)
         small = self._small(lists, k.pages.shape[2])
         mask, score = self._captured(lists, keys)
-        q = self.q if len(self.q) == lists.stop - lists.start else self.q[lists]
+        q = self.q if self.q.shape[0] == lists.stop - lists.start else self.q[lists]
         operands = Operands(
             q.reshape(small.batch, 1, -1, small.head_dim),
             k.pages,
@@ -328,7 +337,7 @@ class Gathering:
                 cut: Program = (Instr("below", (), (len(mask),)),)
                 small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
                 mask = (*mask, of_heads(self.lists.listed.counts[lists], self._heads))
-            numbers = [table.numbers(*places, self._heads).flatten() for table in tables]
+            numbers = _numbers_of(tables, places, self._heads)
             k, v = (
                 copied_rows(table.rows, each, room[: len(each)])
                 for table, each, room in zip(tables, numbers, rooms, strict=True)
@@ -435,10 +444,14 @@ class Gathering:
             grads = part.plan.backward(
                 part.operands, result, grad_out, grad_lse, needs, grad_entropy
             )
-            for table, found in zip(sums, (grads.k, grads.v), strict=True):
-                if table is not None:
-                    places = table.numbers(part.outer, part.inner, self._heads).flatten()
-                    add_rows(table.rows, places, found.reshape(-1, found.shape[-1]))
+            wanted = [
+                (table, found)
+                for table, found in zip(sums, (grads.k, grads.v), strict=True)
+                if table is not None
+            ]
+            numbers = _numbers_of([x for x, _ in wanted], (part.outer, part.inner), self._heads)
+            for (table, found), places in zip(wanted, numbers, strict=True):
+                add_rows(table.rows, places, found.reshape(-1, found.shape[-1]))
             yield part.lists, grads
 
     def placed(

@@ -308,7 +308,7 @@ class Lists(NamedTuple):
         if by_core(sets):
             groups, paging = self.groups, self.paging
             item, lengths = groups.item, groups.keys
-            if part != slice(0, len(sets)):
+            if part != slice(0, sets.shape[0]):
                 sets, counts, item, lengths = (x[part] for x in (sets, counts, item, lengths))
             rows = 1 if paging is None else paging.size
             return key_pages(

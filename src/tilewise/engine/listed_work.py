@@ -274,8 +274,9 @@ class ListedWork:
             groups = self._groups(rows)
         elif frame.counts is None:
             counts = self._counts
-            lengths = counts if len(groups.item) == len(counts) else counts[groups.item]
-            groups = groups._replace(keys=lengths)
+            one_each = groups.item.shape == counts.shape
+            lengths = counts if one_each else counts[groups.item]
+            groups = Groups(*groups[:3], lengths)
         if indices.shape[-1] == 0:
             indices = functional.pad(indices, (0, 1), value=-1)
         blocks = KeyBlocks(indices, block, rows)

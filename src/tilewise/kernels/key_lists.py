@@ -43,9 +43,9 @@ def key_sets(indices: Tensor, block: int, lengths: Tensor) -> tuple[Tensor, Tens
         int32 [T, heads, K]; int64 [T, heads]; and the place in the flat sets of the first index
         that names nothing and is not -1, or -1.
     """
-    heads, width = indices.shape[-3], indices.shape[-1]
-    sets = torch.empty((len(lengths), heads, width), dtype=torch.int32, device="cpu")
-    counts = torch.empty((len(lengths), heads), dtype=torch.int64, device="cpu")
+    many, heads, width = lengths.shape[0], indices.shape[-3], indices.shape[-1]
+    sets = torch.empty((many, heads, width), dtype=torch.int32, device="cpu")
+    counts = torch.empty((many, heads), dtype=torch.int64, device="cpu")
     wrong = core().key_sets(threads(), block, indices, lengths.contiguous(), sets, counts)
     return sets, counts, wrong
 
@@ -70,7 +70,7 @@ def key_pages(
         heads: key heads.
         sizes: keys of a block, of a page, of a head in all, and of a page of ``table``.
         steps: numbers from page to page: outer, head, page.
-        item: int64 [T], the batch item or sequence of each list.
+        item: int64 [T], contiguous as the next three: the batch item or sequence of each list.
         lengths: int64 [T], its keys.
         starts: int64 [items], where packed sequences start; or None.
         table: int32 [items, pages], where keys lie in pages already; or None.
@@ -84,7 +84,7 @@ def key_pages(
     keys = None
     if with_keys and size == 1:
         keys = torch.empty(shape, dtype=torch.int64, device="cpu")
-    where = (None if x is None else x.contiguous() for x in (item, lengths, starts, table))
+    where = (item, lengths, starts, table)
     core().key_pages(threads(), sizes, steps, sets, counts, *where, numbers, own, keys)
     flat = (lists * heads, shape[2])
     return Located(numbers.view(flat), own, None if keys is None else keys.view(flat))

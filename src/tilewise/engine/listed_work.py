@@ -349,10 +349,16 @@ class ListedWork:
 
     def _groups(self, rows: int) -> Groups:
         """Return groups of so many rows, of all batch items; of packed rows each is one."""
-        problem = self._problem
-        many = -(-problem.queries // rows)
-        many *= problem.batch if self._operands.cu_seqlens_q is None else 1
-        return row_groups(self._queries(), self._counts, rows, total=many)
+        problem, starts = self._problem, self._operands.cu_seqlens_q
+        if starts is None:
+            many = problem.batch * -(-problem.queries // rows)
+            return row_groups(self._queries(), self._counts, rows, total=many)
+        starts = starts.to(self._q.device, torch.int64)
+        row = torch.arange(problem.queries, device=starts.device)
+        item = torch.searchsorted(starts[1:], row, right=True)
+        if not item.is_cpu:  # where nobody looked at the values
+            item.clamp_(max=problem.batch - 1)
+        return Groups(item, row - starts[item], self._queries()[item], self._counts[item])
 
     def forward(
         self, statistics: Statistics, for_backward: bool, out_alone: bool = False

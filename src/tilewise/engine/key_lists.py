@@ -115,9 +115,7 @@ def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
     limits = block_counts(lengths, block)
     bounds = limits[:, None, None]
     if rows.is_cpu:
-        wrongs = (rows < -1) | (rows >= bounds)
-        if bool(wrongs.any()):
-            _refuse_index(rows, limits, block, int(wrongs.flatten().nonzero()[0]))
+        _check_values(rows, limits, block)
     none = (rows < 0) | (rows >= bounds)
     found = torch.where(none, bounds, rows.to(torch.int32)).sort(dim=-1).values
     again = torch.zeros_like(found, dtype=torch.bool)
@@ -146,6 +144,12 @@ def key_counts(sets: Tensor, limits: Tensor, block: int, lengths: Tensor) -> Ten
 def block_counts(lengths: Tensor, block: int) -> Tensor:
     """Return the blocks of sequences of so many keys, int32."""
     return (lengths + (block - 1)).div(block, rounding_mode="floor").to(torch.int32)
+
+
+def _check_values(rows: Tensor, limits: Tensor, block: int) -> None:
+    wrong = (rows < -1) | (rows >= limits[:, None, None])
+    if bool(wrong.any()):
+        _refuse_index(rows, limits, block, int(wrong.flatten().nonzero()[0]))
 
 
 def _refuse_index(rows: Tensor, limits: Tensor, block: int, place: int) -> NoReturn:

@@ -1,8 +1,7 @@
 """Calls with key lists: eagerly, and as the torch ops of traced calls.
 
-Decoding a token by a list takes less than half a millisecond, so eager calls go straight to
-``ListedWork``. Torch's wrapper around an op with lists of tensors takes a third of that, and longer
-with gradients.
+Decoding a token by a list takes less than half a millisecond. An op around it adds 0.2 ms, and
+0.6 ms with gradients, so eager calls go straight to ``ListedWork``.
 """
 
 from __future__ import annotations
@@ -418,7 +417,7 @@ def _gradients(
 
 
 class _Attend(torch.autograd.Function):
-    """An eager call with gradients: the kernels of the ops, which cost as much again themselves."""
+    """An eager call with gradients: what the ops compute, without the ops."""
 
     @staticmethod
     def forward(

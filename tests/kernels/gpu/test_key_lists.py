@@ -220,6 +220,7 @@ def test_a_list_is_a_set() -> None:
 @pytest.mark.parametrize("block", [1, 16])
 def test_what_is_no_key_counts_as_none(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, where nobody waits to look at values."""
+    monkeypatch.setattr("tilewise.engine.key_lists.by_core", lambda _: False)
     monkeypatch.setattr("tilewise.engine.key_lists._check_values", lambda *_: None)
     count = KEYS // block
     lists = lists_of(9, count)

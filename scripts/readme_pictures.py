@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPEED = ROOT / "benchmarks/amd-epyc-26-2/cpu.json"
 LADDER = ROOT / "benchmarks/studies/ladder"
 LISTS = ROOT / "benchmarks/amd-epyc-25-17/suites/lists.json"
-LIST_MEMORY = ROOT / "benchmarks/amd-epyc-25-1/suites/list-memory.json"
+LIST_MEMORY = ROOT / "benchmarks/amd-epyc-25-1-avx2/suites/list-memory.json"
 # Names in the record, and what the picture calls them.
 CASES = {
     "forward full 2k D64": "forward, 2k tokens",

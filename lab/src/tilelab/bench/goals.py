@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -29,14 +29,21 @@ from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
 DTYPES = ("float32", "bfloat16", "float16")
+# The instruction sets that the goals of cases are for. On all others torch is not to be faster.
+_GOALS_FOR = ("avx512_bf16", "avx512_amx")
+# They are in the name of a processor's folder: a virtual machine may hide the wider ones.
+_NARROW = ("avx2", "portable")
 # Two threads against one, as a share of how well the bare multiply-add loop scales.
 SCALING_GOAL = 0.9
 _TINY = (1, 1, 8, 16)  # small enough that the call itself is all that costs
 
 
 def cases() -> list[Case]:
-    """Return the cases that have goals, by dtype."""
-    return sorted(rows("goals"), key=lambda case: DTYPES.index(case.type_name))
+    """Return the cases that have goals, by dtype, with those of this instruction set."""
+    chosen = sorted(rows("goals"), key=lambda case: DTYPES.index(case.type_name))
+    if peaks.absence() or peaks.isa() in _GOALS_FOR:
+        return chosen
+    return [case if case.goal is None else replace(case, goal=Goal(1.0)) for case in chosen]
 
 
 def key_of(case: Case) -> str:
@@ -254,11 +261,12 @@ class GoalRecord(BenchRecord):
 def _machine() -> dict[str, Any]:
     found, chip, first = environment.describe(1), detect(), _cpuinfo()
     numbers = "-".join(first[key] for key in ("cpu family", "model") if key in first)
+    narrow = peaks.isa() if peaks.isa() in _NARROW else ""
     flags = first.get("flags", first.get("Features", "")).split()
     known = ("avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
     return found | {
         # Virtual machines hide which processor they are; the family and the model do not.
-        "slug": re.sub(r"[^a-z0-9]+", "-", f"{chip.name} {numbers}".lower()).strip("-"),
+        "slug": re.sub(r"[^a-z0-9]+", "-", f"{chip.name} {numbers} {narrow}".lower()).strip("-"),
         "family": first.get("cpu family", ""),
         "model": first.get("model", ""),
         "cache_bytes": {"l1": chip.l1_bytes, "l2": chip.l2_bytes, "l3": chip.l3_bytes},

@@ -32,6 +32,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tilewise.integrations import vllm as ours
+from tilewise.variants.float8 import FLOAT8
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 PAGE = 16
@@ -159,6 +160,46 @@ def test_layers(name: str, dtype: torch.dtype) -> None:
     assert_exact(padded[:-3], plain, exact, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["one token each", "prompts and tokens", "softcap", "sinks"])
+def test_float8_pages(name: str, dtype: torch.dtype) -> None:
+    """They stand for themselves times the layer's scales, and too large numbers for the largest."""
+    layer = LAYERS[name]
+    step = step_of(layer)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(step.num_actual_tokens, layer.heads, layer.width, generator=generator).to(dtype)
+    k, v = torch.randn(
+        2, int(step.seq_lens.sum()), layer.kv_heads, layer.width, generator=generator
+    )
+    k[3, 0, 5], v[7, 0, 2] = 100.0, -100.0
+    scales = (0.125, 0.0625)
+    k, v = (each.to(dtype) for each in (k, v))
+    meant = [
+        (each.float() / scale).clamp(-448, 448).to(FLOAT8).double() * scale
+        for each, scale in zip((k, v), scales, strict=True)
+    ]
+    assert [float(each.abs().max()) for each in meant] == [56, 28]
+    sinks = torch.randn(layer.heads, generator=generator) if layer.sinks else None
+    impl = ours.TilewiseImpl(
+        layer.heads,
+        layer.width,
+        0.2,
+        layer.kv_heads,
+        kv_cache_dtype="fp8",
+        logits_soft_cap=layer.softcap,
+        sliding_window=layer.window,
+        sinks=sinks,
+    )
+    shape = (step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
+    cache = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN
+    of_layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
+    out = torch.empty_like(q)
+    impl.forward(of_layer, q, k, v, cache, step, out)
+    exact = truth(layer, q.double(), *meant, sinks)
+    plain = truth(layer, q, *(each.to(dtype) for each in meant), sinks)
+    assert_exact(out, plain, exact, name)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_encoders(window: int | None) -> None:
     """Without pages: keys and values of the step itself."""
@@ -247,7 +288,7 @@ def test_before_the_first_step() -> None:
 
 
 def test_what_is_refused() -> None:
-    for dtype in ("fp8", "bfloat16"):  # the model's may be another
+    for dtype in ("fp8_e5m2", "bfloat16"):  # the model's may be another
         with pytest.raises(Unsupported, match=f"kv_cache_dtype='{dtype}'"):
             ours.TilewiseImpl(4, 64, 0.2, 2, kv_cache_dtype=dtype)
     impl, out = ours.TilewiseImpl(4, 64, 0.2, 2), torch.ones(3, 4, 64)
@@ -369,9 +410,9 @@ def test_greedy_tokens_are_those_of_vllms_own_backend(name: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.skipif("VLLM_SOURCE" not in os.environ, reason="VLLM_SOURCE names no folder")
 def test_vllms_own_tests_of_its_operations() -> None:
-    """Its three operations for attention replaced; without pages in 8 bits."""
+    """Its three operations for attention replaced; without float8 of five bits of exponent."""
     tests = Path(os.environ["VLLM_SOURCE"]) / "tests/kernels/attention/test_cpu_attn.py"
-    which = "vec and not fp8 or softcap and not fp8 or alibi and not fp8 or sink and not fp8"
+    which = "(vec or softcap or alibi or sink) and not e5m2"
     options = ["-q", "-c", os.devnull, "--noconftest", "--import-mode=importlib", "-k", which]
     options += ["-p", "tests.integrations.vllm_ops"]
     command = [sys.executable, "-m", "pytest", *options, str(tests)]

@@ -5,6 +5,7 @@ It runs vLLM's own tests of these operations over tilewise's backend (``test_vll
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from tilewise.integrations.vllm import TilewiseImpl, TilewiseMetadata
+from tilewise.variants.float8 import FLOAT8
 
 
 def _whole(key_cache: Tensor, value_cache: Tensor) -> Tensor:
-    """The cache [pages, Hk, page_size, 2 D] of which these are the halves."""
+    """The cache [pages, Hk, page_size, 2 D] of which these are the halves, or a copy of both."""
     pages, heads, size, width = key_cache.shape
+    if key_cache.is_contiguous():  # by itself, as tests of float8 have the numbers before
+        halves = torch.cat((key_cache, value_cache), dim=2)
+        return halves.view(pages, heads, size, 2 * width)
     halves = key_cache.as_strided((pages, heads, 2 * size, width), key_cache.stride())
     assert halves[:, :, size:].data_ptr() == value_cache.data_ptr()
     return halves.view(pages, heads, size, 2 * width)
@@ -33,11 +38,15 @@ def _write(
     value_cache: Tensor,
     slot_mapping: Tensor,
     isa: str,
-    **_: Any,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kv_cache_dtype: str = "auto",
 ) -> None:
     nothing = torch.empty(0)
     step = TilewiseMetadata(0, nothing, nothing, nothing, slot_mapping, causal=True)
-    step.write(key, value, key_cache, value_cache)
+    if kv_cache_dtype != "auto":
+        key_cache, value_cache = (each.view(FLOAT8) for each in (key_cache, value_cache))
+    step.write(key, value, key_cache, value_cache, (k_scale, v_scale))
 
 
 def _attend(
@@ -56,8 +65,11 @@ def _attend(
     scheduler_metadata: None,
     s_aux: Tensor | None,
     dynamic_causal: Tensor | None = None,
-    **_: Any,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kv_cache_dtype: str = "auto",
 ) -> None:
+    layer = SimpleNamespace(_k_scale_float=k_scale, _v_scale_float=v_scale)
     impl = TilewiseImpl(
         query.shape[1],
         query.shape[2],
@@ -65,6 +77,7 @@ def _attend(
         key_cache.shape[1],
         None if alibi_slopes is None else alibi_slopes.tolist(),
         None if sliding_window == -1 else sliding_window,
+        kv_cache_dtype,
         logits_soft_cap=softcap,
         sinks=s_aux,
     )
@@ -77,7 +90,7 @@ def _attend(
         causal or dynamic_causal is not None,
         None if dynamic_causal is None else dynamic_causal == 0,
     )
-    impl.forward(None, query, None, None, _whole(key_cache, value_cache), step, output)
+    impl.forward(layer, query, None, None, _whole(key_cache, value_cache), step, output)
 
 
 def pytest_configure() -> None:

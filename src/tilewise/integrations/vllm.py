@@ -12,7 +12,8 @@ vLLM's plugin loader calls ``register`` in each of them (the entry point ``tilew
 
 vLLM keeps its pages, tables and scheduler. Keys of a page lie in its first half, values in its
 second. Each layer is one call of ``attention_paged`` for all running sequences, prompts and single
-tokens alike.
+tokens alike. With ``kv_cache_dtype="fp8"`` pages hold float8 (e4m3), which stands for itself times
+the layer's scales; kernels read it where it lies.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from tilewise.errors import Unsupported
 from tilewise.functional import PagedStep, attention_paged, attention_varlen
 from tilewise.variants import masks, scores
+from tilewise.variants.float8 import FLOAT8
 
 try:
     from vllm.v1.attention.backend import (
@@ -49,6 +51,7 @@ except ImportError as error:
 __all__ = ["TilewiseBackend", "register", "unregister"]
 
 _ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
+_EIGHT_BITS = ("fp8", "fp8_e4m3")  # names of float8 pages; "auto" pages have the model's dtype
 
 
 def register() -> None:
@@ -78,7 +81,7 @@ class TilewiseBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]  # of the model: nothing is converted
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:
@@ -161,10 +164,18 @@ class TilewiseMetadata:
             self.paged = PagedStep(*tensors, page_size=page_size)
         return self.paged
 
-    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         """Write new keys and values [tokens, Hk, D] into their rows of pages.
 
-        What pads a step has -1 for its row, and so has all of a step that vLLM only tries.
+        What pads a step has -1 for its row, and so has all of a step that vLLM only tries. Into
+        float8 pages go numbers over the scales of keys and values, at most the largest of float8.
         """
         if self._rows is None:
             slots, size = self.slot_mapping, keys.shape[2]
@@ -173,8 +184,12 @@ class TilewiseMetadata:
             self._rows = slots // size, slots % size, there
         pages, rows, there = self._rows
         count = self.slot_mapping.shape[0]
-        for place, new in ((keys, key[:count]), (values, value[:count])):
-            place.transpose(1, 2)[pages, rows] = new if there is None else new[there]
+        for place, new, scale in zip((keys, values), (key, value), scales, strict=True):
+            new = new[:count] if there is None else new[:count][there]
+            if place.dtype is FLOAT8:
+                most = torch.finfo(FLOAT8).max
+                new = (new.float() / scale).clamp(-most, most).to(FLOAT8)
+            place.transpose(1, 2)[pages, rows] = new
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -207,7 +222,8 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
     """The attention of one layer; arguments as of vLLM's ``AttentionImpl``.
 
     Raises:
-        Unsupported: pages in 8 bits, or output that is quantised too.
+        Unsupported: pages of another dtype than the model's or float8 (e4m3), or output that is
+            quantised too.
     """
 
     def __init__(
@@ -227,7 +243,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if kv_cache_dtype not in TilewiseBackend.supported_kv_cache_dtypes:
             raise Unsupported(
                 f"kv_cache_dtype={kv_cache_dtype!r} of vLLM",
-                fix="leave it at 'auto', or call tilewise.integrations.vllm.unregister()",
+                fix="pass 'auto' or 'fp8', or call tilewise.integrations.vllm.unregister()",
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -254,11 +270,12 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         """Write the attention of a step's queries into ``output``.
 
         Args:
-            layer: not read.
+            layer: the layer of the model, whose ``_k_scale_float`` and ``_v_scale_float`` float8
+                pages are to be multiplied by; else not read.
             query: [tokens, Hq, D].
             key: [tokens, Hk, D]; or None with value, where all keys are in their pages already.
             value: [tokens, Hk, D].
-            kv_cache: [pages, Hk, page_size, 2 D].
+            kv_cache: [pages, Hk, page_size, 2 D], of bytes where it holds float8.
             attn_metadata: of the step; None while vLLM warms up.
             output: [tokens, Hq, D].
             output_scale: None.
@@ -279,9 +296,16 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             starts = attn_metadata.query_start_loc
             found = attention_varlen(q, k, v, starts, starts, **settings)
         else:
+            scales = (1.0, 1.0)
+            if self.kv_cache_dtype in _EIGHT_BITS:
+                kv_cache = kv_cache.view(FLOAT8)
+                scales = (layer._k_scale_float, layer._v_scale_float)
             keys, values = _halves(kv_cache)
             if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
-                attn_metadata.write(key, value, keys, values)
+                attn_metadata.write(key, value, keys, values, scales)
+            if self.kv_cache_dtype in _EIGHT_BITS:
+                each = (torch.tensor(scale).expand(keys.shape[:3]) for scale in scales)
+                settings |= zip(("k_scale", "v_scale"), each, strict=True)
             step = attn_metadata.pages(keys.shape[2])
             found = attention_paged(query[:count], keys, values, step, **settings)
         output[:count] = found

@@ -195,8 +195,8 @@ def test_float8_pages(name: str, dtype: torch.dtype) -> None:
     of_layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
     out = torch.empty_like(q)
     impl.forward(of_layer, q, k, v, cache, step, out)
-    exact = truth(layer, q.double(), *meant, sinks)
-    plain = truth(layer, q, *(each.to(dtype) for each in meant), sinks)
+    exact = truth(layer, q.double(), meant[0], meant[1], sinks)
+    plain = truth(layer, q, meant[0].to(dtype), meant[1].to(dtype), sinks)
     assert_exact(out, plain, exact, name)
 
 

@@ -14,6 +14,7 @@ from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact,
 from tests.peak import only_linux, printed
 from tilewise import cross_entropy as module
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.kernels import cross_entropy as products
 from tilewise.kernels.cross_entropy import InTorch, Rows
 
 TOKENS, WIDTH, WORDS = 75, 24, 523  # no multiple of any block or vector
@@ -38,11 +39,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PART", 0.0)
 
 
-@pytest.fixture(params=["core", "torch"])
+@pytest.fixture(params=["core", "torch", "by float32"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What goes over the rows of logits."""
+    """What goes over the rows of logits; and as on a CPU without products of 16 bits."""
     if request.param == "torch":
         monkeypatch.setattr(module, "_kernel", lambda _: InTorch())
+    monkeypatch.setattr(products, "fast_products", lambda _: request.param != "by float32")
+    monkeypatch.setattr(products, "_PIECE", 20)
     return str(request.param)
 
 

@@ -213,3 +213,16 @@ def test_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(of_lab.softmax_backward_data(grad, p, -1, p.dtype), due)
     with torch._subclasses.FakeTensorMode():
         assert type(torch.empty(2)) is private.FakeTensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_fast_products(dtype: torch.dtype) -> None:
+    """Those of bfloat16 need AVX-512 on x86; wider ones are fast everywhere."""
+    found = private.fast_products(dtype)
+    assert type(found) is bool
+    about = Path("/proc/cpuinfo")
+    flags = about.read_text().split() if about.exists() else []
+    if dtype.itemsize > 2:
+        assert found
+    elif dtype == torch.bfloat16 and "avx2" in flags and "avx_ne_convert" not in flags:
+        assert found == ("avx512bw" in flags)

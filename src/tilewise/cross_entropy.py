@@ -6,7 +6,8 @@ loss and of the gradients, and is written over by the next.
 
 * With weights in 32 or 64 bits a block is some tokens by all words. Its logits become their own
   gradient in place, which is added to those of hidden states and weights at once: three products in
-  all, as in plain code. Products are in the dtype of the hidden states, which may have 16 bits.
+  all, as in plain code. Products are in the dtype of the hidden states, which may have 16 bits. A
+  CPU that has no fast products of 16 bits (without AVX-512) computes them in float32 by pieces.
 * With weights in 16 bits a sum over blocks would round again and again. So their gradient is
   computed by blocks of words over all tokens, each of them one product. That makes four products:
   the logits are computed twice.
@@ -39,6 +40,7 @@ from tilewise.kernels.cross_entropy import (
     logits_of,
     target_logits,
     wide,
+    write_product,
 )
 
 Reduction = Literal["mean", "sum", "none"]
@@ -279,7 +281,7 @@ def _losses(
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
         if grads is None or change is None:
             continue
-        torch.mm(change, weight, out=grads.hidden[rows])
+        write_product(change, weight, grads.hidden[rows])
         if bias is not None:
             grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
         if not narrow:
@@ -294,7 +296,7 @@ def _losses(
             logits = logits_of(of.hidden, weight[part], of_words, room)
             rows_of = Rows(logits, of.targets, scales, loss)
             change = kernel.differentiate(rows_of, lse, first, words)
-            torch.mm(change.T, of.hidden, out=grads.weight[part])
+            write_product(change.T, of.hidden, grads.weight[part])
     return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
 
 

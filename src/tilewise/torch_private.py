@@ -20,6 +20,7 @@ __all__ = [
     "any_autocast",
     "constant_while_compiling",
     "dispatch_modes",
+    "fast_products",
     "functorch_active",
     "has_batch",
     "has_tangent",
@@ -67,6 +68,13 @@ def constant_while_compiling(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def fast_products(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of 16 bits on this CPU; torch alone is slow."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def in_forward_level() -> bool:

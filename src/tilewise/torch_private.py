@@ -29,8 +29,10 @@ __all__ = [
     "is_tracked",
     "jit_tracing",
     "left_alone",
+    "sees_operations",
     "vmap_active",
     "with_batch",
+    "with_memory",
     "without_batch",
     "without_wrappers",
 ]
@@ -115,6 +117,16 @@ def has_batch(tensor: Tensor) -> bool:
     """
     found: bool = _functorch.is_legacy_batchedtensor(tensor)
     return found
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory: torch has tensors of zeros without, as the derivative of sgn."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor
+
+
+def sees_operations(kind: type) -> bool:
+    """Return whether tensors of a type see torch's operations, and may have no memory."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def without_batch(tensor: Tensor | None) -> tuple[Tensor | None, int | None]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tilewise
 from tests.engine.samples import qkv
@@ -256,6 +257,30 @@ def test_gradients_that_are_expanded_or_transposed_are_read_right(backend: str) 
         found = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
         wanted = torch.autograd.grad(out, (q, k, v), grad.contiguous(), retain_graph=True)
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_may_be_torchs_zeros_without_memory(again: bool, backend: str) -> None:
+    """The derivative of torch.sgn; also where the gradients have derivatives too."""
+    leaves = qkv()
+    out, lse, stats = tilewise.attention(
+        *leaves, return_lse=True, return_stats=not again, backend=backend
+    )
+    for x in (out, lse) if again else (out, lse, stats.entropy):
+        found = torch.autograd.grad(x.sgn().sum(), leaves, retain_graph=True, create_graph=again)
+        assert not any(grad.any() for grad in found)
+    transformed = torch.func.grad(lambda q: attention(q, *leaves[1:], backend=backend).sgn().sum())
+    assert not transformed(leaves[0]).any()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_that_wraps_others_is_refused(again: bool, backend: str) -> None:
+    """It has no memory that a kernel could read."""
+    leaves = qkv()
+    out = tilewise.attention(*leaves, backend=backend)
+    loss = (out * TwoTensor(torch.ones_like(out), torch.ones_like(out))).sum()
+    with pytest.raises(Unsupported, match="gradient of an eager call from a TwoTensor"):
+        torch.autograd.grad(loss, leaves, create_graph=again)
 
 
 # ---- What stays on its device, unread on the way to a kernel: lengths, captured tensors, seeds.

@@ -30,6 +30,7 @@ from tilewise.distributed.events import KEYS, What, owner_of, reader_of, ring_ev
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Part, Rows, Running, Whole
 from tilewise.distributed.peers import Peers, Pending, refuse_second_derivatives
+from tilewise.engine.modes import readable
 from tilewise.problem import Needs, output_like
 
 Pieces: TypeAlias = dict[
@@ -290,7 +291,8 @@ class _Work:
     ) -> list[Tensor | None]:
         """Return the gradients of q, k, v and the tensors of the score."""
         floats = self.whole.floats
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(out) if grad_out is None else readable(grad_out)
+        grad_lse = None if grad_lse is None else readable(grad_lse)
         rows = {
             mine: Rows(
                 out[:, :, at].contiguous(),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.engine.derivatives import gradients
 from tilewise.engine.flat import Call, flat, leaves_of, needs_of
-from tilewise.engine.modes import transforms_active
+from tilewise.engine.modes import readable, transforms_active
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result, Statistics
@@ -68,11 +68,11 @@ class Attention(torch.autograd.Function):
                 )
             found = gradients(call, wanted, (out, lse, stats[:2]), (grad_out, grad_lse), x)
             return (None, None, None, *call.spread(found))
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
+        grad_out = torch.zeros_like(out) if grad_out is None else readable(grad_out)
         if grad_lse is not None:
-            grad_lse = grad_lse.resolve_neg()
+            grad_lse = readable(grad_lse)
         if grad_entropy is not None:
-            grad_entropy = grad_entropy.resolve_neg()
+            grad_entropy = readable(grad_entropy)
         grads = call.plan.backward(
             call.operands(x),
             Result(out, lse, stats),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tilewise.engine.batching import Given, applied, batched
 from tilewise.engine.flat import Call, Tensors, flat, needs_of, split, wanted
-from tilewise.engine.modes import refuse_beyond_first
+from tilewise.engine.modes import readable, refuse_beyond_first
 from tilewise.errors import Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result
@@ -164,8 +164,8 @@ class Gradients(torch.autograd.Function):
         *x: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Run the plan's backward kernel."""
-        grad_out = grad_out.resolve_neg()
-        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
+        grad_out = readable(grad_out)
+        grad_lse = None if grad_lse is None else readable(grad_lse)
         result = Result(out, lse, stats)
         grads = call.plan.backward(call.operands(x), result, grad_out, grad_lse, needs_of(needs))
         return wanted(call, grads, needs, x)

@@ -1,20 +1,56 @@
-"""Refuse transforms of a call whose rules are not written."""
+"""What surrounds a call: refuse transforms without rules, and read the gradients that come."""
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.torch_private import (
+    dispatch_modes,
     functorch_active,
     in_forward_level,
     is_batched,
     is_tracked,
+    jit_tracing,
+    sees_operations,
     vmap_active,
+    with_memory,
 )
 from tilewise.variants.outside import is_checked
 from tilewise.variants.program import RAW, Program
 from tilewise.variants.values import Score
+
+PLAIN = frozenset((Tensor, Parameter))
+_is_compiling = torch.compiler.is_compiling
+
+
+def traced() -> bool:
+    """Return whether a program that watches torch's operations is active around the call."""
+    return _is_compiling() or dispatch_modes() > 0 or jit_tracing() is not None
+
+
+def readable(grad: Tensor) -> Tensor:
+    """Return a gradient as kernels read it: its zeros in memory, its sign in its numbers.
+
+    Raises:
+        Unsupported: its type may keep the numbers elsewhere (``wraps``).
+    """
+    if wraps(grad):
+        raise Unsupported(
+            f"tilewise has no gradient of an eager call from a {type(grad).__name__}",
+            fix="call it with q, k and v of that type, or give its backward a plain tensor",
+        )
+    return with_memory(grad).resolve_neg()
+
+
+def wraps(tensor: Tensor) -> bool:
+    """Return whether a tensor is a subclass that sees torch's operations, and may have no memory.
+
+    Kernels cannot read one. The torch ops reach what is inside.
+    """
+    return type(tensor) not in PLAIN and sees_operations(type(tensor))
 
 
 def transforms_active() -> bool:

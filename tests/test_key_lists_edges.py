@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tilewise
 from tests.contract import assert_all_same_bits, assert_same_bits
@@ -255,3 +259,56 @@ def test_what_calls_share_serves_every_mode() -> None:
     assert not torch.equal(other, first)
     with pytest.raises(InvalidArgument, match="29 in list 0"):
         tilewise.attention(*leaves, keys=lists + 24)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_gradient_may_be_torchs_zeros_without_memory(queries: int) -> None:
+    """The derivative of torch.sgn."""
+    leaves = drawn(queries=queries)
+    given: dict[str, Any] = {"return_lse": True, "return_stats": True}
+    lists = torch.randint(53, (2, 2, queries, 3))
+    out, lse, stats = tilewise.attention(*leaves, keys=lists, **given)
+    for x in (out, lse, stats.entropy):
+        found = torch.autograd.grad(x.sgn().sum(), leaves, retain_graph=True)
+        assert not any(grad.any() for grad in found)
+
+
+def test_a_gradient_may_wrap_others() -> None:
+    """The torch op reaches what is inside."""
+    leaves = drawn()
+    out = tilewise.attention(*leaves, keys=lists_of(SIZES, 1))
+    weight = torch.randn_like(out)
+    wanted = torch.autograd.grad((out * weight).sum(), leaves, retain_graph=True)
+    found = torch.autograd.grad((out * TwoTensor(weight, 2 * weight)).sum(), leaves)
+    for grad, want in zip(found, wanted, strict=True):
+        assert isinstance(grad, TwoTensor)
+        assert_all_close({"a": grad.a, "b": grad.b}, {"a": want, "b": 2 * want})
+
+
+def test_a_backward_pass_may_be_traced_alone() -> None:
+    """The graph has the op, and the results of another gradient are not those of the first."""
+    leaves = drawn()
+    out = tilewise.attention(*leaves, keys=lists_of(SIZES, 1))
+
+    def backward(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    traced = make_fx(backward)(torch.ones_like(out))
+    grad = torch.randn_like(out)
+    for found, wanted in zip(traced(grad), backward(grad), strict=True):
+        assert_same_bits(found, wanted, "gradient")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(backward(mode.from_tensor(grad))[0], FakeTensor)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it
+def test_compiled_autograd_of_an_eager_call() -> None:
+    leaves = drawn()
+    out = tilewise.attention(*leaves, keys=lists_of(SIZES, 1))
+    wanted = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        out.sum().backward()
+    for leaf, want in zip(leaves, wanted, strict=True):
+        assert leaf.grad is not None
+        assert_same_bits(leaf.grad, want, "gradient")

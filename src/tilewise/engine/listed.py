@@ -31,7 +31,7 @@ from tilewise.engine.listed_work import (
     refuse_others,
     refuse_transforms,
 )
-from tilewise.engine.modes import refuse_vmap, transforms_active
+from tilewise.engine.modes import readable, refuse_vmap, traced, transforms_active, wraps
 from tilewise.engine.ops import OpCall, absent, laid_out, own, promised, result_of, schema
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
@@ -326,11 +326,12 @@ def _backward(*arguments: Any) -> list[Tensor]:
     work = _work(call, of_lists, Listed(given.sets, given.counts))
     need_q, need_k, need_v, *need_scores = given.needs
     needs = Needs(need_q, need_k, need_v, tuple(need_scores))
+    by_lse, by_entropy = (None if x is None else readable(x) for x in given[1:3])
     by_q, by_k, by_v, of_score = work.backward(
         Result(given.out, given.lse, given.stats),
-        given.grad_out.resolve_neg(),
-        given.grad_lse,
-        given.grad_entropy,
+        readable(given.grad_out),
+        by_lse,
+        by_entropy,
         needs,
     )
     if call.q.dim() == 3:
@@ -431,10 +432,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Do as the backward op; with derivatives of it asked for, by it."""
+        """Do as the backward op; by it where that is watched or derivatives of it are wanted."""
         needs = list(ctx.needs_input_grad[3:])
-        batched = any(x is not None and has_batch(x) for x in grads)
-        at_once = not (torch.is_grad_enabled() or transforms_active() or batched)
+        watched = traced() or any(x is not None and (wraps(x) or has_batch(x)) for x in grads)
+        at_once = not (watched or torch.is_grad_enabled() or transforms_active())
         of_inputs, of_score = _gradients(ctx, needs[:3], needs[3:], grads, at_once)
         return (None, None, None, *of_inputs, *of_score)
 

@@ -195,6 +195,14 @@ def test_it_is_torchs_cross_entropy(reduction: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_gradient_may_be_torchs_zeros_without_memory() -> None:
+    """The derivative of torch.sgn."""
+    (hidden, weight, bias), targets, _ = operands(torch.float32)
+    losses = tilewise.linear_cross_entropy(hidden, weight, targets, bias, reduction="none")
+    found = torch.autograd.grad(losses.sgn().sum(), (hidden, weight, bias))
+    assert not any(each.any() for each in found)
+
+
 def test_leading_dimensions_and_int32_targets() -> None:
     (hidden, weight, _), targets, weights = operands(torch.float32)
     flat = tilewise.linear_cross_entropy(

@@ -209,6 +209,14 @@ def test_first_and_second_derivatives(kind: Any) -> None:
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
+def test_a_gradient_may_be_torchs_zeros_without_memory() -> None:
+    """The derivative of torch.sgn."""
+    x, weight, bias, cos, sin = drawn(torch.float32, 6, 4, heads=True)
+    leaves = tuple(each.detach().requires_grad_() for each in (x, weight, bias))
+    out = normed_and_turned(leaves[0], HeadNorm(leaves[1], leaves[2]), cos, sin)
+    assert not any(each.any() for each in torch.autograd.grad(out.sgn().sum(), leaves))
+
+
 def test_positions_have_gradients() -> None:
     """Floating positions are differentiated, as they are without the core."""
     x = torch.randn(1, 2, 3, 8, dtype=torch.float64)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, check_whole
 from tilewise.engine.define import define
-from tilewise.engine.modes import refuse_vmap
+from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.cpu.core import absence
@@ -408,7 +408,7 @@ class _Each(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         operands, (loss, block_tokens) = ctx.saved_tensors, ctx.loss
         with torch.no_grad():
-            _, _, grads = _losses(_Operands(*operands), loss, grad, block_tokens)
+            _, _, grads = _losses(_Operands(*operands), loss, readable(grad), block_tokens)
             assert grads is not None
             found = _needed(grads, None, ctx.needs_input_grad[:4])
         return (*_differentiable_once(found, (grad, *operands)), None, None)

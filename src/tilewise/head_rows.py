@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from tilewise.checks import FLOATING, check_tensor
 from tilewise.engine.define import define
+from tilewise.engine.modes import readable
 from tilewise.engine.ops import schema
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
@@ -153,7 +154,7 @@ class _InCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of = HeadRows(*ctx.saved_tensors, *ctx.how)
-        return _gradients(of, grad, ctx.needs_input_grad, backward)
+        return _gradients(of, grad, ctx.needs_input_grad, _by_core)
 
 
 def _gradients(
@@ -214,6 +215,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of = HeadRows(*ctx.saved_tensors, *ctx.how)
     return _gradients(of, grad, ctx.needs_input_grad, _by_op)
+
+
+def _by_core(of: HeadRows, grad: Tensor) -> Sequence[Tensor | None]:
+    return backward(of, readable(grad))
 
 
 def _by_op(of: HeadRows, grad: Tensor) -> Sequence[Tensor]:

@@ -335,7 +335,10 @@ class ListedWork:
         """Return the keys of each sequence, int64 [B]."""
         device, starts = self._q.device, self._operands.cu_seqlens_k
         if keywords.pages is not None:
-            return keywords.pages.key_lengths.to(device, torch.int64)
+            # Of its own: the caller may write to its tensor meanwhile, which may have any strides.
+            return keywords.pages.key_lengths.to(
+                device, torch.int64, copy=True, memory_format=torch.contiguous_format
+            )
         if starts is not None:
             return starts.to(device, torch.int64).diff()
         return torch.full((self._problem.batch,), self._problem.keys, device=device)

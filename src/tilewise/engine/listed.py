@@ -31,7 +31,7 @@ from tilewise.engine.listed_work import (
     refuse_others,
     refuse_transforms,
 )
-from tilewise.engine.modes import readable, refuse_vmap, traced, transforms_active, wraps
+from tilewise.engine.modes import PLAIN, readable, refuse_vmap, traced, transforms_active, wraps
 from tilewise.engine.ops import OpCall, absent, laid_out, own, promised, result_of, schema
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
@@ -70,7 +70,7 @@ def attend_lists(
         Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
     """
     sinks, packed = keywords.sinks, q.dim() == 3
-    if road(q, k, v) != "eager" or type(lists.indices) is not Tensor:
+    if road(q, k, v, keywords) != "eager" or type(lists.indices) not in PLAIN:
         call, of_lists = lists_call(q, k, v, keywords, lists)
         found = torch.ops.tilewise.attention_lists(
             *call,

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tilewise.engine import ops
 from tilewise.engine.autograd import differentiable
@@ -31,7 +30,7 @@ from tilewise.engine.call import (
     shown,
 )
 from tilewise.engine.derivatives import attend
-from tilewise.engine.modes import refuse_batched, refuse_constants, refuse_transforms
+from tilewise.engine.modes import PLAIN, refuse_batched, refuse_constants, refuse_transforms
 from tilewise.engine.nested import any_nested, nested, packed
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
 from tilewise.engine.pages import Pages
@@ -55,14 +54,13 @@ Road = Literal["eager", "watched", "transformed", "transformed watched"]
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch.is_autocast_enabled
-_PLAIN = frozenset((Tensor, Parameter))
 # What Operands(q, k, v, for_backward=..., out_alone=...) says, which takes three times as long.
 _new = tuple.__new__
 _NOTHING_ELSE = tuple(Operands._field_defaults.values())[:-2]
 AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def road(q: Any, k: Any, v: Any) -> Road:
+def road(q: Any, k: Any, v: Any, keywords: Keywords = NO_KEYWORDS) -> Road:
     """Return the road of a call with these tensors in the current context.
 
     Some programs watch torch's operations: torch.compile, a dispatch mode, torch.jit.trace, a
@@ -73,13 +71,21 @@ def road(q: Any, k: Any, v: Any) -> Road:
     watched = (
         _is_compiling()
         or dispatch_modes() > 0
-        or (not plain and not _PLAIN.issuperset((type(q), type(k), type(v))))
+        or (not plain and not PLAIN.issuperset((type(q), type(k), type(v))))
+        or not (keywords.plain or PLAIN.issuperset(map(type, tensors_of(keywords))))
         or q.is_meta
         or jit_tracing() is not None
     )
     if functorch_active() or in_forward_level():
         return "transformed watched" if watched else "transformed"
     return "watched" if watched else "eager"
+
+
+def tensors_of(keywords: Keywords) -> list[Tensor]:
+    """Return the tensors of a call beside q, k and v."""
+    mask, score, sinks, packed = keywords[0], keywords[1], keywords[4], keywords[6]
+    others = (sinks, *(packed or ()), *(keywords.pages or ()), *keywords.scales)
+    return [*mask.captured, *score.captured, *(x for x in others if x is not None)]
 
 
 def run(
@@ -96,7 +102,7 @@ def run(
 
     With ``out_alone``, read only the output from the result. ``out_alone`` excludes ``statistics``.
     """
-    way = road(q, k, v)
+    way = road(q, k, v, keywords)
     if way != "eager":
         if way == "watched":
             return _run_watched(q, k, v, keywords, seed, plan, statistics)
@@ -144,7 +150,7 @@ def run_paged(
 ) -> Result:
     """Attention over pages as asked (``functional.attention_paged``), or through its op."""
     refuse_paged_transforms()
-    way = road(q, k, v)
+    way = road(q, k, v, keywords)
     if any_autocast():
         q, k, v = autocast(q, k, v)
     if way != "eager":

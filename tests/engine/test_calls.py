@@ -12,7 +12,7 @@ import tilewise
 from tests.engine.samples import packed, qkv
 from tests.plain import attend
 from tilewise import masks, scores
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, InvalidType
 
 
 def test_more_comes_as_a_named_tuple(backend: str) -> None:
@@ -73,6 +73,18 @@ def test_the_output_follows_the_memory_order_of_q(backend: str) -> None:
     for swapped in (False, True):
         out = tilewise.attention(*qkv(False, swapped=swapped), backend=backend)
         assert (out.transpose(1, 2) if swapped else out).is_contiguous()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_boolean_is_no_number_that_came_before(listed: bool, backend: str) -> None:
+    """True is equal to 1.0, and False to 0.0."""
+    keywords: dict[str, Any] = {"backend": backend}
+    keywords |= {"keys": torch.zeros(2, 1, 5, 1, dtype=torch.int64)} if listed else {}
+    tilewise.attention(*qkv(), scale=1.0, **keywords)
+    with pytest.raises(InvalidType, match="scale: got a bool"):
+        tilewise.attention(*qkv(), scale=True, **keywords)
+    with pytest.raises(InvalidType, match="dropout_p: got a bool"):
+        tilewise.attention(*qkv(), scale=1.0, dropout_p=False, **keywords)
 
 
 def test_a_held_plan_gives_the_same_bits(backend: str) -> None:

@@ -138,7 +138,9 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
             mask.text,
             score.text,
             scale,
+            type(scale),  # True is 1.0, and no scale
             dropout_p,
+            type(dropout_p),
             backend,
             None if plain else tensors_key(keywords),
         )

@@ -81,7 +81,9 @@ def frame_of(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBloc
             mask.text,
             score.text,
             scale,
+            type(scale),  # True is 1.0, and no scale
             dropout_p,
+            type(dropout_p),
             backend,
             None if keywords.plain else tensors_key(keywords),
             indices.shape,

@@ -46,6 +46,8 @@ def key_sets(indices: Tensor, block: int, lengths: Tensor) -> tuple[Tensor, Tens
     many, heads, width = lengths.shape[0], indices.shape[-3], indices.shape[-1]
     sets = torch.empty((many, heads, width), dtype=torch.int32, device="cpu")
     counts = torch.empty((many, heads), dtype=torch.int64, device="cpu")
+    if indices.is_neg():  # the core does not see this flag
+        indices = indices.resolve_neg()
     wrong = core().key_sets(threads(), block, indices, lengths.contiguous(), sets, counts)
     return sets, counts, wrong
 

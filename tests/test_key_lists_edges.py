@@ -19,6 +19,7 @@ from tests.contract import assert_all_same_bits, assert_same_bits
 from tests.test_key_lists import SIZES, lists_of, seen_by
 from tests.variants_catalogue import assert_all_close
 from tilewise import KeyBlocks, masks, scores
+from tilewise.engine import listed
 from tilewise.errors import InvalidArgument, Unsupported
 
 NO_LIST = torch.full((2, 1, 37, 3), -1)
@@ -312,3 +313,85 @@ def test_compiled_autograd_of_an_eager_call() -> None:
     for leaf, want in zip(leaves, wanted, strict=True):
         assert leaf.grad is not None
         assert_same_bits(leaf.grad, want, "gradient")
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_lengths_of_any_strides(strided: bool) -> None:
+    """Key lengths in int64 with a stride of 2 or 0, one list for each sequence."""
+    q, pages = torch.randn(2, 4, 1, 8), torch.randn(4, 2, 8, 8)
+    table, lists = torch.arange(4).view(2, 2), torch.tensor([0, 5]).expand(2, 1, 1, 2)
+    lengths = torch.full((4,), 16)[::2] if strided else torch.tensor(16).expand(2)
+    found = tilewise.attention_paged(q, pages, pages, table, lengths, keys=lists)
+    wanted = tilewise.attention_paged(q, pages, pages, table, lengths.contiguous(), keys=lists)
+    assert_same_bits(found, wanted, "out")
+
+
+def _twins(x: Tensor) -> TwoTensor:
+    return TwoTensor(x, x)
+
+
+def _with_wrapper(name: str) -> TwoTensor:
+    """Return a call in which one tensor wraps others, beside plain q, k, v and lists."""
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 16, 8)
+    table, lengths, lists = torch.arange(4).view(2, 2), torch.tensor([9, 16]), NO_LIST[:, :, :5]
+    given: dict[str, Any] = {"keys": lists}
+    if name in ("bias", "slopes"):
+        of_score = scores.bias if name == "bias" else scores.alibi
+        given["score"] = of_score(_twins(torch.rand((5, 16) if name == "bias" else 4)))
+    elif name == "mask":
+        given["mask"] = _twins(torch.rand(5, 16) < 0.5)
+    elif name == "sinks":
+        given["sinks"] = _twins(torch.zeros(4))
+    if name in ("table", "lengths"):
+        table = _twins(table) if name == "table" else table
+        lengths = _twins(lengths) if name == "lengths" else lengths
+        pages = k.view(2, 2, 2, 8, 8).transpose(1, 2).flatten(0, 1)
+        out: TwoTensor = tilewise.attention_paged(q, pages, pages, table, lengths, **given)
+    elif name == "packed":
+        ends = _twins(torch.tensor([0, 5])), _twins(torch.tensor([0, 16]))
+        q, k = (x[0].transpose(0, 1) for x in (q, k))
+        out = tilewise.attention_varlen(q, k, k, *ends, keys=lists[0])
+    else:
+        out = tilewise.attention(q, k, k, **given)
+    return out
+
+
+@pytest.mark.parametrize("name", ["bias", "slopes", "mask", "sinks", "table", "lengths", "packed"])
+def test_any_tensor_may_wrap_others(name: str) -> None:
+    assert isinstance(_with_wrapper(name), TwoTensor)
+
+
+def test_parameters_are_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not go the way of the op."""
+    q, k, v = (torch.nn.Parameter(x.detach()) for x in drawn())
+    sinks, bias = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(37, 53))
+    monkeypatch.setattr(listed, "lists_call", None)
+    with torch.no_grad():
+        given: dict[str, Any] = {"sinks": sinks, "score": scores.bias(bias)}
+        assert type(tilewise.attention(q, k, v, keys=NO_LIST, **given)) is Tensor
+
+
+def test_another_default_device_changes_nothing() -> None:
+    """Also where neighbours share lists, whose unions are made in torch."""
+    q, k, v = drawn(batch=1, queries=131, keys=257)
+    lists = torch.arange(160).expand(1, 1, 131, 160)
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(131, 257, dtype=torch.float64, requires_grad=True)
+
+    def call() -> tuple[Tensor, ...]:
+        given: dict[str, Any] = {"score": scores.bias(bias), "sinks": sinks, "keys": lists}
+        out, _, stats = tilewise.attention(q, k, v, return_stats="top1", **given)
+        leaves = (q, k, v, sinks, bias)
+        return (out, stats.top1, *torch.autograd.grad(out.sum() + stats.entropy.sum(), leaves))
+
+    with torch.device("meta"):  # first: what is kept may not lie there
+        found = call()
+    for x, wanted in zip(found, call(), strict=True):
+        assert_same_bits(x, wanted, "result or gradient")
+
+
+def test_indices_with_a_flag_for_their_sign() -> None:
+    q, k, v = drawn()
+    lists = lists_of(SIZES, 1)
+    out = tilewise.attention(q, k, v, keys=torch._neg_view(-lists))
+    assert_same_bits(out, tilewise.attention(q, k, v, keys=lists), "out")

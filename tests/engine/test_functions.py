@@ -283,6 +283,36 @@ def test_a_gradient_that_wraps_others_is_refused(again: bool, backend: str) -> N
         torch.autograd.grad(loss, leaves, create_graph=again)
 
 
+@pytest.mark.parametrize("name", ["bias", "slopes", "mask", "sinks"])
+def test_a_captured_tensor_may_wrap_others(name: str, backend: str) -> None:
+    """The torch op reaches what is inside."""
+
+    def two(x: Tensor) -> Tensor:
+        return TwoTensor(x, x)
+
+    every: dict[str, dict[str, Any]] = {
+        "bias": {"score": scores.bias(two(torch.rand(5, 7)))},
+        "slopes": {"score": scores.alibi(two(torch.rand(4)))},
+        "mask": {"mask": two(torch.rand(5, 7) < 0.5)},
+        "sinks": {"sinks": two(torch.zeros(4))},
+    }
+    assert isinstance(attention(*qkv(False), backend=backend, **every[name]), TwoTensor)
+
+
+def test_another_default_device_changes_nothing(backend: str) -> None:
+    """The tensors that the backend makes lie with those of the call."""
+    leaves = [x.detach()[:, :, 1:].requires_grad_() for x in qkv()]  # sizes of no other test
+
+    def call() -> tuple[Tensor, ...]:
+        out, _, stats = attention(*leaves, return_stats=True, backend=backend)
+        return (out, *torch.autograd.grad(out.sum() + stats.entropy.sum(), leaves))
+
+    with torch.device("meta"):  # first: what a plan keeps may not lie there
+        found = call()
+    for x, wanted in zip(found, call(), strict=True):
+        assert torch.equal(x, wanted)
+
+
 # ---- What stays on its device, unread on the way to a kernel: lengths, captured tensors, seeds.
 
 

@@ -239,7 +239,7 @@ class Rows(NamedTuple):
     @staticmethod
     def of(groups: Groups, queries: Tensor, rows: int) -> Rows:
         """Return the rows of groups of so many; ``queries`` [B] are the lengths of all items."""
-        at = groups.first[:, None] + torch.arange(rows)
+        at = groups.first[:, None] + torch.arange(rows, device=queries.device)
         there = at < groups.queries[:, None]
         starts = queries.cumsum(0) - queries
         return Rows(torch.where(there, at + starts[groups.item, None], 0), there)

@@ -212,7 +212,7 @@ def own(tensor: Tensor) -> Tensor:
     return tensor if at_start else tensor.clone(memory_format=torch.contiguous_format)
 
 
-_KEYS = torch.empty(0, dtype=torch.int64)
+_KEYS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"

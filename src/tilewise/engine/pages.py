@@ -253,7 +253,7 @@ def check_entries(name: str, table: Tensor, counts: Tensor, page_size: int, held
 
 
 def _used(table: Tensor, counts: Tensor, page_size: int) -> Tensor:
-    return torch.arange(table.shape[1]) * page_size < counts[:, None]
+    return torch.arange(table.shape[1], device=table.device) * page_size < counts[:, None]
 
 
 def _refuse_entries(

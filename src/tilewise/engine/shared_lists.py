@@ -101,7 +101,9 @@ def shared(
         return []
     found: list[Shared] = []
     for rows in sorted(set(every)):
-        items = torch.tensor([item for item, its in enumerate(every) if its == rows])
+        items = torch.tensor(
+            [item for item, its in enumerate(every) if its == rows], device=queries.device
+        )
         groups = row_groups(queries, lengths, rows, items)
         of_groups = Rows.of(groups, queries, rows)
         if rows == 1:
@@ -127,7 +129,7 @@ def rows_together(
         heads: that share a key head.
         block: keys in a block.
     """
-    width = sets.shape[-1]
+    width, device = sets.shape[-1], sets.device
     items, firsts, ends = [], [], []
     for number, (many, limit) in enumerate(zip(queries.tolist(), limits.tolist(), strict=True)):
         most = min(MOST_ROWS, 1 << max(many, 1).bit_length() - 1)
@@ -143,10 +145,10 @@ def rows_together(
             ends.append(firsts[-1] + most)
     if not items or not sets.numel():
         return [1] * len(queries)
-    item, first, end = (torch.tensor(each) for each in (items, firsts, ends))
+    item, first, end = (torch.tensor(each, device=device) for each in (items, firsts, ends))
     looked_at = Groups(item, first, end, limits[item])
     costs = {
-        1 << power: torch.zeros(len(queries), dtype=torch.float64)
+        1 << power: torch.zeros(len(queries), dtype=torch.float64, device=device)
         for power in range(MOST_ROWS.bit_length())
     }
     for part, union in _unions(sets, looked_at, Rows.of(looked_at, queries, MOST_ROWS)):
@@ -185,8 +187,8 @@ def _together(
     number = torch.searchsorted(items, groups.item)
     widest = count.new_zeros(len(items)).scatter_reduce(0, number, count.amax(1), "amax")
     every = [_rounded(each) for each in widest.tolist()]
-    widths = torch.tensor(every)
-    there = torch.arange(max(every)) < count[..., None]
+    widths = torch.tensor(every, device=sets.device)
+    there = torch.arange(max(every), device=sets.device) < count[..., None]
     found = limits[:, None, None].expand(there.shape).clone()
     found[there] = torch.cat([union.blocks for union in unions]).to(torch.int32)
     readers = torch.zeros_like(found)
@@ -236,8 +238,9 @@ def _union(sets: Tensor, rows: Rows, limits: Tensor) -> _Union:
     named = sets.index_select(0, rows.places.flatten()).view(groups, many, heads, width)
     read = (named < limits[:, None, None, None]) & rows.there[..., None, None]
     at = torch.where(read, named + edges[:-1].view(groups, 1, heads, 1), total)
-    bits = torch.ones((), dtype=torch.int32) << torch.arange(many, dtype=torch.int32)
-    marks = torch.zeros(total + 1, dtype=torch.int32)
+    bits = torch.arange(many, dtype=torch.int32, device=sets.device)
+    bits = torch.ones_like(bits) << bits
+    marks = torch.zeros(total + 1, dtype=torch.int32, device=sets.device)
     # A set names a block once, so the sum of its bits is their union.
     every = bits[:, None, None].expand(groups, many, heads, width)
     marks.scatter_add_(0, at.flatten(), every.reshape(-1))

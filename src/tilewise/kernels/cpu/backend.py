@@ -116,7 +116,7 @@ class CpuBackend(Backend):
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return the table of a mask, by the core."""
-        table = torch.empty(grid[2:], dtype=torch.uint8)
+        table = torch.empty(grid[2:], dtype=torch.uint8, device="cpu")
         call = _Call(operands, _loaded(problem))
         arguments = (call.mask, call.sequences, tuple(grid), table.data_ptr())
         core().covers(_build(problem), threads(), *arguments)
@@ -306,7 +306,7 @@ def _in_pages(
     return held, (starts, 0, *addresses)
 
 
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 _NOTHING = _Call(Operands(_EMPTY, _EMPTY, _EMPTY))
 
 
@@ -346,7 +346,7 @@ class _Kernel:
         self._count = rows if problem.layout == "varlen" else problem.batch * rows
         # empty_like of a zero-stride pattern is the cheapest way to new memory, and holds none. The
         # pattern itself stands for what nobody looks at.
-        pattern = torch.full((), math.nan, dtype=self._statistics)
+        pattern = torch.full((), math.nan, dtype=self._statistics, device="cpu")
         self._lse, self._stats = pattern.expand(self._rows), pattern.expand((2, *self._rows))
         self._step = self._count * pattern.itemsize
         # Nothing but q, k, v and out has an address to hand over.
@@ -435,10 +435,10 @@ class _Kernel:
 
     def _room(self, top1: bool) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[int, ...]]:
         """Stats with a third row, the statistics to be filled in, and where the core puts them."""
-        stats = torch.empty((3, *self._rows), dtype=self._statistics)
-        max_logit = torch.empty(self._rows, dtype=self._statistics)
-        entropy = torch.empty(self._rows, dtype=self._statistics)
-        top_key = torch.empty(self._rows, dtype=torch.int64) if top1 else None
+        stats = torch.empty((3, *self._rows), dtype=self._statistics, device="cpu")
+        max_logit = torch.empty(self._rows, dtype=self._statistics, device="cpu")
+        entropy = torch.empty(self._rows, dtype=self._statistics, device="cpu")
+        top_key = torch.empty(self._rows, dtype=torch.int64, device="cpu") if top1 else None
         mean = stats.data_ptr() + 2 * self._step
         key = 0 if top_key is None else top_key.data_ptr()
         addresses = (max_logit.data_ptr(), entropy.data_ptr(), mean, key)
@@ -456,7 +456,7 @@ class _Kernel:
         q, k, v = operands.q, operands.k, operands.v
         grad_q, grad_k, grad_v = (output_like(x, x.shape[-1]) for x in (q, k, v))
         lse, stats = result.lse, result.stats.contiguous()
-        delta = torch.empty(self._rows, dtype=self._statistics)
+        delta = torch.empty(self._rows, dtype=self._statistics, device="cpu")
         if grad_lse is not None:
             grad_lse = grad_lse.to(self._statistics).contiguous()
         if grad_entropy is not None:
@@ -517,7 +517,7 @@ class _Kernel:
         if self._derivative is None:
             return
         wide = {
-            slot: torch.zeros(operands.score_tensors[slot].shape, dtype=torch.float64)
+            slot: torch.zeros(operands.score_tensors[slot].shape, dtype=torch.float64, device="cpu")
             for slot in self._problem.score[0].slots
             if needs.score_tensors[slot]
         }
@@ -543,7 +543,8 @@ class _Kernel:
             sizes = (self._problem.batch, self._problem.heads, *self._problem[3:5])
             reduced = any(one == 1 < all_ for one, all_ in zip(bias.shape, sizes, strict=True))
             wide = reduced or self._statistics is torch.float64
-            grad = torch.zeros(bias.shape, dtype=torch.float64 if wide else self._statistics)
+            dtype = torch.float64 if wide else self._statistics
+            grad = torch.zeros(bias.shape, dtype=dtype, device="cpu")
             address, strides, _ = _broadcast(grad)
             core().bias_backward(*arguments, index, address, strides, wide)
             grad = grad.to(bias.dtype)

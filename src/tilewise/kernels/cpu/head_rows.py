@@ -46,7 +46,7 @@ def backward(of: HeadRows, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
     some = of.bias if of.weight is None else of.weight
     sums = None
     if some is not None:
-        sums = [torch.zeros(some.shape, dtype=torch.float64) for _ in range(2)]
+        sums = [torch.zeros(some.shape, dtype=torch.float64, device="cpu") for _ in range(2)]
     by_x = _run(of, grad, sums)
     by_weight, by_bias = (
         None if sums is None or each is None else sums[at].to(each.dtype)

@@ -141,6 +141,19 @@ def test_who_has_a_derivative() -> None:
         assert not private.has_tangent(x)
 
 
+def test_tensors_without_memory() -> None:
+    """Zeros that have none get some; types that see torch's operations may have none."""
+    x = torch.ones(3, requires_grad=True)
+    (zeros,) = torch.autograd.grad(x.sgn().sum(), x)
+    assert zeros._is_zerotensor()
+    found = private.with_memory(zeros)
+    assert not found._is_zerotensor()
+    assert torch.equal(found, torch.zeros(3))
+    assert private.with_memory(x) is x
+    kinds = (Tensor, torch.nn.Parameter, type("Plain", (Tensor,), {}), private.FakeTensor)
+    assert [private.sees_operations(kind) for kind in kinds] == [False, False, False, True]
+
+
 def test_batches_of_gradients() -> None:
     """A Function whose backward pass takes the batch off, and puts it back at another place."""
     seen = []

@@ -24,6 +24,7 @@ from tilewise.distributed import (
     LostPeer,
     context_parallel_attention,
     parts,
+    peers,
     shard,
     split_cache_attention,
     unshard,
@@ -35,6 +36,7 @@ from tilewise.distributed.peers import Peers
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
 VICTIM = 1
+CLOSE = peers._close
 # Phases of a call with gradients, by schedule. Each takes processes of its own, some seconds.
 PHASES = [
     ("zigzag", "gradients of keys and values"),
@@ -268,6 +270,25 @@ def test_an_error_in_the_middle(ranks: Ranks, way: str | None, which: str) -> No
             assert told == "MemoryError: no room for 3 GiB"
         else:
             assert told.startswith(LostPeer.__name__), told
+            assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told
+
+
+def leaves_unheard(_: dist.ProcessGroup, way: Way) -> tuple[str, float]:
+    """As ``fails_in``; the process that fails closes no connection, and stays."""
+    if dist.get_rank() == VICTIM:
+        peers._close = lambda peers: None
+    try:
+        return fails_in(_, way, "forward")
+    finally:
+        peers._close = CLOSE
+
+
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_who_waits_asks_whether_somebody_left(ranks: Ranks, way: str) -> None:
+    """Where the news of a closed connection is lost, the group's store still has it."""
+    for rank, (told, seconds) in enumerate(ranks.run(leaves_unheard, WAYS[way])):
+        assert seconds < 20, (rank, told, seconds)
+        if rank != VICTIM:
             assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Lock, Thread
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tilewise.errors import TilewiseError, Unsupported
 _FIRST_ERROR = "tilewise: the first error"  # in the store of a group
 _STORE_S = 5.0  # for an answer of the store: its machine may be the one that is lost
 _NO_TAG = 0x7469_6C65  # of messages that nobody sends
+_LOOK_S, _PATIENCE_S = 1.0, 2.0  # between two looks after waits; of a wait before the first look
 
 
 class LostPeer(TilewiseError):  # noqa: N818  reads as what is wrong
@@ -69,10 +71,7 @@ class Pending:
         """Wait for all of them, or raise ``LostPeer``."""
         for work, position in self._messages:
             try:
-                if self._peers.timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._peers.timeout)
+                self._peers.wait(work)
             except RuntimeError as error:
                 raise self._peers.lost(self._phase, position, error) from error
         self._messages = ()
@@ -94,6 +93,17 @@ class Peers:
         self.position = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.groups = [self]
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a message; RuntimeError where it does not come."""
+        _WAITS.begin(self)
+        try:
+            if self.timeout is None:
+                work.wait()
+            else:
+                work.wait(self.timeout)
+        finally:
+            _WAITS.end(self)
 
     def lost(self, phase: str, position: int | None, error: Exception) -> LostPeer:
         """Return the error for a message that failed, and leave: the others would wait too."""
@@ -177,10 +187,8 @@ class Peers:
         every = [torch.empty_like(mine) for _ in range(self.count)]
         try:
             work = dist.all_gather(every, mine, group=self.group, async_op=True)
-            if self.timeout is None:
-                work.wait()
-            else:
-                work.wait(self.timeout)
+            assert work is not None
+            self.wait(work)
         except RuntimeError as error:
             raise self.lost(phase, None, error) from error
         return [each.tolist() for each in every]
@@ -209,6 +217,54 @@ def _close(peers: Peers) -> None:
             late = dist.irecv(torch.empty(1), group=peers.group, group_src=source, tag=_NO_TAG)
             assert late is not None
             late.wait(timedelta(milliseconds=1))
+
+
+class _Waits:
+    """The groups of gloo that this process waits in, and a thread that looks after long waits.
+
+    A process that leaves closes its connections, and whoever waits for it gets an error. Under load
+    that news was lost once with torch 2.14, and the wait did not end. So the thread asks the
+    group's store whether somebody left, and closes the connections of this process then, which ends
+    its wait. The thread ends when nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Peers, float] = {}
+        self._lock = Lock()
+        self._thread: Thread | None = None
+
+    def begin(self, peers: Peers) -> None:
+        """Look after a wait from now on."""
+        if "gloo" not in dist.get_backend_config(peers.group):
+            return
+        with self._lock:
+            self._since[peers] = time.monotonic()
+            # That of a process before a fork is not alive here.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=self._look, daemon=True)
+                self._thread.start()
+
+    def end(self, peers: Peers) -> None:
+        """Stop looking after a wait."""
+        with self._lock:
+            self._since.pop(peers, None)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                if not self._since:
+                    self._thread = None
+                    return
+                late = time.monotonic() - _PATIENCE_S
+                long = [peers for peers, since in self._since.items() if since < late]
+            for peers in long:
+                with suppress(RuntimeError):
+                    if peers.group.get_group_store().check([_FIRST_ERROR]):
+                        _close(peers)
+
+
+_WAITS = _Waits()
 
 
 def refuse_second_derivatives() -> None:

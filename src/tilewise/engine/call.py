@@ -132,18 +132,7 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
         if keywords is NO_KEYWORDS and not wrapped:
             key: Hashable = reader()(q, k, v)
             return PLANS.young[key]
-        mask, score, scale, dropout_p, _, backend, _, plain, *_ = keywords
-        key = (
-            shown(q, k, v) if wrapped else reader()(q, k, v),
-            mask.text,
-            score.text,
-            scale,
-            type(scale),  # True is 1.0, and no scale
-            dropout_p,
-            type(dropout_p),
-            backend,
-            None if plain else tensors_key(keywords),
-        )
+        key = shown(q, k, v) if wrapped else reader()(q, k, v), keywords_key(keywords)
         return PLANS.young[key]
     except KeyError:
         plan = PLANS.find(key)
@@ -156,7 +145,22 @@ def cached_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, wrapped: bo
     return plan
 
 
-def tensors_key(keywords: Keywords) -> tuple[Any, ...]:
+def keywords_key(keywords: Keywords) -> tuple[Any, ...]:
+    """Return what a plan depends on beside q, k and v; values of tensors are not read."""
+    mask, score, scale, dropout_p, _, backend, _, plain, *_ = keywords
+    return (
+        mask.text,
+        score.text,
+        scale,
+        type(scale),  # True is 1.0, and no scale
+        dropout_p,
+        type(dropout_p),
+        backend,
+        None if plain else _tensors_key(keywords),
+    )
+
+
+def _tensors_key(keywords: Keywords) -> tuple[Any, ...]:
     """Return what a plan depends on in sinks, cu_seqlens, pages and scales."""
     if keywords.step is not None:
         return keywords.step.signs, signs(keywords.sinks, *keywords.scales)

@@ -11,9 +11,9 @@ from tilewise.engine.call import (
     Keywords,
     build_operands,
     build_problem,
+    keywords_key,
     read_keywords,
     reader,
-    tensors_key,
 )
 from tilewise.engine.dispatch import Cache
 from tilewise.engine.gathered import Gathering, Variant
@@ -73,24 +73,10 @@ def frame_of(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords, lists: KeyBloc
     Raises:
         InvalidArgument, InvalidType, Unsupported: as the call.
     """
-    mask, score, scale, dropout_p, _, backend, *_ = keywords
     indices, block, rows = lists
     try:
-        key = (
-            reader()(q, k, v),
-            mask.text,
-            score.text,
-            scale,
-            type(scale),  # True is 1.0, and no scale
-            dropout_p,
-            type(dropout_p),
-            backend,
-            None if keywords.plain else tensors_key(keywords),
-            indices.shape,
-            indices.device,
-            block,
-            rows,
-        )
+        of_lists = indices.shape, indices.device, block, rows
+        key = reader()(q, k, v), keywords_key(keywords), of_lists
         found = FRAMES.young.get(key) or FRAMES.find(key)
     except UNREADABLE:
         # A tensor cannot be read, or something is not hashable: validation names it.

@@ -126,6 +126,21 @@ def truth(layer: Layer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     return torch.cat(outs)
 
 
+def impl_of(layer: Layer, sinks: Tensor | None, stored: str = "auto") -> ours.TilewiseImpl:
+    """Return tilewise's side of a layer."""
+    return ours.TilewiseImpl(
+        layer.heads,
+        layer.width,
+        0.2,
+        layer.kv_heads,
+        SLOPES[: layer.heads] if layer.alibi else None,
+        layer.window,
+        stored,
+        layer.softcap,
+        sinks=sinks,
+    )
+
+
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 
 
@@ -140,16 +155,7 @@ def test_layers(name: str, dtype: torch.dtype) -> None:
     k, v = torch.randn(2, keys, layer.kv_heads, layer.width, generator=generator)
     q, k, v = (each.to(dtype) for each in (q, k, v))
     sinks = torch.randn(layer.heads, generator=generator) if layer.sinks else None
-    impl = ours.TilewiseImpl(
-        layer.heads,
-        layer.width,
-        0.2,
-        layer.kv_heads,
-        SLOPES[: layer.heads] if layer.alibi else None,
-        layer.window,
-        logits_soft_cap=layer.softcap,
-        sinks=sinks,
-    )
+    impl = impl_of(layer, sinks)
     pages = step.block_table.numel()
     cache = torch.full((pages, layer.kv_heads, PAGE, 2 * layer.width), torch.nan, dtype=dtype)
     padded = torch.full((step.num_actual_tokens + 3, *q.shape[1:]), 7.0, dtype=dtype)
@@ -180,16 +186,7 @@ def test_float8_pages(name: str, dtype: torch.dtype) -> None:
     ]
     assert [float(each.abs().max()) for each in meant] == [56, 28]
     sinks = torch.randn(layer.heads, generator=generator) if layer.sinks else None
-    impl = ours.TilewiseImpl(
-        layer.heads,
-        layer.width,
-        0.2,
-        layer.kv_heads,
-        kv_cache_dtype="fp8",
-        logits_soft_cap=layer.softcap,
-        sliding_window=layer.window,
-        sinks=sinks,
-    )
+    impl = impl_of(layer, sinks, "fp8")
     shape = (step.block_table.numel(), layer.kv_heads, PAGE, 2 * layer.width)
     cache = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN
     of_layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])

@@ -108,6 +108,22 @@ def test_importing(name: str, said: dict[str, str]) -> None:
     assert said[name] == STEPS[name][2]
 
 
+def test_importing_collects_young_objects_alone() -> None:
+    """Also where Python's counts stand so high that its next collection is one of older objects."""
+    program = (
+        "import gc, torch\n"
+        "for generation in (2, 1, 0):\n"
+        "    gc.collect(generation)\n"  # each counts for the next older one
+        "gc.set_threshold(4000, 0, 0)\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, about: seen.append(about['generation']))\n"
+        "import tilewise\n"
+        "gc.callbacks.clear(); gc.disable()\n"
+        "print(seen)"
+    )
+    assert ran(sys.executable, "-c", program).stdout == "[0, 0]\n"
+
+
 def test_flash_attn_needs_torch_alone() -> None:
     """The Hugging Face kernel is these calls and the modules under them (scripts/hf_kernel.py)."""
     program = (

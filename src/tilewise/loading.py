@@ -49,7 +49,8 @@ def collecting_later() -> Iterator[None]:
     """Leave the garbage collector off while the block lasts, if it was on.
 
     Our imports make enough objects for a full collection. It reads all of torch's objects too, and
-    takes longer than the imports.
+    takes longer than the imports. The block ends with a collection of young objects alone. Python
+    would begin one of its own there, and make it a full one if its counts are high.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -57,6 +58,7 @@ def collecting_later() -> Iterator[None]:
         yield
     finally:
         if collects:
+            gc.collect(0)
             gc.enable()
 
 

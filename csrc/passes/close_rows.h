@@ -56,7 +56,8 @@ class ClosedRows {
   ClosedRows(const RowNumbers<C>& rows, int width, const C* sinks, double dropout, const ScoreUnits<C>& units) {
     const C keep_scale = static_cast<C>(1 / (1 - dropout));
     for (int i = 0; i < width; i += kLanes<C>) {
-      const Vec<C> before = load(rows.row_max + i) * units.to_natural;
+      // Rounded: GCC 16 fused this product into the sum for lse where no statistics are taken, and gave lse other bits.
+      const Vec<C> before = rounded(load(rows.row_max + i) * units.to_natural, C{});
       Vec<C> sum = load(rows.row_sum + i), top = before, alpha = set(static_cast<C>(1)), sink{};
       live |= bits_of_mask<SInt<C>>((Vec<SInt<C>>)(sum != 0)) << i;
       if (sinks != nullptr) {

@@ -187,7 +187,8 @@ class Attends(Dataset):
 
 def load():
     torch.set_num_threads(2)
-    assert len(list(DataLoader(Attends(), num_workers=2))) == 4
+    loader = DataLoader(Attends(), num_workers=2, multiprocessing_context="fork")
+    assert len(list(loader)) == 4
 """
 
 

@@ -406,6 +406,7 @@ def test_what_is_captured_is_not_written_over(ranks: Ranks) -> None:
 
 def end_in(group: dist.ProcessGroup, way: Way, phase: str, sleep: float) -> tuple[str, float]:
     """Do a call in which one process ends, or sleeps, in a phase; what was raised, and when."""
+    attend(group, way)  # what a first call loads may take seconds: not in the 4 below
     saved = Peers.start, Peers.gathered
 
     def stopping(method: Any) -> Any:

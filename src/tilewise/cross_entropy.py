@@ -92,9 +92,9 @@ def linear_cross_entropy(
     the loss is scaled, so a scaled loss does not keep those of float16 hidden states from
     underflow.
 
-    What goes over the logits: the compiled core on a CPU, a Triton kernel on a GPU, both in place;
-    operations of torch for float64 on a GPU, and where the core or Triton is missing. The Triton
-    kernel meets the 2x rule on an H200; its speed has not been measured.
+    The compiled core goes over the logits on a CPU, and a Triton kernel on a GPU, both in place.
+    Operations of torch do it for float64 on a GPU, and where the core or Triton is missing. The
+    Triton kernel meets the 2x rule on an H200; its speed has not been measured.
 
     Sources: label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al., PaLM, 2022, section 5;
     softcap of logits: Gemma 2, 2024. Blocks of logits: Wijmans et al., Cut Your Losses in

@@ -186,7 +186,7 @@ def _op_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 class _Grad(NamedTuple):
-    """What the backward op takes besides."""
+    """The backward op's other arguments."""
 
     grad: Tensor
 

@@ -297,7 +297,7 @@ class _Call(NamedTuple):
 
     @property
     def sinks(self) -> Tensor | None:
-        """Those of the call, of all heads."""
+        """The sinks of the call, of all heads."""
         return self.keywords.sinks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup
 
 
 class Standing(NamedTuple):
-    """Who shares the sequence.
+    """The processes that share the sequence.
 
     Args:
         ring: those that hold other rows; None where there are no others.

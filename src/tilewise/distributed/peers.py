@@ -40,7 +40,7 @@ class LostPeer(TilewiseError):  # noqa: N818  reads as what is wrong
 
     @property
     def what(self) -> str:
-        """Who did not answer, and when."""
+        """A sentence that says who did not answer, and when."""
         who = "a process" if self.rank is None else f"rank {self.rank} (position {self.position})"
         return f"{who} did not answer while {self.phase} were exchanged"
 
@@ -146,7 +146,7 @@ class Peers:
     def start(self, phase: str, sent: Mapping[int, Tensor], received: dict[int, Tensor]) -> Pending:
         """Start to send and to receive, a tensor for each position; empty ones do not travel.
 
-        Nor does what a position sends to itself: it is in ``received`` at once.
+        What a position would send to itself stays there: ``received`` has it at once.
 
         Args:
             phase: what they are, for errors.

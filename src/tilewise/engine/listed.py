@@ -178,7 +178,7 @@ def explain_lists(
 ) -> Explanation:
     """Explain a call with key lists: its small problems, and what it moves beside a mask.
 
-    Of the operands, only the lengths of sequences count.
+    It reads nothing of the operands but the lengths of sequences.
 
     Raises:
         InvalidArgument, Unsupported: as the call.
@@ -256,7 +256,7 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What the backward op takes before the call; the last two tensors are ``Listed``."""
+    """The backward op's arguments before the call; the last two tensors are ``Listed``."""
 
     grad_out: Tensor
     grad_lse: Tensor | None

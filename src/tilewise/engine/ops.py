@@ -146,7 +146,7 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What the backward op takes before the call."""
+    """The backward op's arguments before the call."""
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -158,7 +158,7 @@ class _Backward(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """What the backward op takes after the call."""
+    """The backward op's arguments after the call."""
 
     partial: bool = False
 

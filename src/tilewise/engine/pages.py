@@ -37,7 +37,7 @@ def signs(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 class _Facts(NamedTuple):
-    """What the values of a step say; of queries where they are packed."""
+    """The counts that a step's tensors hold; those of queries where they are packed."""
 
     key_counts: tuple[int, ...]
     query_counts: tuple[int, ...] | None

@@ -16,7 +16,7 @@ _PIECE = 512  # rows, columns and terms of a product by float32: three pieces ta
 
 
 class Loss(NamedTuple):
-    """What the loss of a token is: ``tilewise.linear_cross_entropy`` has the formula."""
+    """The terms of a token's loss: ``tilewise.linear_cross_entropy`` has the formula."""
 
     ignore_index: int
     label_smoothing: float

@@ -105,7 +105,7 @@ class PagedKVCache(Sequences):
 
     @property
     def k_scales(self) -> Tensor | None:
-        """What a row's numbers in 8 bits are multiplied by, float32 [pages, Hk, page_size]."""
+        """The factors of the rows in 8 bits, float32 [pages, Hk, page_size]."""
         return self._pools[0].scales
 
     @property

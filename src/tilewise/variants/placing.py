@@ -1,9 +1,9 @@
 """Programs over a part of the score matrix: the same mask or score, whose positions start later.
 
 A long sequence is computed in parts (``tilewise.distributed``). Some rows, keys and heads of a call
-make a small problem, which counts its own from 0. So a mask that says ``n <= m`` must say ``n + key
-<= m + row`` there. Most operations stay what they are: a band moves, a tensor is cut. What cannot
-stay becomes an expression, which computes with the positions in the whole.
+make a small problem, which counts its own from 0. So a mask ``n <= m`` becomes
+``n + key <= m + row`` there. Most operations stay what they are: a band moves, a tensor is cut. The
+others become an expression, which computes with the positions in the whole.
 """
 
 from collections.abc import Callable, Sequence

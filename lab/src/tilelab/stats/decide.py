@@ -182,7 +182,7 @@ class Judged(NamedTuple):
 
     @property
     def p_value(self) -> float | None:
-        """Of a difference, not adjusted; None where it is not tested."""
+        """The p-value of the difference, not adjusted; None where it is not tested."""
         return self.test.paired.p_value if self.compared.whole else None
 
     def verdict(self, arm: str) -> Verdict:

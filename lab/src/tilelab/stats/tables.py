@@ -4,7 +4,7 @@ A table is a list of rows, each a run: column -> value. ``read`` takes
 
 * ``.csv``: a row a run, such as the export of W&B's table of runs, or ``mlflow experiments csv``;
 * ``.json``: a list of objects, or an object with such a list as ``runs``; ``.jsonl``: an object a
-  line. What is nested has dotted names (``config.lr``); W&B's ``{"value": ...}`` is its value. A
+  line. Nested values get dotted names (``config.lr``); W&B's ``{"value": ...}`` is its value. A
   list ``history`` of objects gives each key's last value;
 * a folder ``mlruns`` of MLflow: parameters, tags and the last value of each metric.
 

@@ -110,7 +110,7 @@ _Tuned = Mapping[str, Mapping[str, float] | None] | None  # as ``run.finals`` ta
 def _tuned(experiment: Experiment, rates: Mapping[str, float | None] | None = None) -> _Tuned:
     """Return what the arms are tuned to: their rates, or a sweep's first candidates without any.
 
-    Of a search nothing stands for its first trial but the arm's own values.
+    The first trial of a search has the arm's own values.
     """
     sweep = experiment.sweep
     if sweep is None:

@@ -43,8 +43,8 @@ _CHANGES = (
 def paged_caches(model: Any, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
     """Return a cache for each layer of a model, with a window where the layer has one.
 
-    Those of a model with latent attention (MLA) are latent: kv_lora_rank + qk_rope_head_dim numbers
-    a token and layer. Call ``absorb(model)`` before ``paged_step``.
+    A model with latent attention (MLA) gets latent caches: a token takes kv_lora_rank +
+    qk_rope_head_dim numbers a layer. Call ``absorb(model)`` before ``paged_step``.
 
     Args:
         model: a decoder of transformers; its config says what its layers are.

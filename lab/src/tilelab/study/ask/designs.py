@@ -55,7 +55,7 @@ class Search(Frozen):
 
     The first third of the trials, three at least, is drawn at random and is the same for all arms.
     Each later one is asked for by a Gaussian process, given the final metrics of all trials of the
-    arm before it. What was asked for is in the records: a search goes on from them.
+    arm before it. The records keep each trial's values: a search goes on from them.
 
     Args:
         space: path -> (scale, low, high). ``"log"`` and ``"linear"`` are ranges of the value on
@@ -127,7 +127,7 @@ class Sweep(Frozen):
 
     @property
     def label(self) -> str:
-        """What a candidate is a value of, in words."""
+        """The setting that a candidate is a value of, in words."""
         return self.path if self.search is None else f"trials of {' and '.join(self.search.space)}"
 
     @property

@@ -73,7 +73,7 @@ class RunSpec:
         """Return whether the other run comes to the same bits, elsewhere in the study.
 
         Arms of one experiment are compared, so each trains its own runs; and where kernels are
-        compared, the times of a run are its result. Of a script nobody knows that it repeats.
+        compared, the times of a run are its result. Nobody knows that a script repeats its bits.
         """
         if self.config.learning.external:
             return False

@@ -302,7 +302,7 @@ class RunRecord:
     def one_thread(self) -> bool:
         """Whether its processor time is what its wall time would be without other work.
 
-        That is so on one thread of a CPU. What a script runs on is not known.
+        That is so on one thread of a CPU. Nobody knows what a script runs on.
         """
         if self.of_script or not self.starts:
             return False

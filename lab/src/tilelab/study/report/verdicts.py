@@ -388,7 +388,7 @@ _MOST_ANSWERS = 3  # of a kind, by name
 def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
     """Answer the question of a study in a sentence, from all its experiments.
 
-    Of a ladder only the last rung speaks. Empty while nothing is decided.
+    A ladder answers by its last rung alone. Empty while nothing is decided.
     """
     lower = {f"{each.experiment}.{rung}" for each in verdict.ladders for rung in each.rungs[:-1]}
     gains: list[tuple[float, str]] = []

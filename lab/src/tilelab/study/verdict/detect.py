@@ -1,4 +1,4 @@
-"""What a design can detect: before the first run by the spread that is expected, then as seen.
+"""The smallest effect that a design can detect, by the expected spread and then by the seen one.
 
 Holm's first step compares the clearest of m comparisons with alpha / m. A design of n seeds needs
 

@@ -145,7 +145,7 @@ def stages_of(
 ) -> list[Stage]:
     """Return an experiment, and those that follow by its rules, as far as the records tell.
 
-    Of a ladder that is its rungs. ``families`` are those of its study.
+    A ladder becomes its rungs. ``families`` are those of its study.
     """
 
     def stage(planned: Experiment, lost: Collection[str] = ()) -> Stage:

@@ -206,7 +206,7 @@ class SweepResult:
 
     @property
     def values(self) -> dict[str, float] | None:
-        """What was chosen, by its path; None while trials are missing, or all diverged."""
+        """The chosen values, by their paths; None while trials are missing, or all diverged."""
         if self.chosen is None:
             return None
         best = next(each for each in self.candidates if each.value == self.chosen)

@@ -73,7 +73,7 @@ def key_step(
 
     dK is not yet scaled. ``fixed`` is (gradients, tiles of keys and values (``held``), where
     queries, gradients and values of rows of a head begin, (b, h, n, M, N), (low, high): see
-    ``rows_of``, numbers, plane). Of the gradients one may be None: its sum then stays what it is.
+    ``rows_of``, numbers, plane). One gradient may be None: its sum then stays what it is.
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N

@@ -23,7 +23,8 @@ from tests.cases import drawn
 from tests.contract import assert_same_bits
 from tilewise import masks
 from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
-from tilewise.serving import PageAllocator, PagedKVCache
+from tilewise.serving import KVCache, PageAllocator, PagedKVCache
+from tilewise.serving.pool import Pool
 
 PAGES = 9
 
@@ -415,3 +416,89 @@ def test_latent_pages_take_no_values() -> None:
     apart = PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=8)
     with pytest.raises(InvalidType, match=r"^v: got a NoneType"):
         apart.append([apart.add()], drawn(1, 1, 2, 8))
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8])
+def test_a_cache_made_in_inference_mode_may_be_written_outside_of_it(
+    storage: torch.dtype | None,
+) -> None:
+    with torch.inference_mode():
+        paged = PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=1, storage=storage)
+        whole = KVCache(batch=1, kv_heads=1, head_dim=1, capacity=8)
+        new = rows(1, 2)
+    sequence = paged.add()
+    for given in (new, rows(3, 3)):
+        paged.append([sequence], given, given)
+        whole.append(given, given)
+    assert paged.length(sequence) == len(whole) == 5
+    query = torch.ones(1, 1, 1, 1)
+    torch.testing.assert_close(
+        paged.attend([sequence], query), whole.attend(query), atol=0.02, rtol=0
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_rows_that_cannot_be_written_leave_the_cache_as_it_was(
+    window: int | None, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as where a GPU has no memory left for the copies that an append makes."""
+    cache = PagedKVCache(pages=PAGES, page_size=4, kv_heads=1, head_dim=1, window=window)
+    origin = cache.add()
+    cache.append([origin], rows(1, 6), rows(1, 6))
+    every = [origin, cache.fork(origin), cache.fork(origin), cache.add()]
+    query, free = torch.ones(3, 1, 1, 1), cache.free_pages
+    before = cache.attend(every[:3], query)
+    calls = iter(range(9))
+
+    def no_memory(*arguments: Any) -> None:
+        if next(calls) == fails:
+            raise MemoryError
+
+    for name in ("write", "copy"):
+        monkeypatch.setattr(Pool, name, no_memory)
+    more = rows(7, 5).expand(4, 1, 5, 1)
+    with pytest.raises(MemoryError):
+        cache.append(every, more, more)
+    monkeypatch.undo()
+    assert [cache.length(each) for each in every] == [6, 6, 6, 0]
+    if window is None:
+        assert cache.free_pages == free
+        assert_same_bits(cache.attend(every[:3], query), before, "after the refused call")
+    cache.append(every, more, more)
+    wanted = PagedKVCache(pages=3, page_size=4, kv_heads=1, head_dim=1, window=window)
+    alone = wanted.add()
+    for given in (rows(1, 6), rows(7, 5)):
+        wanted.append([alone], given, given)
+    expected = wanted.attend([alone], query[:1]).expand(3, 1, 1, 1)
+    assert_same_bits(cache.attend(every[:3], query), expected, "of all three")
+    for sequence in every:
+        cache.remove(sequence)
+    assert cache.free_pages == PAGES
+
+
+@pytest.mark.parametrize("length", [2.5, "2", None])
+def test_lengths_and_sizes_are_integers(length: Any) -> None:
+    whole = KVCache(batch=1, kv_heads=1, head_dim=1, capacity=8)
+    paged = PagedKVCache(pages=4, page_size=4, kv_heads=1, head_dim=1)
+    sequence = paged.add()
+    whole.append(rows(1, 6), rows(1, 6))
+    paged.append([sequence], rows(1, 6), rows(1, 6))
+    with pytest.raises(InvalidType, match=r"^length: got a .*; required: an integer, 0 or"):
+        whole.truncate(length)
+    with pytest.raises(InvalidType, match=r"^length: got a"):
+        paged.truncate(sequence, length)
+    assert len(whole) == paged.length(sequence) == 6
+    sizes: dict[str, Any] = {"pages": 4, "page_size": 4, "kv_heads": 1, "head_dim": 1}
+    for name in sizes:
+        with pytest.raises(InvalidType, match=rf"^{name}: got a .*; required: an integer, 1"):
+            PagedKVCache(**{**sizes, name: length})
+    if length is not None:
+        with pytest.raises(InvalidType, match=r"^window: got a"):
+            PagedKVCache(**sizes, window=length)
+    for name in ("batch", "capacity"):
+        with pytest.raises(InvalidType, match=f"^{name}: got a"):
+            KVCache(**{"batch": 1, "kv_heads": 1, "head_dim": 1, "capacity": 8, name: length})
+    four: Any = torch.tensor(4)
+    whole.truncate(four)
+    assert len(whole) == 4

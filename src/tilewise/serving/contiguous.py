@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention
-from tilewise.serving.pool import check_rows
+from tilewise.serving.pool import check_rows, room
+from tilewise.serving.sequences import size_of
 from tilewise.variants.masks import causal
 
 
@@ -37,14 +38,13 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        width = head_dim if value_dim is None else value_dim
-        sizes = {"batch": batch, "kv_heads": kv_heads, "capacity": capacity}
-        for name, size in {**sizes, "head_dim": head_dim, "value_dim": width}.items():
-            if size < 1:
-                raise InvalidArgument(name, str(size), "at least 1")
-        self.capacity = capacity
-        self._k = torch.empty(batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        self._v = torch.empty(batch, kv_heads, capacity, width, dtype=dtype, device=device)
+        batch, kv_heads = size_of("batch", batch), size_of("kv_heads", kv_heads)
+        head_dim = size_of("head_dim", head_dim)
+        width = head_dim if value_dim is None else size_of("value_dim", value_dim)
+        self.capacity = size_of("capacity", capacity)
+        sizes = (batch, kv_heads, self.capacity)
+        self._k = room((*sizes, head_dim), dtype, device)
+        self._v = room((*sizes, width), dtype, device)
         self._length = 0
 
     def __len__(self) -> int:
@@ -87,7 +87,8 @@ class KVCache:
         Raises:
             InvalidArgument: there are not as many.
         """
-        if not 0 <= length <= self._length:
+        length = size_of("length", length, 0)
+        if length > self._length:
             raise InvalidArgument("length", str(length), f"in [0, {self._length}]")
         self._length = length
 

@@ -11,7 +11,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.functional import attention_paged
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.pool import Pool, check_rows, counts_of
-from tilewise.serving.sequences import Sequences
+from tilewise.serving.sequences import Growth, Sequences, size_of
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import as_mask
@@ -70,20 +70,17 @@ class PagedKVCache(Sequences):
         storage: torch.dtype | None = None,
         latent: bool = False,
     ) -> None:
-        width = head_dim if value_dim is None else value_dim
-        sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
-        if window is not None:
-            sizes["window"] = window
-        for name, size in {**sizes, "value_dim": width}.items():
-            if size < 1:
-                raise InvalidArgument(name, str(size), "at least 1")
+        page_size, kv_heads = size_of("page_size", page_size), size_of("kv_heads", kv_heads)
+        head_dim = size_of("head_dim", head_dim)
+        width = head_dim if value_dim is None else size_of("value_dim", value_dim)
+        window = None if window is None else size_of("window", window)
         if latent and width > head_dim:
             required = f"at most head_dim={head_dim} with latent=True"
             raise InvalidArgument("value_dim", str(width), required)
         super().__init__(pages, page_size, window)
         # With a window one page more, of zeros, stands in the tables for those that were dropped:
         # a tile that the window cuts reads rows that it hides, and 0 times NaN is NaN.
-        self._blank = pages
+        self._blank = pages = self.pages
         held = pages if window is None else pages + 1
         self._value_dim = width
         self._pools = [
@@ -160,9 +157,18 @@ class PagedKVCache(Sequences):
         growth = self._grow(sequences, counts)
         if not growth.pages:
             return
+        try:
+            self._write(growth, given)
+        except BaseException:  # no memory for a copy, or Ctrl-C
+            self._shrink(growth)
+            raise
+
+    def _write(self, growth: Growth, given: Sequence[Tensor]) -> None:
+        """Put rows [T, Hk, width] of keys, and of values, where they go."""
         device = self.k_pages.device
         pages, places = (
-            torch.tensor(each, dtype=torch.int64, device=device) for each in growth[1:]
+            torch.tensor(each, dtype=torch.int64, device=device)
+            for each in (growth.pages, growth.rows)
         )
         with torch.no_grad():
             for pool, rows in zip(self._pools, given, strict=True):

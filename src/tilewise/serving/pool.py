@@ -11,6 +11,17 @@ from tilewise.validation import check_cu_seqlens
 from tilewise.variants.float8 import FLOAT8
 
 
+def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return an empty tensor that may be written in every mode.
+
+    One that is made under ``torch.inference_mode`` could be written there alone.
+    """
+    if torch.compiler.is_compiling():
+        return torch.empty(shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
 def counts_of(cu_seqlens: Tensor, sequences: int, total: int) -> list[int]:
     """Return how many of ``total`` packed rows each sequence is given."""
     required = f"an int32 or int64 tensor [{sequences + 1}]"
@@ -121,8 +132,8 @@ class Pool:
             if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
                 required = "a floating dtype of 16 bits or more, that of queries"
                 raise InvalidArgument("dtype", f"{dtype} with storage={storage}", required)
-            self.scales = torch.empty(shape, dtype=torch.float32, device=device)
-        self.values = torch.empty(*shape, width, dtype=storage or dtype, device=device)
+            self.scales = room(shape, torch.float32, device)
+        self.values = room((*shape, width), storage or dtype, device)
         self.like = torch.empty(0, width, dtype=dtype, device=device)
 
     def _bytes(self) -> Tensor:

@@ -1,11 +1,28 @@
 """The pages of each sequence of a paged cache, who holds them, and lengths: numbers, no memory."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tilewise.errors import InvalidArgument, OutOfPages
+from tilewise.checks import named
+from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
+
+
+def size_of(name: str, value: Any, least: int = 1) -> int:
+    """Return a size or a length as a number of Python: numpy's and tensors' integers are some.
+
+    Raises:
+        InvalidArgument, InvalidType: it is no integer, or below ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidType(name, named(value), f"an integer, {least} or more") from None
+    if number < least:
+        raise InvalidArgument(name, str(number), f"at least {least}")
+    return number
 
 
 class PageAllocator:
@@ -15,12 +32,10 @@ class PageAllocator:
     """
 
     def __init__(self, pages: int) -> None:
-        if pages < 1:
-            raise InvalidArgument("pages", str(pages), "at least 1")
-        self.pages = pages
-        self._holders = [0] * pages
+        self.pages = size_of("pages", pages)
+        self._holders = [0] * self.pages
         # The last one given back is the first to be taken: it may still be in a cache.
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(self.pages - 1, -1, -1))
 
     @property
     def free(self) -> int:
@@ -113,11 +128,14 @@ class Growth(NamedTuple):
         copies: (from, to) of pages to be copied before anything is written.
         pages: of each new row, those of the first sequence first.
         rows: of each new row within its page.
+        before: each sequence that grew, with its length and its last page before; None for that
+            page where it had none.
     """
 
     copies: list[tuple[int, int]]
     pages: list[int]
     rows: list[int]
+    before: list[tuple[Held, int, int | None]]
 
 
 class Sequences:
@@ -132,10 +150,10 @@ class Sequences:
     """
 
     def __init__(self, pages: int, page_size: int, window: int | None) -> None:
-        self.pages = pages
+        self._allocator = PageAllocator(pages)
+        self.pages = self._allocator.pages
         self.page_size = page_size
         self.window = window
-        self._allocator = PageAllocator(pages)
         self._held: dict[int, Held] = {}
         self._next = 0
 
@@ -196,8 +214,8 @@ class Sequences:
             InvalidArgument: there is no such sequence, it has not as many keys, or with a window
                 the next query would see keys that were dropped (never before the last ``append``).
         """
-        held = self._of(sequence)
-        if not 0 <= length <= held.length:
+        held, length = self._of(sequence), size_of("length", length, 0)
+        if length > held.length:
             raise InvalidArgument("length", str(length), f"in [0, {held.length}]")
         if not self._has_keys_of(held, length):
             gone = held.dropped * self.page_size
@@ -239,7 +257,8 @@ class Sequences:
             self._allocator.release(held.pages[:count])
             held.pages = held.pages[count:]
             held.dropped += count
-        growth = Growth([self._copy_last(held) for held in copied], [], [])
+        before = [(held, held.length, held.pages[-1] if held.pages else None) for held, _ in grown]
+        growth = Growth([self._copy_last(held) for held in copied], [], [], before)
         for (held, count), more in zip(grown, wanted, strict=True):
             held.pages += self._allocator.take(more)
             for n in range(held.length, held.length + count):
@@ -247,6 +266,20 @@ class Sequences:
                 growth.rows.append(n % self.page_size)
             held.length += count
         return growth
+
+    def _shrink(self, growth: Growth) -> None:
+        """Take back a growth whose rows could not be written.
+
+        Pages that went back stay free: no query to come sees a key in them.
+        """
+        for held, length, last in growth.before:
+            kept = -(-length // self.page_size) - held.dropped
+            self._allocator.release(held.pages[kept:])
+            held.pages, held.length = held.pages[:kept], length
+            if last is not None and held.pages and held.pages[-1] != last:
+                self._allocator.share([last])  # its copy may hold nothing yet
+                self._allocator.release(held.pages[-1:])
+                held.pages[-1] = last
 
     def _enter(self, held: Held) -> int:
         self._held[self._next] = held

@@ -170,3 +170,37 @@ def test_too_few_pages() -> None:
     with pytest.raises(OutOfPages):
         call(layer(), cache=cache, sequences=sequences)()
     assert cache.length(sequences[0]) == 0
+
+
+@pytest.mark.parametrize(("paged", "window"), [(False, None), (True, None), (True, 5)])
+def test_a_refused_call_leaves_the_cache_as_it_was(paged: bool, window: int | None) -> None:
+    """Called again, without what was wrong, it does not find its keys there already."""
+    mask = masks.causal() if window is None else masks.window(window - 1, 0)
+    attend, x = layer(mask=mask), drawn(B, S, WIDTH)
+    cache: Any = pages(window=window) if paged else rows()
+    sequences = [cache.add() for _ in range(B)] if paged else None
+
+    def step(part: Tensor, **more: Any) -> Tensor:
+        return attend(part, cache=cache, sequences=sequences, **more)
+
+    with torch.no_grad():
+        found = [step(x[:, :10])]
+        held = cache.free_pages if paged else len(cache)
+        wrong: dict[str, Any] = {"mask": torch.ones(2, 2, dtype=torch.bool)}
+        for refused in (wrong, {"score": scores.bias(torch.zeros(1, 1, 2, 2))}):
+            with pytest.raises(InvalidArgument, match=r"^(mask|score).*shape"):
+                step(x[:, 10:], **refused)
+            if paged:
+                assert [cache.length(each) for each in sequences or ()] == [10] * B
+                assert cache.free_pages >= held
+            else:
+                assert len(cache) == held
+        found.append(step(x[:, 10:]))
+        close(torch.cat(found, 1), attend(x))
+        if not paged:
+            attend.implementation = "sdpa"
+            attend.sinks = nn.Parameter(torch.zeros(HEADS))
+            cache.truncate(10)
+            with pytest.raises(Unsupported, match="no sinks"):
+                step(x[:, 10:])
+            assert len(cache) == 10

@@ -83,17 +83,38 @@ class Past:
             required = "masks.causal(): with a cache the rows of a call are the last ones"
             raise InvalidArgument("mask", 'causal("top_left")', required)
         if isinstance(self._cache, KVCache):
-            self._cache.append(k, v)
-            return implementation_of(implementation)(q, self._cache.keys, self._cache.values, ask)
+            return self._over_one_piece(self._cache, q, k, v, ask, implementation)
         if implementation != "tilewise":
             fix = "use implementation='tilewise', or a KVCache"
             raise Unsupported(f"implementation {implementation!r} with a cache of pages", fix=fix)
+        return self._over_pages(self._cache, q, k, v, ask)
+
+    def _over_one_piece(
+        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, ask: Ask, name: Implementation
+    ) -> Tensor:
+        run, before = implementation_of(name), len(cache)
+        cache.append(k, v)
+        if torch.compiler.is_compiling():
+            return run(q, cache.keys, cache.values, ask)
+        try:
+            return run(q, cache.keys, cache.values, ask)
+        except BaseException:  # a call that is made again would append its keys twice
+            cache.truncate(before)
+            raise
+
+    def _over_pages(self, cache: PagedKVCache, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
         sequences = self._sequences or ()
-        self._cache.append(sequences, k, v)
+        before = [cache.length(sequence) for sequence in sequences]
+        cache.append(sequences, k, v)
         mask, score, scale, sinks, _ = ask
-        out: Tensor = self._cache.attend(
-            sequences, q, mask=mask, score=score, scale=scale, sinks=sinks
-        )
+        try:
+            out: Tensor = cache.attend(
+                sequences, q, mask=mask, score=score, scale=scale, sinks=sinks
+            )
+        except BaseException:
+            for sequence, length in zip(sequences, before, strict=True):
+                cache.truncate(sequence, length)
+            raise
         return out
 
 
@@ -203,7 +224,7 @@ class Attention(nn.Module):
 
         With a cache, the rows of ``x`` are appended to it, and see all of it that the mask allows.
         A causal layer gives the same result for a sequence in pieces, however small, as in one
-        (except for rounding).
+        (except for rounding). A call that raises leaves the cache with the keys that it had.
 
         In masks and scores, m counts the rows of the call, which are the last ones of all n.length.
         Masks and scores aligned to the bottom right mean the same with a cache and without. The

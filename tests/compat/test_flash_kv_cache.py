@@ -383,12 +383,21 @@ def test_a_mistake_writes_nothing() -> None:
         {"block_table": TABLE - 1},
         {"cache_leftpad": TABLE[:, 0] - 1},
         {"q": case.q.double()},
+        {"softmax_scale": math.nan},
+        {"softmax_scale": 1e39},
+        {"softcap": math.inf},
+        {"softcap": 1e-39},
     )
     for said in mistakes:
         tensors = {name: getattr(case, name) for name in ("q", "k_cache", "v_cache", "k", "v")}
         with pytest.raises(TilewiseError):
             flash_attn.flash_attn_with_kvcache(**{**tensors, **case.said, **said})
     assert_same_bits(case.k_cache, before, "cache")
+    whole = [x.round().int() for x in case[:5] if x is not None]
+    before = whole[1].clone()
+    with pytest.raises(InvalidArgument, match=r"^q: got torch.int32; required: one of"):
+        flash_attn.flash_attn_with_kvcache(*whole, **case.said)
+    assert_same_bits(whole[1], before, "cache of integers")
 
 
 @pytest.mark.parametrize("rotated", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.problem import DTYPES
 from tilewise.variants import masks, scores
+from tilewise.variants.lower import largest_factor
 
 WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors of one integer
 
@@ -58,9 +61,9 @@ def read(
 ) -> Options:
     """Return the flags of a call with so many sequences and query heads."""
     if softmax_scale is not None:
-        check_number("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(D)")
+        check_finite("softmax_scale", softmax_scale, "a finite number, or None for 1/sqrt(D)")
     check_probability("dropout_p", dropout_p)
-    check_number("softcap", softcap, "a number; 0 or less for none")
+    check_finite("softcap", softcap, "a finite number; 0 or less for none")
     if alibi_slopes is not None:
         required = f"a floating tensor [{heads}] or [{sequences}, {heads}]"
         check_tensor("alibi_slopes", alibi_slopes, required, FLOATING)
@@ -117,6 +120,30 @@ def check_number(name: str, value: object, required: str) -> None:
     """It is a number, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidType(name, named(value), required)
+
+
+def check_finite(name: str, value: Any, required: str) -> None:
+    """It is a number, and neither infinite nor NaN."""
+    check_number(name, value, required)
+    # A comparison, and not math.isfinite: torch.compile traces it for a symbolic number.
+    if not -math.inf < value < math.inf:
+        raise InvalidArgument(name, str(value), required)
+
+
+def check_computed_in(dtype: torch.dtype, options: Options) -> None:
+    """``tilewise.attention`` takes the dtype, and the scale and the cap are finite numbers in it.
+
+    For calls that write before they attend.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument("q", f"{dtype}", f"one of {', '.join(map(str, DTYPES))}")
+    largest, scale, cap = largest_factor(dtype), options.scale, options.cap
+    if scale is not None and abs(scale) > largest:
+        required = f"at most {largest:.2g} for {dtype}"
+        raise InvalidArgument("softmax_scale", str(scale), required)
+    if cap > 0 and not 2 / largest <= cap <= largest:
+        required = f"from {2 / largest:.2g} to {largest:.2g} for {dtype}, or 0 for none"
+        raise InvalidArgument("softcap", str(cap), required)
 
 
 def check_probability(name: str, value: float) -> None:

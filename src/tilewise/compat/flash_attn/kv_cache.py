@@ -12,6 +12,7 @@ from tilewise.compat.flash_attn.arguments import (
     WindowSize,
     as_flash_attn,
     bounds,
+    check_computed_in,
     check_rank,
     is_local,
     read,
@@ -205,6 +206,7 @@ def over_cache(
     numbers = (flags.softmax_scale, flags.causal, window, flags.softcap, alibi_slopes)
     options = read(count, q.shape[-2], 0.0, *numbers)
     chunk = check_whole("attention_chunk", flags.attention_chunk, 0)
+    check_computed_in(q.dtype, options)
     cache = _cache(q, count, k_cache, v_cache, where)
     scales = read_descales(descales, q, count, k_cache.shape[2])
     if qv is not None:

@@ -194,6 +194,26 @@ def test_softmax_d() -> None:
     assert float(found.abs().sum()) == pytest.approx(float(expected.abs().sum()))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_may_be_written_over_what_comes_in(packed: bool) -> None:
+    """As there: softmax_d is that of dout, though dq or dk is the same memory."""
+    q, dout = (draw(2, 13, 4, 8, seed=seed).detach() for seed in (0, 1))
+    said: dict[str, Any] = {**said_of(Flags(), None), "dropout_p": 0.0}
+    more: list[Any] = []
+    if packed:
+        q, dout, cu = q[0], dout[0], torch.tensor([0, 5, 13], dtype=torch.int32)
+        more = [cu, cu, 8, 8]
+    names = ("_flash_attn_varlen_" if packed else "_flash_attn_") + "{}"
+    forward, backward = (getattr(passes, names.format(x)) for x in ("forward", "backward"))
+    out, lse, *_ = forward(q, q, q, *more, **said, return_softmax=False)
+    wanted = [torch.empty_like(q) for _ in range(3)]
+    said["deterministic"] = False
+    found = backward(dout, q, q, q, out, lse, *wanted, *more, **said)
+    over = [dout.clone(), out.clone(), torch.empty_like(q)]
+    again = backward(over[0], q, q, q, over[1], lse, *over, *more, **said)
+    assert_all_same_bits([again, *over], [found, *wanted], "softmax_d and gradients")
+
+
 def test_nan_stays_nan() -> None:
     q = draw(1, 9, 2, 8).detach()
     q[0, 4, 1, 2] = math.nan

@@ -161,8 +161,8 @@ def _flash_attn_backward(
     with torch.no_grad():
         given = [each.transpose(1, 2) for each in (dout, q, k, v, out)]
         buffers = [None if x is None else x.transpose(1, 2) for x in _checked(dq, dk, dv, q, k, v)]
+        delta = _delta(given, options)  # now: dq may be the memory of dout
         _write_gradients(given, softmax_lse, buffers, options, seed, None)
-        delta = _delta(given, options)
         return torch.nn.functional.pad(delta, (0, -delta.shape[-1] % _PIECE))
 
 
@@ -216,8 +216,8 @@ def _flash_attn_varlen_backward(
     with torch.no_grad():
         given = [dout, q, k, v, out]
         buffers = _checked(dq, dk, dv, q, k, v)
+        delta = _delta(given, options)  # now: dq may be the memory of dout
         _write_gradients(given, softmax_lse, buffers, options, seed, packing.starts)
-        delta = _delta(given, options)
         starts = cu_seqlens_q.contiguous()
         rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
         own = torch.searchsorted(starts, rows, right=True) - 1

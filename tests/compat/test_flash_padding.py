@@ -222,3 +222,26 @@ def test_mistakes_of_rotary() -> None:
         turning.apply_rotary_emb(x, cos, cos, seqlen_offsets=1.5)
     with pytest.raises(InvalidArgument, match="seqlen_offsets: got"):
         turning.apply_rotary_emb(x, cos, cos, seqlen_offsets=torch.tensor([1]))
+    with pytest.raises(InvalidArgument, match=r"x: got a tensor of torch.int64; required: a float"):
+        turning.apply_rotary_emb(x.long(), cos, cos)
+    for starts, complaint in (
+        (torch.tensor([0.0, 2.0, 5.0]), "a tensor of torch.float32"),
+        (torch.tensor([0, 4, 3, 5]), "4 followed by 3"),
+        (torch.tensor([0, 6]), "6 as its last entry, past"),
+        (torch.tensor([1, 5]), "1 as its first entry"),
+        (torch.tensor([], dtype=torch.int32), "no entry"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"cu_seqlens: got {complaint}"):
+            turning.apply_rotary_emb(x[0], cos, cos, cu_seqlens=starts)
+
+
+def test_a_mistake_of_rotary_writes_nothing() -> None:
+    module = turning.RotaryEmbedding(12)
+    qkv, q, kv = torch.ones(1, 5, 3, 1, 12), torch.ones(1, 5, 1, 12), torch.ones(1, 9, 2, 1, 12)
+    with pytest.raises(InvalidArgument, match="cos: got 4 rows"):
+        turning.apply_rotary_emb_qkv_(qkv, ANGLES, ANGLES, ANGLES[:4], ANGLES[:4])
+    for wrong in (kv, kv[:, :5, :1]):
+        with pytest.raises(InvalidArgument, match=r"(cos|kv): got"):
+            module(q, wrong)
+    for untouched in (qkv, q, kv):
+        assert bool((untouched == 1).all())

@@ -113,8 +113,9 @@ class RotaryEmbedding(nn.Module):
         if kv is None:
             pairs = (cos, sin, cos_k, sin_k)
             return apply_rotary_emb_qkv_(qkv, *pairs, self.interleaved, seqlen_offset, num_heads_q)
-        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, False, seqlen_offset)
+        kv = apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+        return qkv.copy_(q), kv  # last: a mistake in kv leaves the queries as they were
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         cos, sin = self._cos_cached, self._sin_cached
@@ -198,9 +199,14 @@ def apply_rotary_emb_qkv_(
             raise InvalidArgument("num_heads_q", str(num_heads_q), required)
         kv_heads = (heads - num_heads_q) // 2
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + kv_heads]
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     pair = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    apply_rotary_emb(k, *pair, interleaved, True, seqlen_offsets)
+    # Both before either is written: a mistake in the second leaves the first as it was.
+    turned = [
+        apply_rotary_emb(x, *tables, interleaved, False, seqlen_offsets)
+        for x, tables in ((q, (cos, sin)), (k, pair))
+    ]
+    for x, rows in zip((q, k), turned, strict=True):
+        x.copy_(rows)
     return qkv
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.checks import FLOATING, check_tensor, named
+from tilewise.checks import FLOATING, INDICES, check_tensor, named
 from tilewise.compat.flash_attn.arguments import check_rank
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.head_rows import turned_pairs
+from tilewise.validation import check_cu_seqlens
 from tilewise.variants.lower import statistics_dtype
 
 
@@ -76,7 +77,11 @@ def apply_rotary(
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
     """
-    check_rank("x", x, "[B, S, H, D]" if cu_seqlens is None else "[T, H, D]")
+    shape = "[B, S, H, D]" if cu_seqlens is None else "[T, H, D]"
+    check_rank("x", x, shape)
+    check_tensor("x", x, f"a floating tensor {shape}", FLOATING)
+    if cu_seqlens is not None:
+        _check_starts(cu_seqlens, x.shape[0])
     check_tables(("cos", "sin"), (cos, sin), x.shape[-1])
     places = _places(x, seqlen_offsets, cu_seqlens)
     if places.is_cpu and places.numel():
@@ -131,6 +136,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return turned_pairs(x, cos.to(wide), sin.to(wide), interleaved)
 
 
+def _check_starts(cu_seqlens: Tensor, rows: int) -> None:
+    """They are integers, and on the CPU from 0 on, never falling; rows behind the last may be."""
+    required = "an int32 or int64 tensor [B + 1]"
+    check_tensor("cu_seqlens", cu_seqlens, required, INDICES, dims=1)
+    if cu_seqlens.shape[0] == 0:
+        raise InvalidArgument("cu_seqlens", "no entry", required)
+    if cu_seqlens.is_cpu:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, min(int(cu_seqlens[-1]), rows))
+
+
 def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the position of each row: [S], [B, S] or packed [T]."""
     if isinstance(seqlen_offsets, bool) or not isinstance(seqlen_offsets, (int, Tensor)):
@@ -142,8 +157,6 @@ def _places(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) 
     ):
         came = f"a tensor of {seqlen_offsets.dtype}, shape {tuple(seqlen_offsets.shape)}"
         raise InvalidArgument("seqlen_offsets", came, f"an integer tensor [{batch}]")
-    if cu_seqlens is not None:
-        check_rank("cu_seqlens", cu_seqlens, "[B + 1]")
     sequence, number = numbered(x, cu_seqlens)
     if isinstance(seqlen_offsets, Tensor):
         return number + seqlen_offsets.long()[sequence]

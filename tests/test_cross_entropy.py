@@ -257,6 +257,16 @@ def test_nothing_but_ignored_tokens() -> None:
     assert not hidden.grad.any()
     none = tilewise.linear_cross_entropy(hidden[:0], weight, targets[:0], reduction="none")
     assert none.shape == (0,)
+    for reduction in ("mean", "sum"):
+        weight.grad = None
+        call = (hidden[:0], weight, targets[:0], bias)
+        keywords: dict[str, Any] = {"reduction": reduction}
+        loss, nll = tilewise.linear_cross_entropy(*call, **keywords, return_nll=True)
+        expected = functional.cross_entropy(hidden[:0] @ weight.T, targets[:0], **keywords)
+        assert_all_same_bits((loss, nll), (expected, expected), reduction)
+        loss.backward()
+        assert weight.grad is not None
+        assert not weight.grad.any()
 
 
 @pytest.mark.usefixtures("kernel")
@@ -365,6 +375,11 @@ def test_what_cannot_be_is_refused() -> None:
         ("block_tokens: got 0", lambda: call(hidden, weight, targets, block_tokens=0)),
         ("softcap: got 0", lambda: call(hidden, weight, targets, softcap=0)),
         (
+            r"softcap: got 1e\+39; .* for torch.float32",
+            lambda: call(hidden, weight, targets, softcap=1e39),
+        ),
+        ("softcap: got 1e-39", lambda: call(hidden, weight, targets, softcap=1e-39)),
+        (
             "token_weights: got a tensor with gradient",
             lambda: call(hidden, weight, targets, token_weights=weights.requires_grad_()),
         ),
@@ -374,6 +389,9 @@ def test_what_cannot_be_is_refused() -> None:
             refused()
     with pytest.raises(InvalidType, match="hidden: got a list"):
         call(cast("Any", [1.0]), weight, targets)
+    for ignored in (1.5, None):
+        with pytest.raises(InvalidType, match="ignore_index: got a"):
+            call(hidden, weight, targets, ignore_index=cast("Any", ignored))
 
 
 def test_derivatives_that_have_no_rule_are_refused() -> None:

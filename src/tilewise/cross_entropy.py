@@ -19,16 +19,17 @@ to the factor that only the backward pass knows. With ``none`` they wait for the
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from tilewise.checks import FLOATING, check_tensor, check_whole
+from tilewise.checks import FLOATING, check_tensor, check_whole, named
 from tilewise.engine.define import define
 from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.run import road
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.kernels.cpu.core import absence
 from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
 from tilewise.kernels.cross_entropy import (
@@ -42,6 +43,7 @@ from tilewise.kernels.cross_entropy import (
     wide,
     write_product,
 )
+from tilewise.variants.lower import largest_factor
 
 Reduction = Literal["mean", "sum", "none"]
 # A block may take this part of the bytes of operands and gradients. With a smaller one the loss is
@@ -139,9 +141,10 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(kind))
         weight = _summable(weight, hidden.dtype)
         bias = None if bias is None else _summable(bias, hidden.dtype)
+    _check_cap(loss.softcap, hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     words = targets.reshape(-1).long().contiguous()
-    scales = (words != ignore_index).to(wide(rows.dtype))
+    scales = (words != loss.ignore_index).to(wide(rows.dtype))
     if token_weights is not None:
         scales = scales * token_weights.reshape(-1).to(scales.dtype)
     if reduction == "mean":
@@ -160,10 +163,15 @@ def linear_cross_entropy(
     else:
         found, nll = _Each.apply(rows, weight, words, bias, loss, block)  # type: ignore[no-untyped-call]
     if not once:
-        found = (found * scales).reshape(targets.shape)
+        found, nll = ((each * scales).reshape(targets.shape) for each in (found, nll))
+        return (found, nll) if return_nll else found
+    # The mean of no token is nan, as torch's, where the sum over nothing is 0. Gradients are 0.
+    of_nothing = reduction == "mean" and words.shape[0] == 0
+    found = found + math.nan if of_nothing else found
     if not return_nll:
         return found
-    return found, _weighted(nll, scales) if once else (nll * scales).reshape(targets.shape)
+    nll = _weighted(nll, scales)
+    return found, nll + math.nan if of_nothing else nll
 
 
 def _summable(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -228,7 +236,19 @@ def _checked_loss(
         raise InvalidArgument("z_loss", str(z_loss), "a finite number, 0 or more")
     if softcap is not None and not 0 < softcap < math.inf:
         raise InvalidArgument("softcap", str(softcap), "a finite number above 0, or None")
-    return Loss(int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0))
+    try:
+        ignored = operator.index(ignore_index)
+    except TypeError:
+        raise InvalidType("ignore_index", named(ignore_index), "an integer") from None
+    return Loss(ignored, float(label_smoothing), float(z_loss), float(softcap or 0))
+
+
+def _check_cap(cap: float, dtype: torch.dtype) -> None:
+    """The cap and its reciprocal are finite numbers of the type computed in; 0 is none."""
+    largest = largest_factor(dtype)
+    if cap and not 2 / largest <= cap <= largest:
+        required = f"from {2 / largest:.2g} to {largest:.2g} for {dtype}, or None"
+        raise InvalidArgument("softcap", str(cap), required)
 
 
 class _Operands(NamedTuple):

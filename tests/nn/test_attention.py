@@ -272,6 +272,14 @@ ERRORS: dict[type[Exception], dict[str, Callable[[], object]]] = {
         r"positions.*\[5\]": lambda: _layer(rotary=Rotary())(_x(), positions=torch.arange(5)),
         "dim.*5.*even": lambda: _layer(rotary=Rotary(dim=5))(_x()),
         "base.*-1": lambda: _layer(rotary=Rotary(base=-1))(_x()),
+        r"^x: got a tensor of torch.int64": lambda: rotary(_x()[None].long(), torch.arange(S)),
+        r"^x: got a tensor of torch.complex64": lambda: rotary(
+            _x()[None].to(torch.complex64), torch.arange(S)
+        ),
+        r"^x: got shape \(2, 37, 48\)": lambda: rotary(_x(), torch.arange(S)),
+        r"^positions: got a tensor of torch.complex64": lambda: rotary(
+            _x()[None], torch.zeros(S, dtype=torch.complex64)
+        ),
         "broadcastable": lambda: _layer(
             score=scores.bias(torch.zeros(3, S, S)), implementation="plain"
         )(_x()),
@@ -279,6 +287,7 @@ ERRORS: dict[type[Exception], dict[str, Callable[[], object]]] = {
     InvalidType: {
         "heads.*float": lambda: Attention(48, 6.0),  # type: ignore[arg-type]
         "mask": lambda: Attention(48, 6, mask="causal"),  # type: ignore[arg-type]
+        r"^positions: got a list": lambda: rotary(_x()[None], [0, 1]),  # type: ignore[arg-type]
     },
 }
 

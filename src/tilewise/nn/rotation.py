@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.checks import FLOATING, check_tensor
 from tilewise.errors import InvalidArgument
 from tilewise.head_rows import HeadNorm, normed_and_turned, turned_pairs
 from tilewise.nn.scaling import RotaryScaling
@@ -81,10 +82,17 @@ def rotary(
 
     Raises:
         InvalidArgument: an odd or too large ``dim``, a ``base`` not above 0, positions, axes or a
-            norm that do not fit ``x``, or axes beside a scaling that depends on the length.
+            norm that do not fit ``x``, or axes beside a scaling that depends on the length; also
+            another ``x`` than a floating one of four dimensions.
+        InvalidType: what is no tensor.
 
     Sources: Su et al., RoFormer (2021), equation 15; M-RoPE: Wang et al., Qwen2-VL (2024).
     """
+    check_tensor("x", x, "a floating tensor [B, H, S, D]", FLOATING, dims=4)
+    due = "[S] or [B, S]" if axes is None else "[A, S] or [A, B, S] with axes"
+    check_tensor("positions", positions, f"an integer or floating tensor {due}")
+    if positions.is_complex() or positions.dtype is torch.bool:
+        raise InvalidArgument("positions", f"a tensor of {positions.dtype}", "integers or floats")
     width = x.shape[-1]
     dim = width if dim is None else dim
     if dim % 2 or not 2 <= dim <= width:
@@ -97,8 +105,7 @@ def rotary(
     fits = positions.shape in shapes if axes is None else positions.shape[1:] in shapes
     if not fits:
         came = f"shape {list(positions.shape)}"
-        required = "[S] or [B, S]" if axes is None else "[A, S] or [A, B, S] with axes"
-        raise InvalidArgument("positions", came, f"{required} of x {list(x.shape)}")
+        raise InvalidArgument("positions", came, f"{due} of x {list(x.shape)}")
     if axes is not None:
         _check_axes(axes, dim // 2, positions.shape[0], scaling)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32

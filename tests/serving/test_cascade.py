@@ -14,7 +14,7 @@ from tests.contract import assert_exact, assert_same_bits
 from tests.paged import Paged, in_pages
 from tests.plain import attend
 from tilewise import AttentionResult, attention_paged, masks, scores
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.serving import KVCache, PagedKVCache, cascade_attention
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, SIZE, COMMON = 6, 2, 16, 12, 16, 160
@@ -142,14 +142,19 @@ def test_forks_of_a_cache() -> None:
         ("mask", {"mask": masks.window(4, 0)}, "got another mask"),
         ("score", {"score": scores.alibi(torch.ones(HEADS))}, "got alibi, which knows"),
         ("score", {"score": lambda s, b, h, m, n: s + h}, "got expr, which knows"),
+        ("q", {"q": torch.zeros(3, WIDTH)}, r"got shape \(3, 16\); required: a tensor \[B, Hq, M"),
+        ("q", {"q": [1.0]}, "got a list"),
+        ("k_pages", {"q": torch.zeros(3, 3, 1, WIDTH)}, "got 2 key/value heads for 3 query heads"),
+        ("block_table", {"block_table": [[1]]}, "got a list; required: an int32"),
+        ("cu_seqlens_q", {"q": torch.zeros(3, 4, WIDTH), "cu_seqlens_q": torch.arange(3)}, "got 3"),
     ],
 )
 def test_what_is_refused(name: str, change: dict[str, Any], said: str) -> None:
     _, _, pages = sequences(torch.float32)
     q = drawn(len(OWN), HEADS, 1, WIDTH, seed=30)
-    given = {**pages._asdict(), "shared": COMMON, **change}
-    with pytest.raises(InvalidArgument, match=f"^{name}: {said}"):
-        cascade_attention(q, **given)
+    given = {"q": q, **pages._asdict(), "shared": COMMON, **change}
+    with pytest.raises((InvalidArgument, InvalidType), match=f"^{name}: {said}"):
+        cascade_attention(**given)
 
 
 def test_what_a_cache_refuses() -> None:

@@ -110,6 +110,15 @@ def test_what_is_refused() -> None:
         generate(step, caches, [[1]], **words, concurrent=0)
     with pytest.raises(OutOfPages, match=r"^5 pages are needed, and 4 of 4 are free"):
         generate(step, caches, [[1], [2] * 15], **words)
+
+    def of_every_token(tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        return torch.zeros(len(tokens), 128)
+
+    with pytest.raises(
+        InvalidArgument, match=r"^step: got shape \(3, 128\); required: logits \[2,"
+    ):
+        generate(of_every_token, caches, [[1], [2, 3]], **words)
+    assert all(cache.free_pages == cache.pages for cache in caches)
     assert generate(step, caches, [], **words) == []
     roomy = decoding.caches(model, pages=400, page_size=4)
     with pytest.raises(InvalidArgument, match=r"^prompts: got one with a token at position 128"):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.checks import check_tensor
 from tilewise.errors import InvalidArgument, OutOfPages
 from tilewise.serving.paged import PagedKVCache
 
@@ -161,7 +162,10 @@ def _round(step: Step, caches: Sequence[PagedKVCache], running: list[_Running]) 
     with torch.no_grad():
         last = (starts[1:] - 1).to(device)
         packed = torch.tensor([tokens, places], device=device)
-        found: list[int] = step(packed[0], packed[1], last, attend).argmax(-1).tolist()
+        logits = step(packed[0], packed[1], last, attend)
+        required = f"logits [{len(running)}, V], a row for each sequence that runs"
+        check_tensor("step", logits, required, shape=(len(running), None))
+        found: list[int] = logits.argmax(-1).tolist()
     return found
 
 

@@ -268,6 +268,24 @@ class _Exported(nn.Module):
         return _attend(q)
 
 
+def test_slopes_of_a_function_of_ones_own_have_a_tangent(backend: str) -> None:
+    def call(slopes: Tensor) -> Tensor:
+        def score(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+            return s - slopes[h] * abs(m + n.length - m.length - n)
+
+        return tilewise.attention(Q, K, V, score=score, backend=backend)
+
+    slopes = torch.rand(Q.shape[1], dtype=DOUBLE)
+    forward, backward = torch.func.jacfwd(call)(slopes), torch.func.jacrev(call)(slopes)
+    assert backward.abs().max() > 0
+    torch.testing.assert_close(forward, backward)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(
+            call(forward_ad.make_dual(slopes, torch.ones_like(slopes)))
+        ).tangent
+    torch.testing.assert_close(tangent, backward.sum(-1))
+
+
 def test_an_exported_graph_has_one_derivative() -> None:
     graph = torch.export.export(_Exported(), (Q,)).module()
     q = Q.clone().requires_grad_()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.checks import named
 from tilewise.errors import InvalidArgument, InvalidType
+from tilewise.torch_private import in_forward_level, is_tracked
 from tilewise.variants.guidance import named_mask, named_score
 from tilewise.variants.program import (
     EXPR,
@@ -161,8 +162,17 @@ def mask_of(function: Callable[..., Any]) -> Mask:
 def score_of(function: Callable[..., Any]) -> Score:
     """Return the score of a function ``(s, b, h, m, n) -> s``, as it is now: it is called once."""
     expr, captured = trace_score(function)
-    program, sources, text = score_program(expr, tuple([x.requires_grad for x in captured]))
+    program, sources, text = score_program(expr, _learned(captured))
     return _known(Score, program, tuple([captured[slot] for slot in sources]), text)
+
+
+def _learned(captured: tuple[Tensor, ...]) -> tuple[bool, ...]:
+    """Return for each tensor whether a gradient or a tangent of it is wanted."""
+    learned = tuple([tensor.requires_grad for tensor in captured])
+    if torch.compiler.is_compiling() or not in_forward_level():
+        return learned
+    moved = [is_tracked(tensor) for tensor in captured]
+    return tuple([one or other for one, other in zip(learned, moved, strict=True)])
 
 
 def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
@@ -245,8 +255,7 @@ def _in_one(program: Program, captured: tuple[Tensor, ...]) -> Score:
         return _known(Score, program, captured, encode(program))
     cut = unknown[-1] + 1
     ranks = tuple([tensor.dim() for tensor in captured])
-    learned = tuple([tensor.requires_grad for tensor in captured])
-    first, sources, _ = in_one_step(program[:cut], ranks, learned)
+    first, sources, _ = in_one_step(program[:cut], ranks, _learned(captured))
     rest = program[cut:]
     held = slot_count(program[:cut])
     moved = shift_slots(rest, len(sources) - held)

@@ -53,6 +53,10 @@ SCORES: dict[str, Callable[..., Any]] = {
     "rounding": lambda s, b, h, m, n: torch.floor(s) + s.ceil() + torch.round(s) + s.trunc(),
     "clamp": lambda s, b, h, m, n: s.clamp(-0.5, 0.5) + torch.clamp(m - n, min=0),
     "where": lambda s, b, h, m, n: torch.where(m < n, s, tilewise.where(h == 1, m, 0.5)),
+    "where as a method": lambda s, b, h, m, n: s.where(m < n, 0.5) + (m + 1).where(h == 1, s),
+    "where of a tensor": lambda s, b, h, m, n: s * FACTOR.where(m < n, s),
+    "infinite powers": lambda s, b, h, m, n: (0.5 + 0 * s) ** math.inf + (m < n) ** -math.inf,
+    "powers of numpy": lambda s, b, h, m, n: s ** np.int64(2) + m ** np.int64(3),
     "extremes": lambda s, b, h, m, n: torch.minimum(s, m) + tilewise.maximum(s, n),
     "activations": lambda s, b, h, m, n: torch.relu(s) + torch.nn.functional.softplus(s),
     "division": lambda s, b, h, m, n: torch.div(m, n + 1, rounding_mode="floor") + s.div(3),
@@ -76,6 +80,10 @@ MASKS: dict[str, Callable[..., Any]] = {
     "shuffled": lambda b, h, m, n: ((m * 7 + n * 13 + h * 5) % 11) < 4,
     "logical": lambda b, h, m, n: torch.logical_and(m > 0, torch.logical_or(n < 3, h)),
     "boolean": lambda b, h, m, n: (IDS == 2)[b, n],
+    "a sum of booleans": lambda b, h, m, n: ((m < n) + (n > 3)) == 1,
+    "a product of booleans": lambda b, h, m, n: ~((m < n) * (n > 3)),
+    "extremes of booleans": lambda b, h, m, n: torch.minimum(m < n, torch.maximum(n > 3, h == 1)),
+    "booleans that are counted": lambda b, h, m, n: sum([m < n, n > 3, h == 1]) == 2,
     "new values": lambda b, h, m, n: (
         m.new_ones((), dtype=torch.bool).to(m.device) & (n < m + n.new_ones(()))
     ),
@@ -225,6 +233,27 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a new tensor": (lambda b, h, m, n: m.new_ones(3) < n, r"a new tensor of size 3"),
     "a new tensor by keyword": (lambda b, h, m, n: m.new_ones(size=(3,)) < n, r"of size 3"),
     "a new full tensor": (lambda b, h, m, n: m.new_full((2, 3), 1) < n, r"of size \(2, 3\)"),
+    "too few indices, iterated": (lambda b, h, m, n: sum(IDS[b]) == 0, "an index for each of its"),
+    "too few indices, unpacked": (lambda b, h, m, n: (lambda *x: x[0])(*IDS[b]), "an index for"),
+    "too few indices of an index": (lambda b, h, m, n: IDS[IDS[b]] == 0, "an index for each of"),
+    "too few indices, a function": (
+        lambda b, h, m, n: torch.exp(IDS[b]) == 0,
+        r"torch.exp of a row of a tensor.*test_trace.py:\d+",
+    ),
+    "too few indices, a method": (lambda b, h, m, n: IDS[b].float() == 0, "an index for each of"),
+    "a list as index": (lambda b, h, m, n: IDS[[b, n]] == 0, r"got the index \[<traced int"),
+    "an option": (
+        lambda b, h, m, n: torch.add(m, n, alpha=2) == 0,
+        "torch.add of a traced value .*'alpha'; required: its operands by position.*test_trace.py",
+    ),
+    "an option of a method": (
+        lambda b, h, m, n: m.round(decimals=1) == 0,
+        r"\.round of .*decimals",
+    ),
+    "a list of values": (lambda b, h, m, n: torch.stack([m < n, n > 3]).any(), "torch.stack of a"),
+    "another type": (lambda b, h, m, n: m.to(n) == 0, r"\.to\(<traced int .*dtype, or a torch.dev"),
+    "two types": (lambda b, h, m, n: m.to("cpu", torch.long) == 0, r"\.to\(cpu, torch.int64\)"),
+    "a key": (lambda b, h, m, n: {0: 1}[h] < n, "used as a key of a dict.*test_trace.py"),
     "another function": (
         lambda b, h, m, n: torch.cumsum(m, 0) < n,
         "got torch.cumsum of .* one of: abs",
@@ -283,6 +312,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
     trace_score(lambda s, b, h, m, n: two[2] * s + two[2])
 
 
+def test_booleans_of_numpy_are_booleans() -> None:
+    yes = np.bool_(True)
+    plain = trace_mask(lambda b, h, m, n: n <= m)
+    assert trace_mask(lambda b, h, m, n: (n <= m) & yes) == plain
+    assert trace_mask(lambda b, h, m, n: yes) == trace_mask(lambda b, h, m, n: True)
+
+
+def test_what_is_returned_is_refused_at_the_line_of_the_call() -> None:
+    q = torch.ones(1, 1, 2, 4)
+    with pytest.raises(InvalidArgument, match=r"an index for each .*At .*test_trace.py:\d+"):
+        tilewise.attention(q, q, q, mask=lambda b, h, m, n: IDS[b])
+
+
 def test_a_value_of_another_call_is_refused() -> None:
     kept: list[Any] = []
 
@@ -293,6 +335,8 @@ def test_a_value_of_another_call_is_refused() -> None:
     trace_mask(first)
     with pytest.raises(InvalidArgument, match="a value of another function, or of an earlier call"):
         trace_mask(lambda b, h, m, n: kept[0] < n)
+    with pytest.raises(InvalidArgument, match="a value of another function, or of an earlier call"):
+        trace_mask(lambda b, h, m, n: kept[0])
 
 
 def test_tracing_leaves_tensors_as_they_are() -> None:

@@ -12,6 +12,7 @@ as functions that take traced values and tensors alike.
 
 import builtins
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
@@ -35,6 +36,7 @@ from tilewise.variants.traced import (
     apply,
     cast,
     common,
+    is_numpy_boolean,
     named,
     whereabouts,
 )
@@ -44,8 +46,11 @@ _FEW = 32  # the largest exponent that is written out as products
 
 def _power(base: Traced, exponent: object) -> Traced:
     """Whole small powers as products, as torch takes them; the others by ``pow``."""
+    if not isinstance(exponent, int) and isinstance(exponent, numbers.Integral):
+        exponent = int(exponent)  # one of numpy's
     if isinstance(exponent, int | float) and not isinstance(exponent, bool):
-        whole = int(exponent) if exponent == int(exponent) else None
+        finite = abs(exponent) < math.inf
+        whole = int(exponent) if finite and exponent == int(exponent) else None
         if base.kind == "float":
             if whole in (1, 2, 3):
                 return base if whole == 1 else base * base if whole == 2 else base * base * base
@@ -86,6 +91,11 @@ def _select(recording: Recording, condition: object, x: object, y: object) -> Tr
     kind = common([first.kind, second.kind])
     places = [cast(graph, value.place, kind) for value in (first, second)]
     return Traced(recording, graph.apply("where", chosen.place, *places))
+
+
+def _where_method(recording: Recording, x: object, condition: object, other: object) -> Traced:
+    """``x.where(condition, other)``: as a method the condition comes second."""
+    return _select(recording, condition, x, other)
 
 
 def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
@@ -208,6 +218,7 @@ def _functions() -> dict[Any, Callable[..., Traced]]:
             found[getattr(Tensor, f"__{name}__")] = handler
         if hasattr(Tensor, f"__r{name}__"):
             found[getattr(Tensor, f"__r{name}__")] = _reflected(handler)
+    found[Tensor.where] = _where_method
     return found
 
 
@@ -215,7 +226,7 @@ def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
     return lambda recording, x, y: handler(recording, y, x)
 
 
-METHODS.update(_TORCH)
+METHODS.update({**_TORCH, "where": _where_method})
 DISPATCHED.update(_functions())
 
 
@@ -270,9 +281,9 @@ def _trace(
         except TypeError:
             _check_signature(argument, function, leaves)
             raise
-    if isinstance(found, numbers.Number | Tensor | Row):
+    if isinstance(found, numbers.Number | Tensor | Row | Traced) or is_numpy_boolean(found):
         found = recording.lift(found)
-    if not isinstance(found, Traced) or found.recording is not recording:
+    if not isinstance(found, Traced):
         raise InvalidType(argument, f"a function that returns {named(found)}", _RETURNS[kind])
     if kind == "float":
         if found.kind == "bool":

@@ -4,12 +4,13 @@ They support Python's operators, and know torch's functions and tensor methods b
 a function is traced, indexing any tensor with a traced value records a load.
 """
 
+import inspect
 import linecache
 import numbers
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -34,12 +35,17 @@ _KINDS: dict[torch.dtype, Kind] = {
     **dict.fromkeys(INTEGERS, "int"),
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "float"),
 }
-_HERE = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def named(value: object) -> str:
     """Describe a value for an error message."""
     return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def is_numpy_boolean(value: object) -> bool:
+    """Return whether a value is a boolean of numpy, which to Python is no number."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 class Recording:
@@ -72,6 +78,8 @@ class Recording:
             return self.load(value, ())
         if isinstance(value, Row):
             return self.load(value.tensor, value.indices)
+        if is_numpy_boolean(value):
+            return Traced(self, self.graph.constant(bool(value)))
         if isinstance(value, numbers.Integral):
             return Traced(self, self.graph.constant(int(value)))
         if isinstance(value, numbers.Real):
@@ -124,20 +132,46 @@ class Row:
     def __init__(self, tensor: Tensor, indices: tuple[object, ...]) -> None:
         self.tensor, self.indices = tensor, indices
 
+    @property
+    def recording(self) -> Recording:
+        """Return the call that its indices belong to."""
+        return recording_of(self.indices)
+
     def _refuse(self, *_: object) -> NoReturn:
         """Nothing but another index may follow."""
-        recording = next(x.recording for x in self.indices if isinstance(x, Traced))
-        recording.load(self.tensor, self.indices)
+        self.recording.load(self.tensor, self.indices)
         raise AssertionError("an element has as many indices as its tensor has dimensions")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __abs__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __invert__ = __bool__ = __index__ = __float__ = _refuse
-    __eq__ = __ne__ = _refuse
+    __eq__ = __ne__ = __pos__ = __matmul__ = __rmatmul__ = _refuse
+    # Python would iterate by ``__getitem__``, which has no last element.
+    __iter__ = __len__ = __contains__ = _refuse
 
     def __getitem__(self, index: object) -> "Traced | Row":
         return _indexed(self.tensor, (*self.indices, *_as_tuple(index)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse the methods that tensors have."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse the functions of torch."""
+        recording = recording_of((*args, *(kwargs or {}).values()))
+        came = f"{resolve_name(func) or func} of a row of a tensor"
+        required = "an index for each of its dimensions"
+        raise InvalidArgument(recording.argument, came, required, whereabouts())
 
 
 class Indexing(TorchFunctionMode):
@@ -153,9 +187,15 @@ class Indexing(TorchFunctionMode):
         """Everything but that indexing is torch's."""
         if func is Tensor.__getitem__:
             indices = _as_tuple(args[1])
-            if any(isinstance(index, Traced | Row) for index in indices):
+            if any(_is_traced(index) for index in indices):
                 return _indexed(args[0], indices)
         return func(*args, **(kwargs or {}))
+
+
+def _is_traced(index: object) -> bool:
+    if isinstance(index, list | tuple):
+        return any(_is_traced(each) for each in index)
+    return isinstance(index, Traced | Row)
 
 
 def _as_tuple(index: object) -> tuple[object, ...]:
@@ -163,14 +203,28 @@ def _as_tuple(index: object) -> tuple[object, ...]:
 
 
 def _indexed(tensor: Tensor, indices: tuple[object, ...]) -> "Traced | Row":
-    recording = next(index.recording for index in indices if isinstance(index, Traced))
+    recording = recording_of(indices)
     for index in indices:
-        if index is None or index is Ellipsis or isinstance(index, slice):
+        if index is None or index is Ellipsis or isinstance(index, slice | list | tuple):
             required = "an integer for each dimension"
             raise InvalidType(recording.argument, f"the index {index}", required, whereabouts())
     if len(indices) < tensor.dim():
         return Row(tensor, indices)
     return recording.load(tensor, indices)
+
+
+def recording_of(values: Iterable[object]) -> Recording:
+    """Return the call that the first traced value belongs to, in lists and tuples too."""
+    stack = list(values)[::-1]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Traced):
+            return value.recording
+        if isinstance(value, Row):
+            stack.extend(value.indices[::-1])
+        elif isinstance(value, list | tuple):
+            stack.extend(value[::-1])
+    raise AssertionError("torch brings no call here that has no traced value")
 
 
 _Operator: TypeAlias = Callable[["Traced", object], "Traced"]
@@ -197,7 +251,6 @@ class Traced:
     """
 
     __slots__ = ("place", "recording")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, recording: Recording, place: int) -> None:
         self.recording, self.place = recording, place
@@ -285,14 +338,16 @@ class Traced:
         """Return no real device: captured tensors may be on any, and ``.to`` changes nothing."""
         return torch.device("meta")
 
-    def to(self, dtype: torch.dtype | torch.device) -> "Traced":
+    def to(self, dtype: object = None, *others: object, **options: object) -> "Traced":
         """This value as a bool, an integer or a float."""
-        if isinstance(dtype, torch.device):
+        if isinstance(dtype, torch.device) and not (others or options):
             return self
-        kind = _KINDS.get(dtype)
-        if kind is None:
-            required = "a boolean, integer or float dtype"
-            raise InvalidArgument(self.recording.argument, f".to({dtype})", required)
+        kind = _KINDS.get(dtype) if isinstance(dtype, torch.dtype) else None
+        if kind is None or others or options:
+            given = [*([] if dtype is None else [dtype]), *others]
+            came = ", ".join([str(x) for x in given] + [f"{x}={y}" for x, y in options.items()])
+            required = "one argument: a boolean, integer or float dtype, or a torch.device"
+            raise InvalidArgument(self.recording.argument, f".to({came})", required, whereabouts())
         return self.as_kind(kind)
 
     type = to
@@ -313,7 +368,7 @@ class Traced:
             )
 
         def method(*args: object, **kwargs: object) -> Traced:
-            return handler(self.recording, self, *args, **kwargs)
+            return _handled(self.recording, name, handler, (self, *args), kwargs)
 
         return method
 
@@ -327,14 +382,13 @@ class Traced:
     ) -> "Traced":
         """A function of torch, or an operator of a tensor, of operands that are traced."""
         kwargs = kwargs or {}
-        operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Traced)]
-        recording = operands[0].recording
+        recording = recording_of((*args, *kwargs.values()))
         handler = DISPATCHED.get(func)
         if handler is None:
             required = f"one of: {', '.join(sorted(METHODS))}"
             came = f"{resolve_name(func) or func} of a traced value"
             raise InvalidArgument(recording.argument, came, required, whereabouts())
-        return handler(recording, *args, **kwargs)
+        return _handled(recording, func, handler, args, kwargs)
 
     def __bool__(self) -> NoReturn:
         raise InvalidType(
@@ -344,6 +398,9 @@ class Traced:
             "tilewise.minimum and maximum for min and max in functions that it calls",
             "Write a < b < c as (a < b) & (b < c). What is decided here must hold for every pair.",
         )
+
+    def __hash__(self) -> NoReturn:
+        self._refuse("a key of a dict or a set, or as an argument of a cached function")
 
     def __index__(self) -> NoReturn:
         self._refuse("a Python integer")
@@ -379,12 +436,47 @@ class Traced:
         )
 
 
+def _handled(
+    recording: Recording,
+    called: str | Callable[..., Any],
+    handler: Handler,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Traced:
+    """Call what a method (its name) or a function means here.
+
+    Raises:
+        InvalidType: arguments that it does not take.
+    """
+    try:
+        return handler(recording, *args, **kwargs)
+    except TypeError:
+        _check_arguments(recording, called, handler, args, kwargs)
+        raise
+
+
+def _check_arguments(
+    recording: Recording,
+    called: str | Callable[..., Any],
+    handler: Handler,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    try:
+        inspect.signature(handler).bind(recording, *args, **kwargs)
+    except TypeError as error:
+        name = f".{called}" if isinstance(called, str) else resolve_name(called) or called
+        came = f"{name} of a traced value with other arguments than it takes here: {error}"
+        required = "its operands by position, without torch's further options"
+        raise InvalidType(recording.argument, came, required, whereabouts()) from None
+
+
 def _user_frame() -> tuple[str, int] | None:
-    """File and line of the code that is being traced."""
+    """File and line of the code that is being traced, or of the call whose function has ended."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if os.path.dirname(name) != _HERE and "/torch/" not in name.replace("\\", "/"):
+        if not name.startswith(_PACKAGE) and "/torch/" not in name.replace("\\", "/"):
             return name, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -411,6 +503,8 @@ def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced
     if op in ("to_float", "to_int"):
         return Traced(recording, graph.apply(op, values[0].place))
     kind = common([value.kind for value in values])
+    if kind == "bool":
+        op = _OF_BOOLEANS.get(op, op)
     taken = OPS[op].forms
     if kind not in taken:
         if kind == "float":
@@ -421,6 +515,8 @@ def apply(recording: Recording, op: str, operands: tuple[object, ...]) -> Traced
     return Traced(recording, graph.apply(op, *places))
 
 
+# Torch's arithmetic of two booleans gives a boolean.
+_OF_BOOLEANS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 _SIGNS = {"and": "&", "or": "|", "xor": "^", "not": "~", "shl": "<<", "shr": ">>"}
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tests.engine.samples import packed, qkv, run, transformer
-from tilewise import masks
+from tilewise import masks, scores
 from tilewise.errors import Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -87,6 +87,25 @@ def test_compiled_checkpointing_replays_dropout(backend: str) -> None:
         return checkpoint(model, x, use_reentrant=False)
 
     torch.testing.assert_close(run(again, [x]), run(model, [x]))
+
+
+def test_compiled_checkpointing_takes_functions_made_before_it() -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    table = torch.rand(k.shape[2], requires_grad=True)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        mask = masks.function(lambda b, h, m, n: tilewise.minimum(n, 4) <= m)
+        score = scores.function(lambda s, b, h, m, n: s * table[n])
+
+        def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tilewise.attention(q, k, v, mask=mask, score=score)
+
+        return checkpoint(inner, q, k, v, use_reentrant=False)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = [q, k, v, table]
+    torch.testing.assert_close(run(compiled, leaves), run(call, leaves))
 
 
 Q, K, V = qkv(grad=False)

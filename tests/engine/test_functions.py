@@ -299,6 +299,18 @@ def test_a_captured_tensor_may_wrap_others(name: str, backend: str) -> None:
     assert isinstance(attention(*qkv(False), backend=backend, **every[name]), TwoTensor)
 
 
+@pytest.mark.parametrize("what", ["function", "bias"])
+def test_a_sparse_tensor_is_refused(what: str, backend: str) -> None:
+    q, k, v = qkv(grad=False)
+    table = torch.ones(k.shape[2]).to_sparse()
+    scored: dict[str, Any] = {
+        "function": lambda s, b, h, m, n: s * table[n],
+        "bias": scores.bias(table),
+    }
+    with pytest.raises(InvalidArgument, match=r"torch.sparse_coo; .*torch.strided.*to_dense"):
+        tilewise.attention(q, k, v, score=scored[what], backend=backend)
+
+
 def test_another_default_device_changes_nothing(backend: str) -> None:
     """The tensors that the backend makes lie with those of the call."""
     leaves = [x.detach()[:, :, 1:].requires_grad_() for x in qkv()]  # sizes of no other test

@@ -267,6 +267,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a string": (lambda b, h, m, n: m < "n", "got a str"),
     "a length of something else": (lambda b, h, m, n: (m + 1).length < n, r"\.length of another"),
     "complex numbers": (lambda b, h, m, n: torch.ones(3, dtype=torch.complex64)[n] == 0, "complex"),
+    "another dtype": (
+        lambda b, h, m, n: torch.ones(9, dtype=torch.uint16)[n] == 0,
+        r"torch.uint16; required: one of torch.bool, .*test_trace.py:\d+",
+    ),
     "a power of integers": (lambda b, h, m, n: m**n < 3, "a number from 0 to 32"),
 }
 

@@ -210,6 +210,9 @@ def _mask_name(instr: Instr, position: int) -> str:
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise InvalidArgument(name, f"a tensor on {tensor.device}", f"on q's device, {device}")
+    if tensor.layout is not torch.strided:
+        came, fix = f"a tensor of layout {tensor.layout}", "Pass tensor.to_dense()."
+        raise InvalidArgument(name, came, "layout torch.strided", fix)
 
 
 def _lengths(tensor: Tensor, extent: Extent) -> Tensor:

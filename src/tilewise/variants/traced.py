@@ -100,8 +100,9 @@ class Recording:
         places = [self._index(index) for index in indices]
         kind = _KINDS.get(tensor.dtype)
         if kind is None:
-            required = "a tensor of booleans, integers or floats"
-            raise InvalidArgument(self.argument, f"a tensor of {tensor.dtype}", required)
+            required = f"one of {', '.join(str(dtype) for dtype in _KINDS)}"
+            came = f"a tensor of {tensor.dtype}"
+            raise InvalidArgument(self.argument, came, required, whereabouts())
         return Traced(self, self.graph.load(kind, self._slot(tensor), places))
 
     def _index(self, index: object) -> int:

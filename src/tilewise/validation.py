@@ -53,6 +53,21 @@ def varlen_problem(
     return _problem(q, sizes, "varlen", **asked)
 
 
+def check_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+) -> None:
+    """Tensors of pages have the right types, and shapes that fit q's."""
+    rank, shape = (4, "[B, Hq, M, D]") if cu_seqlens_q is None else (3, "[T, Hq, D]")
+    _check_tensors(q, k_pages, v_pages, rank=rank, shape=shape, paged=True)
+    _check_pairing(q, k_pages, v_pages, keys_dim=2, paged=True)
+    check_page_tensors(block_table, key_lengths, cu_seqlens_q)
+
+
 def paged_problem(
     q: Tensor,
     k_pages: Tensor,
@@ -63,17 +78,8 @@ def paged_problem(
     **asked: Any,
 ) -> Problem:
     """Return the problem of ``attention_paged``, checked but for the values of integer tensors."""
+    check_paged(q, k_pages, v_pages, block_table, key_lengths, cu_seqlens_q)
     packed = cu_seqlens_q is not None
-    _check_tensors(
-        q,
-        k_pages,
-        v_pages,
-        rank=3 if packed else 4,
-        shape="[T, Hq, D]" if packed else "[B, Hq, M, D]",
-        paged=True,
-    )
-    _check_pairing(q, k_pages, v_pages, keys_dim=2, paged=True)
-    check_page_tensors(block_table, key_lengths, cu_seqlens_q)
     batch, slots = block_table.shape
     if not packed and q.shape[0] != batch:
         raise InvalidArgument(

@@ -142,7 +142,7 @@ def test_forks_of_a_cache() -> None:
         ("mask", {"mask": masks.window(4, 0)}, "got another mask"),
         ("score", {"score": scores.alibi(torch.ones(HEADS))}, "got alibi, which knows"),
         ("score", {"score": lambda s, b, h, m, n: s + h}, "got expr, which knows"),
-        ("q", {"q": torch.zeros(3, WIDTH)}, r"got shape \(3, 16\); required: a tensor \[B, Hq, M"),
+        ("q", {"q": torch.zeros(3, WIDTH)}, r"got shape \(3, 16\); required: \[B, Hq, M"),
         ("q", {"q": [1.0]}, "got a list"),
         ("k_pages", {"q": torch.zeros(3, 3, 1, WIDTH)}, "got 2 key/value heads for 3 query heads"),
         ("block_table", {"block_table": [[1]]}, "got a list; required: an int32"),

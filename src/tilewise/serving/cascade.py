@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_tensor, check_whole
+from tilewise.checks import check_whole
 from tilewise.errors import InvalidArgument
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike, attention_paged
 from tilewise.merging import merge
-from tilewise.validation import check_page_tensors
+from tilewise.validation import check_paged
 from tilewise.variants.expr import decode
 from tilewise.variants.masks import causal
 from tilewise.variants.program import EXPR
@@ -79,7 +79,7 @@ def cascade_attention(
     FlashInfer, 2024; Juravsky et al., "Hydragen", 2024, section 3.
     """
     _check_variants(mask, score)
-    _check_tensors(q, k_pages, v_pages, block_table, key_lengths, cu_seqlens_q)
+    check_paged(q, k_pages, v_pages, block_table, key_lengths, cu_seqlens_q)
     common: dict[str, Any] = {"score": score, "scale": scale, "backend": backend}
     common |= {"k_scale": k_scale, "v_scale": v_scale}
     pages = _shared_pages(k_pages, block_table, shared)
@@ -147,26 +147,6 @@ def _check_variants(mask: MaskLike, score: ScoreLike) -> None:
             required = "one of the score alone, such as scores.softcap"
             came = f"{instr.op}, which knows sequences, heads or positions"
             raise InvalidArgument("score", came, required, "Call attention_paged.")
-
-
-def _check_tensors(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    key_lengths: Tensor,
-    cu_seqlens_q: Tensor | None,
-) -> None:
-    """They have the sizes that are read here; the rest ``attention_paged`` looks at."""
-    shape = "[B, Hq, M, D]" if cu_seqlens_q is None else "[Tq, Hq, D]"
-    check_tensor("q", q, f"a tensor {shape}", dims=4 if cu_seqlens_q is None else 3)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_tensor(name, pages, "a tensor [pages, Hk, page_size, D]", dims=4)
-    check_page_tensors(block_table, key_lengths, cu_seqlens_q)
-    heads, kv_heads = q.shape[1], k_pages.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        came = f"{kv_heads} key/value heads for {heads} query heads"
-        raise InvalidArgument("k_pages", came, "a number that divides that of the query heads")
 
 
 def _shared_pages(k_pages: Tensor, block_table: Tensor, shared: int) -> int:

@@ -452,24 +452,14 @@ def _handled(
     try:
         return handler(recording, *args, **kwargs)
     except TypeError:
-        _check_arguments(recording, called, handler, args, kwargs)
+        try:
+            inspect.signature(handler).bind(recording, *args, **kwargs)
+        except TypeError as error:
+            name = f".{called}" if isinstance(called, str) else resolve_name(called) or called
+            came = f"{name} of a traced value with other arguments than it takes here: {error}"
+            required = "its operands by position, without torch's further options"
+            raise InvalidType(recording.argument, came, required, whereabouts()) from None
         raise
-
-
-def _check_arguments(
-    recording: Recording,
-    called: str | Callable[..., Any],
-    handler: Handler,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    try:
-        inspect.signature(handler).bind(recording, *args, **kwargs)
-    except TypeError as error:
-        name = f".{called}" if isinstance(called, str) else resolve_name(called) or called
-        came = f"{name} of a traced value with other arguments than it takes here: {error}"
-        required = "its operands by position, without torch's further options"
-        raise InvalidType(recording.argument, came, required, whereabouts()) from None
 
 
 def _user_frame() -> tuple[str, int] | None:

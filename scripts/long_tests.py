@@ -43,7 +43,7 @@ def main() -> None:
     """Read the files, write the list."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("junit", type=Path, nargs="+")
-    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--seconds", type=float, default=0.7)
     options = parser.parse_args()
     seconds = {name: each for path in options.junit for name, each in read(path).items()}
     before = LIST.read_text().splitlines() if LIST.exists() else []

@@ -21,6 +21,7 @@ from tests.blocks import block_of, executes
 from tests.conftest import ran
 from tests.contract import assert_all_exact, assert_exact
 from tilewise import compat
+from tilewise.integrations.diffusers import register
 
 pytestmark = [
     pytest.mark.skipif(
@@ -39,6 +40,7 @@ def _dispatch() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from diffusers.models import attention_dispatch
+    register()
     yield attention_dispatch
     compat.uninstall("xformers")
 
@@ -58,6 +60,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "groups": {"enable_gqa": True},
     "padding": {"attn_mask": PADDING},
+    "boolean padding": {"attn_mask": PADDING[:, None, None]},
+    "boolean": {"attn_mask": (torch.arange(63) % 5 > 0).reshape(1, 1, 7, 9)},
     "added": {"attn_mask": torch.linspace(-2, 2, 63).reshape(1, 1, 7, 9)},
 }
 

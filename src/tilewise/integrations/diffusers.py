@@ -1,6 +1,8 @@
-"""diffusers' context parallelism by tilewise: rings and Ulysses, also with padding masks.
+"""diffusers' backend ``xformers`` by tilewise: boolean masks, and context parallelism.
 
-Its own ring refuses masks. Here a model that ``enable_parallelism`` splits computes attention by
+diffusers gives xformers a boolean mask of four dimensions as numbers to add, 1 and 0. Here the
+pairs that it excludes are excluded. Its own ring refuses masks. Here a model that
+``enable_parallelism`` splits computes attention by
 ``tilewise.distributed.context_parallel_attention`` over the mesh of its ``ContextParallelConfig``.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.compat.stand_in import installed
@@ -20,12 +23,15 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Let ``set_attention_backend("xformers")`` take diffusers' ``ContextParallelConfig``.
+    """Let ``set_attention_backend("xformers")`` take boolean masks and ``ContextParallelConfig``.
 
     Call it once, after ``tilewise.compat.install("xformers")``: the name stands for tilewise then.
-    Without a ``ContextParallelConfig`` the backend is what it was. With one, lengths must divide by
-    the number of processes. Masks are padding masks: [B, keys] or [B, 1, 1, keys], of the keys of
-    this process, boolean or added to the scores. Causal calls and ``return_lse`` are refused.
+    Without it diffusers adds a boolean mask [B, heads or 1, queries or 1, keys] to the scores as 1
+    and 0, which excludes nothing.
+
+    With a ``ContextParallelConfig``, lengths must divide by the number of processes. Masks are
+    padding masks: [B, keys] or [B, 1, 1, keys], of the keys of this process, boolean or added to
+    the scores. Causal calls and ``return_lse`` are refused.
 
     Raises:
         Unsupported: ``xformers`` is not tilewise's stand-in.
@@ -57,6 +63,8 @@ def register() -> None:
     ) -> Any:
         config = getattr(_parallel_config, "context_parallel_config", None)
         if config is None:
+            if attn_mask is not None and attn_mask.dtype == torch.bool and attn_mask.dim() == 4:
+                attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
             given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             return alone(*given, return_lse=return_lse)
         if is_causal or return_lse:

@@ -108,20 +108,26 @@ def test_importing(name: str, said: dict[str, str]) -> None:
     assert said[name] == STEPS[name][2]
 
 
-def test_importing_collects_young_objects_alone() -> None:
-    """Also where Python's counts stand so high that its next collection is one of older objects."""
+@pytest.mark.parametrize(("frozen", "collected"), [(False, "[] 0"), (True, "[0, 0] True")])
+def test_importing_collects_nothing(frozen: bool, collected: str) -> None:
+    """Also where Python's counts stand so high that its next collection is one of older objects.
+
+    What a program has frozen stays frozen; then young objects are collected.
+    """
     program = (
         "import gc, torch\n"
         "for generation in (2, 1, 0):\n"
         "    gc.collect(generation)\n"  # each counts for the next older one
+        f"if {frozen}: gc.freeze()\n"
+        "before = gc.get_freeze_count()\n"
         "gc.set_threshold(4000, 0, 0)\n"
         "seen = []\n"
         "gc.callbacks.append(lambda phase, about: seen.append(about['generation']))\n"
         "import tilewise\n"
         "gc.callbacks.clear(); gc.disable()\n"
-        "print(seen)"
+        "print(seen, before and gc.get_freeze_count() > before // 2)"
     )
-    assert ran(sys.executable, "-c", program).stdout == "[0, 0]\n"
+    assert ran(sys.executable, "-c", program).stdout == collected + "\n"
 
 
 def test_flash_attn_needs_torch_alone() -> None:

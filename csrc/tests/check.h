@@ -8,10 +8,15 @@
 
 namespace tilewise::test {
 
+inline std::string only_isa;  // the one instruction set to test; all of the machine's where it is empty
+
 inline std::vector<const Kernels*> instruction_sets() {
   int count;
   const Kernels* const* all = available(count);
-  return {all, all + count};
+  std::vector<const Kernels*> chosen;
+  for (int i = 0; i < count; i++)
+    if (only_isa.empty() || only_isa == all[i]->name) chosen.push_back(all[i]);
+  return chosen;
 }
 // Whether some of its kernels round probabilities to bfloat16.
 inline bool paired(const Kernels& kernels) {

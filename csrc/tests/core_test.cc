@@ -1,7 +1,9 @@
 // Tests of the core without Python: every kernel of every instruction set that this machine can run, against a naive
 // implementation, in memory that cannot be overrun unseen.
 //
-//   core_test [--every N] [--draws N] [PART_OF_A_NAME]    one case of N (slow machines), N random problems
+//   core_test [--every N] [--draws N] [--isa NAME] [PART_OF_A_NAME]
+//
+// One case of N (slow machines), N random problems, one instruction set alone.
 #include <chrono>
 #include <functional>
 
@@ -180,8 +182,14 @@ int main(int argc, char** argv) {
       tilewise::test::share = std::atoi(argv[++i]), tilewise::test::shares = std::max(1, std::atoi(argv[++i]));
     else if (std::strcmp(argv[i], "--every") == 0 && i + 1 < argc)
       tilewise::test::every = std::max(1, std::atoi(argv[++i]));
+    else if (std::strcmp(argv[i], "--isa") == 0 && i + 1 < argc)
+      tilewise::test::only_isa = argv[++i];
     else
       part = argv[i];
+  }
+  if (tilewise::test::instruction_sets().empty()) {
+    std::fprintf(stderr, "core_test: --isa %s: this machine does not run it\n", tilewise::test::only_isa.c_str());
+    return 2;
   }
   return tilewise::test::run_all(part);
 }

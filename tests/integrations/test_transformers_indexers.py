@@ -81,11 +81,17 @@ def test_a_choice_beyond_the_keys_is_refused() -> None:
 
 
 def test_a_model_that_looks_into_its_mask_is_refused() -> None:
-    """But for the two models that are known to do so, which get a tensor."""
+    """But for the models that are known to do so, which get a tensor."""
     from tilewise.integrations.transformers import make_mask, mask_of_model
 
-    with pytest.raises(AttributeError, match=r"no \.dtype.*attn_implementation='sdpa'"):
-        _ = make_mask(2, 9, 9).dtype
+    made = make_mask(2, 9, 9)
+    with pytest.raises(AttributeError, match=r"(?s)no \.dtype.*attn_implementation='eager'"):
+        _ = made.dtype
+    scores: Any = torch.zeros(2, 4, 9, 9)
+    with pytest.raises(Unsupported, match=r"(?s)add.* of a mask.*attn_implementation='eager'"):
+        scores + made
+    with pytest.raises(Unsupported, match="cat of a mask"):
+        torch.cat([made, made], -1)  # type: ignore[list-item]
     known = SimpleNamespace(model_type="deepseek_v4")
     found = mask_of_model(1, 2, 3, 1, config=known, dtype=torch.bfloat16)
     assert isinstance(found, Tensor)

@@ -31,11 +31,17 @@ from tilewise.variants.values import Mask
 MaskFunction = Callable[..., Any]
 
 
-# Layers of these models make masks of their own out of the model's mask, if that is a tensor. They
-# get it written out, as eager has it: M x N numbers, which their indexers write too.
-_EXTEND_TENSORS = ("qwen4_exp_text", "deepseek_v4")
+# These models make masks of their own out of the model's mask: layers by an indexer or a gate, the
+# decoder of T5Gemma 2 by appending the encoder's, routers of NLLB-MoE by its last row. They get it
+# written out, as eager has it: M x N numbers, which they write too.
+_EXTEND_TENSORS = ("qwen4_exp_text", "deepseek_v4", "doge", "t5gemma2_decoder", "nllb-moe")
 # Configs of models whose indexers choose by tiles (indexers.py): by identity, as they can be equal.
 _BY_TILES: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# "eager" is what every model has; about 25 old ones have no "sdpa".
+_INSTEAD = (
+    "this model looks into its mask, or computes attention by its own code: "
+    "use attn_implementation='eager' for it, or 'sdpa' if it has that"
+)
 _ALL = slice(None)
 _OF_INDEXERS = ((_ALL, 0), (_ALL, 0, _ALL, _ALL))
 
@@ -70,6 +76,18 @@ class Pairs:
     def __repr__(self) -> str:
         return f"Pairs({self.mask!r}, shape={self.shape}, keys={self.keys})"
 
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether all rows see the same keys: it hides padding and nothing else."""
+        if self.mask is None:
+            return True
+        return all(
+            instr.op in ("below", "and")
+            # Without parameters it is [B, 1, M, N], as of padding on the left.
+            or (instr[:2] == ("dense", ()) and self.mask.captured[instr.slots[0]].shape[-2] == 1)
+            for instr in self.mask.program
+        )
+
     def contiguous(self) -> Pairs:
         """Itself: there is no memory to lay out."""
         return self
@@ -77,8 +95,14 @@ class Pairs:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"a mask of attn_implementation='tilewise' is an expression and no tensor: it has no "
-            f".{name}. This model looks into its mask: use attn_implementation='sdpa' for it"
+            f".{name}\n  fix: {_INSTEAD}"
         )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        """Refuse to be an operand of torch, as in ``scores + mask`` of a model's own attention."""
+        name = getattr(function, "__name__", function)
+        raise Unsupported(f"{name} of a mask, which is an expression and no tensor", fix=_INSTEAD)
 
     def __getitem__(self, index: object) -> Any:
         """Write out the pairs, bool [B, M, N], for ``[:, 0]`` or ``[:, 0, :, :]``.
@@ -94,7 +118,7 @@ class Pairs:
             return torch.nn.functional.pad(seen[:, 0], (0, keys - self.keys))
         raise Unsupported(
             f"the index {index} of a mask, which is an expression and no tensor",
-            fix="this model looks into its mask: use attn_implementation='sdpa' for it",
+            fix=_INSTEAD,
         )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tests.integrations.tiny_models import (
     DECODERS,
+    DENSE,
+    ENCODER_DECODERS,
     INDEXED,
     LATENT,
     MODELS,
@@ -71,7 +73,7 @@ def test_logits_and_gradients(name: str) -> None:
 # MiniMax-M3 is for padding on the right: its indexer scores padding on the left like any token.
 PADDED = [
     (name, side)
-    for name in (*DECODERS, *LATENT, *INDEXED, "bert")
+    for name in (*DECODERS, *DENSE, *LATENT, *INDEXED, "bert")
     for side in ("left", "right", "both")
     if name != "minimax_m3_vl" or side == "right"
 ]
@@ -90,12 +92,13 @@ def test_padded_batches(name: str, side: str) -> None:
     compare(*both(name), {**given, "attention_mask": mask}, mask.bool())
 
 
-def test_padding_of_an_encoder_and_its_decoder() -> None:
-    given = inputs("t5")
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_padding_of_an_encoder_and_its_decoder(name: str) -> None:
+    given = inputs(name)
     mask, decoder = torch.ones_like(given["input_ids"]), torch.ones_like(given["decoder_input_ids"])
     mask[0, 9:], mask[1, :3], decoder[2, 7:] = 0, 0, 0
     masks = {"attention_mask": mask, "decoder_attention_mask": decoder}
-    compare(*both("t5"), {**given, **masks}, decoder.bool())
+    compare(*both(name), {**given, **masks}, decoder.bool())
 
 
 # gpt-oss gives its mask functions no positions: there eager does not separate sequences either.
@@ -170,9 +173,10 @@ def test_dropout_is_repeated_by_the_seed() -> None:
 
 GENERATED = [
     (name, cache)
-    for name in (*DECODERS, *LATENT, *INDEXED, "t5")
+    for name in (*DECODERS, *DENSE, *LATENT, *INDEXED, *ENCODER_DECODERS)
     for cache in ("dynamic", "static")
-    if (name, cache) != ("deepseek_v4", "static")  # transformers has none for compressed keys
+    # transformers has none for compressed keys, nor for Inkling 2's biases of distances.
+    if cache != "static" or name not in ("deepseek_v4", "inkling2")
 ]
 
 
@@ -180,7 +184,7 @@ GENERATED = [
 def test_generate(name: str, cache: str) -> None:
     ids = tokens(3, 9)
     mask = torch.ones_like(ids)
-    if name == "t5":
+    if name in ENCODER_DECODERS:
         mask[0, 5:] = 0
     elif name != "minimax_m3_vl":  # see PADDED
         mask[0, :4] = mask[1, :1] = 0
@@ -188,12 +192,16 @@ def test_generate(name: str, cache: str) -> None:
     said: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     said |= {"cache_implementation": cache, "attention_mask": mask}
     found = [model.generate(ids, **said) for model in both(name)]
-    assert found[0].shape[1] == (13 if name == "t5" else 21)
+    assert found[0].shape[1] == (13 if name in ENCODER_DECODERS else 21)
     assert torch.equal(*found)
     assert len(set(found[0][:, -12:].flatten().tolist())) > 1, "the test would see nothing"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "whisper", *LATENT, *INDEXED])
+# Not Doge: the keys that its gate keeps depend on the pieces, with eager too.
+PIECES = ["llama", "gemma2", "gpt_oss", "inkling2", "whisper", *LATENT, *INDEXED]
+
+
+@pytest.mark.parametrize("name", PIECES)
 def test_a_cache_filled_in_pieces(name: str) -> None:
     """Chunked prefill: later queries, more than one, see what is in the cache."""
     given = inputs(name)

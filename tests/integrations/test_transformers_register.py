@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +139,28 @@ def test_a_model_may_change_to_it_and_back() -> None:
     ids = tokens(2, 9)
     eager.set_attn_implementation("tilewise")
     assert torch.equal(eager(ids).logits, ours(ids).logits)
+
+
+# What models hand to the attention function by name, and it does not read: a window is in the mask.
+UNREAD = {"sliding_window"}
+
+
+def test_the_attention_function_knows_every_keyword_of_eager_attention() -> None:
+    """It takes any keyword, so one that it does not know would change nothing, silently."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs transformers: pip install --no-deps -r .ci/transformers.txt")
+    from tilewise.integrations.transformers import attention_forward
+
+    known = {*inspect.signature(attention_forward).parameters, *UNREAD}
+    known |= {f"{name}_states" for name in ("query", "key", "value")}
+    defined = re.compile(r"^def eager_attention_forward\((.*?)\)(?: ->.*?)?:$", re.DOTALL | re.M)
+    read = 0
+    for path in Path(spec.origin).parent.glob("models/*/modeling_*.py"):
+        for arguments in defined.findall(path.read_text(encoding="utf-8")):
+            function = ast.parse(f"def f({arguments}): ...").body[0]
+            assert isinstance(function, ast.FunctionDef)
+            names = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+            assert names <= known, f"{path.name}: {sorted(names - known)}"
+            read += 1
+    assert read > 300

@@ -275,6 +275,29 @@ DECODERS = {
         },
     ),
 }
+# Decoders with a number for each pair of tokens: a bias of the distance, or a gate.
+DENSE = {
+    # Each query has a sink of its own.
+    "inkling2": Tiny(
+        "Inkling2ForCausalLM",
+        "Inkling2TextConfig",
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "swa_head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "sliding_window_size": WINDOW,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "unpadded_vocab_size": TOKENS,
+        },
+    ),
+    # Its layers add a gate to the tensor of the model's mask.
+    "doge": Tiny("DogeForCausalLM", "DogeConfig", {**_LLAMA, "keep_window_size": WINDOW}),
+}
 _T5 = {
     "vocab_size": TOKENS,
     "d_model": 64,
@@ -285,6 +308,60 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
     "decoder_start_token_id": 0,
+}
+_GEMMA: dict[str, Any] = {
+    **_LLAMA,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+}
+_GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+ENCODER_DECODERS = {
+    "t5": Tiny("T5ForConditionalGeneration", "T5Config", _T5),
+    # Its decoder appends the encoder's mask to its own.
+    "t5gemma2": Tiny(
+        "T5Gemma2ForConditionalGeneration",
+        "T5Gemma2Config",
+        {
+            "encoder": {
+                "text_config": {**_GEMMA, "model_type": "t5gemma2_text"},
+                "vision_config": {**_ENCODER, "model_type": "siglip_vision_model"},
+                "image_token_index": 90,
+            },
+            "decoder": _GEMMA,
+            "image_token_index": 90,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    # Its routers look up padding in the mask.
+    "nllb_moe": Tiny(
+        "NllbMoeForConditionalGeneration",
+        "NllbMoeConfig",
+        {
+            "vocab_size": TOKENS,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+            "dropout": 0.0,
+            "num_experts": 4,
+            "init_std": 0.2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+    ),
 }
 _WHISPER = {
     "vocab_size": TOKENS,
@@ -307,6 +384,7 @@ _WHISPER = {
 }
 MODELS = {
     **DECODERS,
+    **DENSE,
     **LATENT,
     **INDEXED,
     "bert": Tiny(
@@ -314,7 +392,7 @@ MODELS = {
         "BertConfig",
         {**_ENCODER, "vocab_size": TOKENS, "max_position_embeddings": 64},
     ),
-    "t5": Tiny("T5ForConditionalGeneration", "T5Config", _T5),
+    **ENCODER_DECODERS,
     "whisper": Tiny("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER),
     "vit": Tiny(
         "ViTForImageClassification",
@@ -358,7 +436,7 @@ def inputs(name: str) -> dict[str, Tensor]:
         return {"pixel_values": noise(2, 3, 16, 16)}
     if name == "whisper":
         return {"input_features": noise(2, 8, 24), "decoder_input_ids": tokens(2, 11)}
-    if name == "t5":
+    if name in ENCODER_DECODERS:
         return {"input_ids": tokens(3, 17), "decoder_input_ids": tokens(3, 11, seed=3)}
     return {"input_ids": tokens(3, 17)}
 

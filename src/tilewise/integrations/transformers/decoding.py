@@ -32,6 +32,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a layer may hand over and pages have no place for.
 _CHANGES = (
     "position_bias",
+    "sinks",
     "head_mask",
     "output_attentions",
     "cache",

@@ -45,6 +45,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of ``AttentionInterface``: softmax(score(scaling q.k)) v by tilewise.
@@ -66,6 +67,7 @@ def attention_forward(
         position_bias: floating, broadcastable to [B, Hq, M, N]; its gradient is defined.
         softcap: scores are kept inside (-softcap, softcap).
         s_aux: [Hq], attention sinks.
+        sinks: [B, Hq, M, 1], a sink for each query instead (Inkling 2); its gradient is defined.
         kwargs: what the model says beside: sliding_window is in the mask already; cu_seq_lens_q and
             cu_seq_lens_k pack sequences where the mask does not. An indexer's choice is all that a
             query reads, where the mask lets it: indices [B, M, K], keys for all heads, or
@@ -97,6 +99,10 @@ def attention_forward(
         query, key, value, up = operands(module, query, key, value, reads)
     steps: list[Score] = [] if softcap is None else [scores.softcap(softcap)]
     steps += [scores.bias(each) for each in (position_bias, seen.added) if each is not None]
+    if sinks is not None:
+        # Softmax is the same if a row's scores and its sink move together: the sink moves to 0.
+        steps.append(scores.bias(-sinks))
+        s_aux = sinks.new_zeros(query.shape[1])
     keywords: dict[str, Any] = {
         "mask": seen.mask,
         "score": steps or None,

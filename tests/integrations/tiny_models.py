@@ -394,6 +394,26 @@ MODELS = {
     ),
     **ENCODER_DECODERS,
     "whisper": Tiny("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER),
+    # Its convolutions look up padding in the mask.
+    "lasr": Tiny(
+        "LasrForCTC",
+        "LasrCTCConfig",
+        {
+            "vocab_size": TOKENS,
+            "pad_token_id": 0,
+            "encoder_config": {
+                **_ENCODER,
+                "num_key_value_heads": 4,
+                "num_mel_bins": 8,
+                "subsampling_conv_channels": 16,
+                "conv_kernel_size": 8,
+                "dropout": 0.0,
+                "attention_dropout": 0.0,
+                "activation_dropout": 0.0,
+                "layerdrop": 0.0,
+            },
+        },
+    ),
     "vit": Tiny(
         "ViTForImageClassification",
         "ViTConfig",
@@ -434,6 +454,10 @@ def inputs(name: str) -> dict[str, Tensor]:
     """What the model is called with: more tokens than its window has."""
     if name == "vit":
         return {"pixel_values": noise(2, 3, 16, 16)}
+    if name == "lasr":
+        real = torch.ones(2, 48, dtype=torch.long)
+        real[1, 32:] = 0
+        return {"input_features": noise(2, 48, 8), "attention_mask": real}
     if name == "whisper":
         return {"input_features": noise(2, 8, 24), "decoder_input_ids": tokens(2, 11)}
     if name in ENCODER_DECODERS:

@@ -31,10 +31,12 @@ from tilewise.variants.values import Mask
 MaskFunction = Callable[..., Any]
 
 
-# These models make masks of their own out of the model's mask: layers by an indexer or a gate, the
-# decoder of T5Gemma 2 by appending the encoder's, routers of NLLB-MoE by its last row. They get it
-# written out, as eager has it: M x N numbers, which they write too.
-_EXTEND_TENSORS = ("qwen4_exp_text", "deepseek_v4", "doge", "t5gemma2_decoder", "nllb-moe")
+# These models read the model's mask to make others of it: layers by an indexer or a gate, the
+# decoder of T5Gemma 2 by appending the encoder's, routers of NLLB-MoE and convolutions of LASR to
+# leave out padding. They get it written out, as eager has it: M x N numbers.
+_EXTEND_TENSORS = (
+    "qwen4_exp_text", "deepseek_v4", "doge", "t5gemma2_decoder", "nllb-moe", "lasr_encoder",
+)  # fmt: skip
 # Configs of models whose indexers choose by tiles (indexers.py): by identity, as they can be equal.
 _BY_TILES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # "eager" is what every model has; about 25 old ones have no "sdpa".

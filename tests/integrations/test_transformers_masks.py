@@ -160,22 +160,3 @@ def test_what_is_refused() -> None:
         made[..., :2]
     with pytest.raises(Unsupported, match="the index 0 of a mask"):
         made[0]
-
-
-@pytest.mark.parametrize("kind", ["none", "left", "right"])
-def test_one_row_of_padding_is_for_all_rows(kind: str) -> None:
-    """Some models make it for one query, and rely on a tensor's broadcast."""
-    from tilewise.integrations.transformers import attention_forward, make_mask
-
-    q, kv = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 9, 16)
-    layer: Any = torch.nn.Module()
-    real = padded(kind, 9)
-    one = make_mask(2, 1, 9, mask_function=functions()["everything"], attention_mask=real)
-    found, _ = attention_forward(layer, q, kv, kv, one)
-    seen = None if real is None else real[:, None, None, :]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, kv, kv, attn_mask=seen)
-    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-5, atol=1e-6)
-    for name in ("causal", "window", "chunks", "blocks", "a user's"):
-        one = make_mask(2, 1, 9, 8, mask_function=functions()[name], attention_mask=real)
-        with pytest.raises(InvalidArgument, match="got one for 1 queries"):
-            attention_forward(layer, q, kv, kv, one)

@@ -95,6 +95,8 @@ def test_what_the_attention_function_refuses() -> None:
         call(sliding_window=3)
     with pytest.raises(InvalidArgument, match="one for the 5 queries and 5 keys"):
         call(make_mask(2, 5, 6))
+    with pytest.raises(InvalidArgument, match="got one for 1 queries and 5 keys"):
+        call(make_mask(2, 1, 5, mask_function=lambda b, h, m, n: n >= 0))  # BridgeTower's
     with pytest.raises(InvalidArgument, match=r"attention_mask: got torch.float32 of shape"):
         call(torch.ones(2, 5))
     with pytest.raises(InvalidType, match="attention_mask: got a str"):

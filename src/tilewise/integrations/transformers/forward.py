@@ -188,9 +188,9 @@ def _read(
 ) -> _Seen:
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(given, Pairs):
-        # Some models make one row of padding and rely on a tensor's broadcast (BridgeTower).
-        rows = queries if given.shape[2] == 1 and given.is_of_keys else given.shape[2]
-        if (rows, given.shape[3]) != (queries, keys):
+        # No broadcast of one row: BridgeTower makes such a mask, and its image layers are causal by
+        # is_causal while its own attention, without a mask, sees every pair.
+        if given.shape[2:] != (queries, keys):
             came = f"one for {given.shape[2]} queries and {given.shape[3]} keys"
             required = f"one for the {queries} queries and {keys} keys of this layer"
             raise InvalidArgument("attention_mask", came, required, _MORE_KEYS)

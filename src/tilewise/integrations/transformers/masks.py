@@ -78,18 +78,6 @@ class Pairs:
     def __repr__(self) -> str:
         return f"Pairs({self.mask!r}, shape={self.shape}, keys={self.keys})"
 
-    @property
-    def is_of_keys(self) -> bool:
-        """Whether all rows see the same keys: it hides padding and nothing else."""
-        if self.mask is None:
-            return True
-        return all(
-            instr.op in ("below", "and")
-            # Without parameters it is [B, 1, M, N], as of padding on the left.
-            or (instr[:2] == ("dense", ()) and self.mask.captured[instr.slots[0]].shape[-2] == 1)
-            for instr in self.mask.program
-        )
-
     def contiguous(self) -> Pairs:
         """Itself: there is no memory to lay out."""
         return self

@@ -137,11 +137,11 @@ else
     printf 'export ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 PYTHONPATH=/site:/site/src:/site/lab/src LD_LIBRARY_PATH=/site/torch/lib\n'
     printf 'cd /site && exec %s -m pytest -q -p no:cacheprovider --tb=short -rf -m "not slow and not thorough"%s\n' "$version" "$(printf ' %q' "$@")"
   } >"$disk/task"
-  "$python" -m compileall -q -j 0 "$disk" >/dev/null || true # what emulated Python would compile each time
+  "$python" -m compileall -q -j 0 "$disk" >/dev/null 2>&1 || true # what emulated Python would compile each time
   printf 'mount -t ext4 -o ro /dev/sda /disk; for each in dev proc sys; do mount --bind /$each /disk/$each; done\n' >>"$start/init"
   printf 'mount -t tmpfs tmp /disk/tmp; mkdir /disk/dev/shm; mount -t tmpfs shm /disk/dev/shm; chroot /disk /bin/busybox sh /task\n' >>"$start/init"
   rm -f "$machine/disk.img"
-  mke2fs -q -t ext4 -O ^has_journal -m 0 -d "$disk" "$machine/disk.img" "$(($(du -sm "$disk" | cut -f1) * 5 / 4 + 100))M"
+  mke2fs -q -F -t ext4 -O ^has_journal -m 0 -d "$disk" "$machine/disk.img" "$(($(du -sm "$disk" | cut -f1) * 5 / 4 + 100))M"
 fi
 printf 'echo "emulated_amx: ended with $?"; sleep 60\n' >>"$start/init"
 chmod +x "$start/init"

@@ -5,7 +5,8 @@
 #   scripts/emulated_amx.sh [ARGS]           the C++ tests, by ARGS of core_test: --every 40 (the default), "few queries", ...
 #   scripts/emulated_amx.sh --python ARGS    the Python tests that ARGS of pytest name, by the Python and torch of .venv
 #
-# Needs root, a processor with AVX2 and Debian's mmdebstrap (a guest system of 1 GB is unpacked into build/emulated).
+# Needs root, a processor with AVX2, a C++ compiler and Debian's mmdebstrap, cpio, xz-utils and e2fsprogs. It unpacks a guest
+# system of 1 GB into build/emulated.
 #
 # Three things of Bochs 3.0, which Debian 13 has, are worked around here. (3.1 of Debian 14 did not start Linux.)
 # - It has no XFD, without which Linux turns tiles off. So Linux starts without them, and a module turns them on.
@@ -28,7 +29,7 @@ elif [ $# -eq 0 ]; then
   set -- --every 40
 fi
 [ "$(id -u)" = 0 ] || { echo "emulated_amx: run it as root: it unpacks a system and works in it" >&2; exit 1; }
-for tool in cmake mmdebstrap; do
+for tool in cmake gcc mmdebstrap cpio xz mke2fs; do
   command -v "$tool" >/dev/null || { echo "emulated_amx: $tool is not installed (see the head of this script)" >&2; exit 1; }
 done
 
@@ -183,4 +184,5 @@ shown=$!
 trap 'kill $emulator $shown 2>/dev/null || true' EXIT
 while kill -0 $emulator 2>/dev/null && ! grep -q '^emulated_amx: ended' "$machine/said"; do sleep 2; done
 sleep 1
+grep -q '^emulated_amx: ended' "$machine/said" || { echo "emulated_amx: the machine stopped; see $machine/log" >&2; exit 1; }
 grep -q '^emulated_amx: ended with 0' "$machine/said"

@@ -43,7 +43,7 @@ from tilewise.kernels.cross_entropy import (
     wide,
     write_product,
 )
-from tilewise.variants.lower import largest_factor
+from tilewise.variants.lower import check_cap
 
 Reduction = Literal["mean", "sum", "none"]
 # A block may take this part of the bytes of operands and gradients. With a smaller one the loss is
@@ -141,7 +141,8 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(kind))
         weight = _summable(weight, hidden.dtype)
         bias = None if bias is None else _summable(bias, hidden.dtype)
-    _check_cap(loss.softcap, hidden.dtype)
+    if loss.softcap:
+        check_cap("softcap", loss.softcap, hidden.dtype, ", or None")
     rows = hidden.reshape(-1, hidden.shape[-1])
     words = targets.reshape(-1).long().contiguous()
     scales = (words != loss.ignore_index).to(wide(rows.dtype))
@@ -241,14 +242,6 @@ def _checked_loss(
     except TypeError:
         raise InvalidType("ignore_index", named(ignore_index), "an integer") from None
     return Loss(ignored, float(label_smoothing), float(z_loss), float(softcap or 0))
-
-
-def _check_cap(cap: float, dtype: torch.dtype) -> None:
-    """The cap and its reciprocal are finite numbers of the type computed in; 0 is none."""
-    largest = largest_factor(dtype)
-    if cap and not 2 / largest <= cap <= largest:
-        required = f"from {2 / largest:.2g} to {largest:.2g} for {dtype}, or None"
-        raise InvalidArgument("softcap", str(cap), required)
 
 
 class _Operands(NamedTuple):

@@ -26,6 +26,7 @@ from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Number, Program
 
 __all__ = [
     "Extent",
+    "check_cap",
     "check_caps",
     "largest_factor",
     "lower_mask",
@@ -45,17 +46,20 @@ def largest_factor(dtype: torch.dtype) -> float:
     return _LARGEST_WIDE if dtype is torch.float64 else _LARGEST_SINGLE
 
 
-def check_caps(program: Program, dtype: torch.dtype) -> None:
-    """The caps of a score and their reciprocals are finite numbers of the type computed in."""
+def check_cap(name: str, cap: float, dtype: torch.dtype, none: str = "") -> None:
+    """A cap and its reciprocal are finite in the type computed in; ``none`` ends the error."""
     largest = largest_factor(dtype)
+    if not 2 / largest <= cap <= largest:
+        required = f"a cap from {2 / largest:.2g} to {largest:.2g} for {dtype} (computed in "
+        required += f"{statistics_dtype(dtype)}){none}"
+        raise InvalidArgument(name, str(cap), required)
+
+
+def check_caps(program: Program, dtype: torch.dtype) -> None:
+    """The caps of a score are ones that the type computed in has."""
     for instr in program:
-        if instr.op == "softcap" and not 2 / largest <= float(instr.params[0]) <= largest:
-            raise InvalidArgument(
-                "score (softcap)",
-                f"the cap {instr.params[0]}",
-                f"a cap from {2 / largest:.2g} to {largest:.2g} for {dtype} (computed in "
-                f"{statistics_dtype(dtype)})",
-            )
+        if instr.op == "softcap":
+            check_cap("score (softcap)", float(instr.params[0]), dtype)
 
 
 def lower_mask(

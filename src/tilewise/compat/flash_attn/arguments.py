@@ -14,7 +14,7 @@ from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import DTYPES
 from tilewise.variants import masks, scores
-from tilewise.variants.lower import largest_factor
+from tilewise.variants.lower import check_cap, largest_factor
 
 WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors of one integer
 
@@ -137,13 +137,12 @@ def check_computed_in(dtype: torch.dtype, options: Options) -> None:
     """
     if dtype not in DTYPES:
         raise InvalidArgument("q", f"{dtype}", f"one of {', '.join(map(str, DTYPES))}")
-    largest, scale, cap = largest_factor(dtype), options.scale, options.cap
+    largest, scale = largest_factor(dtype), options.scale
     if scale is not None and abs(scale) > largest:
         required = f"at most {largest:.2g} for {dtype}"
         raise InvalidArgument("softmax_scale", str(scale), required)
-    if cap > 0 and not 2 / largest <= cap <= largest:
-        required = f"from {2 / largest:.2g} to {largest:.2g} for {dtype}, or 0 for none"
-        raise InvalidArgument("softcap", str(cap), required)
+    if options.cap > 0:
+        check_cap("softcap", options.cap, dtype, ", or 0 for none")
 
 
 def check_probability(name: str, value: float) -> None:

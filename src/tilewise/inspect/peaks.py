@@ -1,12 +1,16 @@
-"""The compiled core: whether it is there, its instruction set, and its bare loops, the peak."""
+"""The compiled core: whether it is there, its instruction set, and its bare loops, the peak.
+
+``fast_products`` tells of torch's own products of matrices.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from tilewise.kernels.cpu.core import absence, core
+from tilewise.torch_private import fast_products
 
-__all__ = ["Clock", "absence", "isa", "loop", "measure", "team_s"]
+__all__ = ["Clock", "absence", "fast_products", "isa", "loop", "measure", "team_s"]
 
 Clock = Literal["cpu", "wall"]
 

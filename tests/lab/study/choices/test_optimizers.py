@@ -9,6 +9,7 @@ import pytest
 import torch
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilelab.models.bert import BERT, Head, Shape
 from tilelab.study.ask.config import Optimizer
@@ -135,7 +136,8 @@ def test_muon_moves_a_matrix_orthogonally(adjust: str, factor: Any) -> None:
         assert singular.max() < 1.3 * wanted
 
 
-def test_muon_leaves_the_rest_to_adamw() -> None:
+def test_muon_leaves_the_rest_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "fast_products", lambda _: True)
     ours, theirs = Small(), Small()
     optimizer = built("muon", ours, lr=LR, weight_decay=DECAY, adamw_lr_share=0.5)
     matrices = [theirs.wide.weight, theirs.narrow.weight]
@@ -154,6 +156,39 @@ def test_muon_leaves_the_rest_to_adamw() -> None:
         muon.step()
         adamw.step()
     assert same(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (64, 64)])
+def test_muon_multiplies_in_float32_where_16_bits_are_slow(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is torch's but for the order of the sums, which bfloat16's roundings enlarge."""
+    seen: set[torch.dtype] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                seen.update(each.dtype for each in args)
+            return func(*args, **(kwargs or {}))
+
+    def moved(fast: bool) -> Tensor:
+        monkeypatch.setattr(optimizers, "fast_products", lambda _: fast)
+        model = nn.Linear(shape[1], shape[0], bias=False)
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        optimizer = built("muon", model, lr=1.0, weight_decay=0.0, adjust="original")
+        with Watch():
+            optimizer.step()
+        return before - model.weight.detach()
+
+    theirs = moved(True)
+    assert seen == {torch.bfloat16}
+    seen.clear()
+    ours = moved(False)
+    assert seen == {torch.float32}
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_schedule_free_is_the_package_when_nobody_evaluates() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import tomllib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,32 @@ def test_the_plan_covers_what_the_readme_claims() -> None:
     systems = {entry["system"] for entry in planned_pairs()}
     latest = {e["system"] for e in planned_pairs() if version(e["torch"]) == claimed("torch")[1]}
     assert systems == latest == {"Linux-x86_64", "Linux-aarch64", "Darwin-arm64", "Windows-AMD64"}
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+@pytest.mark.parametrize("event", ["push", "pull_request", "schedule", "workflow_dispatch"])
+def test_the_hosted_run_has_the_planned_pairs_and_weekly_all(event: str, tmp_path: Path) -> None:
+    """Weekly: each torch with each Python that the README names, on each system of the plan."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert event in workflow[True]  # what YAML 1.1 makes of "on"
+    (step,) = (each for each in workflow["jobs"]["matrix"]["steps"] if "run" in each)
+    output = tmp_path / "output"
+    environment = {**os.environ, "EVENT": event, "GITHUB_OUTPUT": str(output)}
+    subprocess.run(["bash", "-ec", step["run"]], check=True, cwd=ROOT, env=environment)
+    given = json.loads(output.read_text().removeprefix("pairs="))
+    if event in ("push", "pull_request"):
+        assert given == planned_pairs()
+        return
+    ranges = [range(claimed(name)[0][1], claimed(name)[1][1] + 1) for name in ("torch", "Python")]
+    systems = {(each["system"], each["runner"]) for each in planned_pairs()}
+    wanted = {(*each, minor, other) for each in systems for minor, other in product(*ranges)}
+    found = [
+        (e["system"], e["runner"], version(e["torch"])[1], version(e["python"])[1]) for e in given
+    ]
+    assert len(found) == len(wanted) == 80
+    assert set(found) == wanted
+    exact = {(e["torch"], e["python"], e["system"]) for e in given}
+    assert {(e["torch"], e["python"], e["system"]) for e in planned_pairs()} <= exact
 
 
 @pytest.mark.parametrize("name", ["ci", "wheels"])

@@ -1,4 +1,4 @@
-"""Floor 1: the checks of arguments that many calls share: tensors of a kind, and whole numbers."""
+"""The checks of arguments that many calls share: tensors of a kind, and whole numbers."""
 
 from collections.abc import Collection
 from typing import Any

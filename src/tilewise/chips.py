@@ -1,4 +1,4 @@
-"""Floor 1: what chips can do: one row per chip, and the row of the processor that runs this.
+"""What chips can do: one row per chip, and the row of the processor that runs this.
 
 ``CHIPS`` has the public figures of some chips by name. The row of the processor that runs this
 holds what the machine says about itself (cores, caches) and what is known about its kind

@@ -1,4 +1,4 @@
-"""Floor 7: ``linear_cross_entropy``, the loss of a vocabulary without tokens x vocabulary.
+"""``linear_cross_entropy``, the loss of a vocabulary without tokens x vocabulary.
 
 Plain code writes the logits of every token, T V numbers, and their gradient beside them: with
 128,000 words and 8,192 tokens that is 8 GB. Here a block of logits is made, becomes its part of the

@@ -1,4 +1,4 @@
-"""Floor 0: every exception and warning that a user of tilewise can meet.
+"""Every exception and warning that a user of tilewise can meet.
 
 Each message names the argument, says what came and what is required, and how to put it right.
 """

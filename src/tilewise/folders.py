@@ -1,4 +1,4 @@
-"""Floor 0: the user's folders: what can be made again, and what lasts as long as a process."""
+"""The user's folders: what can be made again, and what lasts as long as a process."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Floor 6: the calls: attention, attention_varlen, attention_paged, plan and explain."""
+"""The calls: attention, attention_varlen, attention_paged, plan and explain."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

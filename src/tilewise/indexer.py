@@ -1,4 +1,4 @@
-"""Floor 8: ``top_keys``, the keys that an indexer scores highest, without queries x keys.
+"""``top_keys``, the keys that an indexer scores highest, without queries x keys.
 
 Plain code writes a product per head, query and key, Hi M N numbers, and from them M N scores: with
 64 heads and 4,096 queries and keys that is 4 GiB. Here the heads' products of a block of rows and a

@@ -1,4 +1,4 @@
-"""Floor 0: what is otherwise while tilewise loads: the garbage collector and Ctrl-C."""
+"""What is otherwise while tilewise loads: the garbage collector and Ctrl-C."""
 
 from __future__ import annotations
 

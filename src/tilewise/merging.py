@@ -1,4 +1,4 @@
-"""Floor 7: ``merge``, attention over disjoint sets of keys made into attention over all of them."""
+"""``merge``, attention over disjoint sets of keys made into attention over all of them."""
 
 from __future__ import annotations
 

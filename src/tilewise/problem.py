@@ -1,4 +1,4 @@
-"""Floor 2: what to compute (Problem), with what (Operands), and what comes back (Result, Grads).
+"""What to compute (Problem), with what (Operands), and what comes back (Result, Grads).
 
 Letters: B batch, Hq query heads, Hk key/value heads (Hq % Hk == 0), M queries, N keys, D query/key
 width, Dv value width. In a variable-length call, Tq and Tk are the packed totals.

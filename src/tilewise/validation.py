@@ -1,4 +1,4 @@
-"""Floor 2: user input as a Problem: every check of it but of what a variant captures.
+"""User input as a Problem: every check of it but of what a variant captures.
 
 Captured tensors are checked where they are lowered (``variants/lower.py``). Letters are those of
 ``problem.py``.

@@ -1,4 +1,4 @@
-"""Floor 9: the signatures of other attention libraries over tilewise's own calls.
+"""The signatures of other attention libraries over tilewise's own calls.
 
 Nothing is patched or renamed by an import; ``install`` is asked for by name, and undone by
 ``uninstall``.

@@ -1,1 +1,1 @@
-"""Floor 5: from a call to a kernel: the registry, the plan cache, autograd, and the torch ops."""
+"""From a call to a kernel: the registry, the plan cache, autograd, and the torch ops."""

@@ -1,1 +1,1 @@
-"""Floor 4: backends: the interface, and the kernels of each."""
+"""Backends: the interface, and the kernels of each."""

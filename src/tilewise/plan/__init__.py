@@ -1,1 +1,1 @@
-"""Floor 3: how a problem is done: the plan, the choice of its backend, measured blocks."""
+"""How a problem is done: the plan, the choice of its backend, measured blocks."""

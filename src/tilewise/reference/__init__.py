@@ -1,4 +1,4 @@
-"""Floor 3: the mathematics of attention in plain torch, written to be read and to be trusted.
+"""The mathematics of attention in plain torch, written to be read and to be trusted.
 
 * ``tiled`` is the algorithm of the kernels.
 * ``merge`` combines results over separate keys.

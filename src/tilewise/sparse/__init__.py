@@ -1,1 +1,1 @@
-"""Floor 6: block-sparse attention: masks that know of each tile whether it is empty or full."""
+"""Block-sparse attention: masks that know of each tile whether it is empty or full."""

@@ -299,7 +299,6 @@ def test_a_study_with_a_tracker_of_ones_own(place: Path, monkeypatch: pytest.Mon
     for name, words in wrong.items():
         with pytest.raises(InvalidArgument, match=words):
             conducted.go(track=(name,))
-    monkeypatch.delitem(sys.modules, "tilelab.study.track.mlflow", raising=False)
     for module in ("mlflow", "mlflow.entities"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidArgument, match=r"--track.*pip install 'tilewise\[track\]'"):

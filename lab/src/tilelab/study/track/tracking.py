@@ -1,15 +1,19 @@
-"""The trackers by name, and how they are filled from records, while runs train and afterwards."""
+"""The trackers that ship, and how all are filled from records, while runs train and afterwards.
+
+A tracker imports its package when it is made: most studies have none.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tilelab.study.ask.metrics import undirected
 from tilelab.study.ask.run import RECORD, RunSpec
@@ -21,11 +25,138 @@ from tilelab.study.records.store import flat
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
 from tilewise.errors import InvalidArgument
 
-# name -> its module and class here, and what to install; it is made with a folder of its own.
-TRACKERS = {
-    "mlflow": ("mlflow", "Mlflow"),
-    "tensorboard": ("tensorboard", "TensorBoard"),
-}
+_TAG = "tilewise.run"  # of MLflow: with the experiment it is the run's identity
+_MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one message, MLflow's own limits
+_STATUS = {"done": "FINISHED", "diverged": "FAILED"}
+
+
+class Mlflow(AbstractTracker):
+    """An experiment of MLflow a study, and a run in it a run.
+
+    The folder is that of a file store, where ``MLFLOW_TRACKING_URI`` names no other.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from mlflow import entities, tracking
+
+        address = os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri()
+        if address.startswith("file:"):
+            # From version 3.7 on MLflow refuses file stores unless it is told that they are meant.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._entities: Any = entities
+        self._client: Any = tracking.MlflowClient(tracking_uri=address)
+        self._runs: dict[str, str] = {}
+        self._open: set[str] = set()  # names of runs that MLflow takes to be running
+
+    def begin(self, run: TrackedRun) -> Mapping[str, int]:
+        """See ``AbstractTracker``; the run is found by its tag."""
+        client, study = self._client, run.study
+        known = client.get_experiment_by_name(study)
+        experiment = str(known.experiment_id if known else client.create_experiment(study))
+        query = f"tags.`{_TAG}` = '{run.name}'"
+        found = client.search_runs([experiment], filter_string=query)
+        if found:
+            kept, history = found[0], client.get_metric_history
+            self._runs[run.name] = kept.info.run_id
+            if kept.info.status == "RUNNING":  # whoever filled it was killed
+                self._open.add(run.name)
+            return {
+                name: max(each.step for each in history(kept.info.run_id, name))
+                for name in kept.data.metrics
+            }
+        made = client.create_run(experiment, tags={_TAG: run.name}, run_name=run.name)
+        self._runs[run.name] = made.info.run_id
+        self._open.add(run.name)
+        made_of = self._entities.Param
+        parameters = iter([made_of(key, str(value)) for key, value in run.parameters.items()])
+        while part := list(islice(parameters, _MOST_PARAMETERS)):
+            client.log_batch(made.info.run_id, params=part)
+        return {}
+
+    def add(self, run: TrackedRun, points: Sequence[Point]) -> None:
+        """See ``AbstractTracker``; a run that was stopped before runs again."""
+        if run.name not in self._open:
+            self._client.update_run(self._runs[run.name], status="RUNNING")
+            self._open.add(run.name)
+        made_of = self._entities.Metric
+        metrics = iter(
+            made_of(each.metric, each.value, int(1000 * each.time_s), each.step) for each in points
+        )
+        while part := list(islice(metrics, _MOST_METRICS)):
+            self._client.log_batch(self._runs[run.name], metrics=part)
+
+    def end(self, run: TrackedRun, status: Literal["done", "diverged"]) -> None:
+        """See ``AbstractTracker``."""
+        self._terminate(run.name, _STATUS[status])
+
+    def close(self) -> None:
+        """See ``AbstractTracker``: runs that are not over were stopped, and can go on."""
+        for name in list(self._open):
+            self._terminate(name, "KILLED")
+
+    def _terminate(self, name: str, status: str) -> None:
+        if name in self._open:
+            self._client.set_terminated(self._runs[name], status=status)
+            self._open.remove(name)
+
+
+class TensorBoard(AbstractTracker):
+    """Event files below a folder, in one folder a run."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils import tensorboard
+
+        self._folder, self._tensorboard = folder, tensorboard
+        self._writers: dict[str, Any] = {}
+
+    def begin(self, run: TrackedRun) -> Mapping[str, int]:
+        """See ``AbstractTracker``; what the folder of the run holds is read back."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        self._drop(run.name)
+        known: dict[str, int] = {}
+        folder = self._folder / run.name
+        if folder.exists():
+            kept = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+            kept.Reload()
+            scalars = kept.Tags()["scalars"]
+            known = {tag: max(each.step for each in kept.Scalars(tag)) for tag in scalars}
+        if not known:
+            hparams: Any = self._tensorboard.summary.hparams
+            experiment, session, _ = hparams(dict(run.parameters), {"final/loss": 0.0})
+            for summary in (experiment, session):
+                self._writer(run.name).file_writer.add_summary(summary)
+        return known
+
+    def _writer(self, name: str) -> Any:
+        """Made when there is something to write: looking at a run leaves no file."""
+        if name not in self._writers:
+            self._writers[name] = self._tensorboard.SummaryWriter(str(self._folder / name))
+        return self._writers[name]
+
+    def _drop(self, name: str) -> None:
+        if name in self._writers:
+            self._writers.pop(name).close()
+
+    def add(self, run: TrackedRun, points: Sequence[Point]) -> None:
+        """See ``AbstractTracker``."""
+        writer = self._writer(run.name)
+        for point in points:
+            writer.add_scalar(point.metric, point.value, point.step, walltime=point.time_s)
+        writer.flush()
+
+    def end(self, run: TrackedRun, status: Literal["done", "diverged"]) -> None:
+        """See ``AbstractTracker``."""
+        self._drop(run.name)
+
+    def close(self) -> None:
+        """See ``AbstractTracker``."""
+        for name in list(self._writers):
+            self._drop(name)
+
+
+TRACKERS: dict[str, Callable[[Path], AbstractTracker]]
+TRACKERS = {"mlflow": Mlflow, "tensorboard": TensorBoard}  # each is made with a folder of its own
 
 
 def trackers(names: Sequence[str], folder: Path) -> dict[str, AbstractTracker]:
@@ -48,14 +179,11 @@ def _made(name: str, folder: Path) -> AbstractTracker:
     if name not in TRACKERS:
         required = f"one of {', '.join(TRACKERS)}, or file.py:function"
         raise InvalidArgument("--track", repr(name), required, nearest(name, TRACKERS))
-    module, kind = TRACKERS[name]
     try:
-        found = getattr(import_module(f"tilelab.study.track.{module}"), kind)(folder / name)
+        return TRACKERS[name](folder / name)
     except ImportError as error:
         came, fix = f"{name}, and it cannot be imported ({error})", "pip install 'tilewise[track]'"
         raise InvalidArgument("--track", came, f"a Python with the package {name}", fix) from None
-    assert isinstance(found, AbstractTracker)
-    return found
 
 
 _FLUSH_S = 2.0  # the least between two messages to a tracker

@@ -40,7 +40,7 @@ from typing import Any
 
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.recipes.registry import function_of
+from tilelab.study.recipes import function_of
 from tilelab.study.records.events import End, Evaluation, RunRecord, Start, Step, Writer
 from tilelab.study.tasks.script import Script, arguments
 from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, locked

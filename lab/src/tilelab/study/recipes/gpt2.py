@@ -24,6 +24,7 @@ from tilelab.study.ask.config import (
     Training,
     change,
 )
+from tilelab.study.recipes import recipe
 from tilelab.study.recipes.arms import (
     Factors,
     attention,
@@ -34,7 +35,6 @@ from tilelab.study.recipes.arms import (
 )
 from tilelab.study.recipes.ladder import by_length
 from tilelab.study.recipes.laptop import MUON, WSD
-from tilelab.study.recipes.registry import recipe
 from tilewise.errors import InvalidArgument
 
 # For GPT-2 small.

@@ -19,8 +19,8 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.need import gpu_need
+from tilelab.study.recipes import recipe
 from tilelab.study.recipes.arms import compare_kernels, one_at_a_time
-from tilelab.study.recipes.registry import recipe
 from tilewise.chips import CHIPS
 
 CHIP = "h100"

@@ -21,9 +21,8 @@ from tilelab.study.ask.config import (
     change,
 )
 from tilelab.study.need import gpu_need
-from tilelab.study.recipes import bert, gpt2
+from tilelab.study.recipes import bert, gpt2, recipe
 from tilelab.study.recipes.arms import attention, compare_kernels
-from tilelab.study.recipes.registry import recipe
 from tilewise.chips import CHIPS
 
 CHIP = "h200"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilelab.study.ask.config import Experiment, RunConfig, Study, change
+from tilelab.study.recipes import recipe
 from tilelab.study.recipes.arms import (
     attention,
     compare_kernels,
@@ -16,7 +17,6 @@ from tilelab.study.recipes.arms import (
     one_at_a_time,
     small_gpt2,
 )
-from tilelab.study.recipes.registry import recipe
 from tilewise.plan.traffic.memory import plain_held
 from tilewise.problem import Problem
 

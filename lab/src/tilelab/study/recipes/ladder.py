@@ -18,8 +18,8 @@ from tilelab.study.ask.config import (
     Sweep,
     Training,
 )
+from tilelab.study.recipes import recipe
 from tilelab.study.recipes.arms import factorial, one_at_a_time
-from tilelab.study.recipes.registry import recipe
 from tilewise.errors import InvalidArgument
 
 QUESTION = "Which schedule and which optimizer, and does the answer change with the text read?"

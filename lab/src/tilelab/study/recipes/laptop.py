@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, Study, Sweep, change
-from tilelab.study.recipes import ladder
+from tilelab.study.recipes import ladder, recipe
 from tilelab.study.recipes.arms import factorial, one_at_a_time, small_gpt2
 from tilelab.study.recipes.kernels import kernels_experiment
-from tilelab.study.recipes.registry import recipe
 from tilewise.inspect.peaks import isa, loop
 
 QUESTION = "Which training choices, on top of efficient attention, are worth having?"

@@ -19,7 +19,7 @@ from tilelab.study.ask.metrics import undirected
 from tilelab.study.ask.run import RECORD, RunSpec
 from tilelab.study.ask.values import nearest
 from tilelab.study.plan import Watcher
-from tilelab.study.recipes.registry import function_of
+from tilelab.study.recipes import function_of
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun

@@ -22,9 +22,8 @@ from tilelab.study.ask.run import Execution
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.costs import PeakMeter
 from tilelab.study.train.session import Session
-from tilelab.study.train.state import CheckpointError
+from tilelab.study.train.state import CheckpointError, branch_step
 from tilelab.study.train.trainer import Trainer
-from tilelab.study.train.trunk import branch_step
 
 STABLE: dict[str, Any] = {"schedule": {"name": "constant", "warmup": 0.0}}
 LONGER: dict[str, Any] = {**STABLE, "budget.steps": 10}

@@ -29,8 +29,8 @@ from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.tasks.language import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared, data_key, dtype_of
-from tilelab.study.train import trunk
 from tilelab.study.train.costs import synchronise
+from tilelab.study.train.state import branch_step, trunk_family
 
 START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
 _COMPILE_S = 60.0
@@ -124,13 +124,13 @@ def _shared_steps(runs: Sequence[RunSpec]) -> dict[str, int]:
     alike = defaultdict[str, list[RunSpec]](list)
     for run in runs:
         if run.branches:
-            alike[trunk.family(run)].append(run)
+            alike[trunk_family(run)].append(run)
     found = {}
     for each in alike.values():
         before = 0
         for run in sorted(each, key=lambda run: run.config.steps):
             found[run.name] = before
-            before = trunk.branch_step(run.config)
+            before = branch_step(run.config)
     return found
 
 

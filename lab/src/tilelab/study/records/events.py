@@ -118,7 +118,7 @@ class Start(Event):
     flops_per_token: dict[str, float]  # ``full`` (12 L d T) and ``causal`` (6 L d T) conventions
     peak_flops_s: float  # measured in its precision; on a CPU per second of CPU time
     weights_sha256: str = ""  # before the first step; empty where not recorded
-    shared_steps: int = 0  # first ones, which another run took: ``train/trunk.py``
+    shared_steps: int = 0  # first ones, which another run took: ``train/state.py``
     same_as: str = ""  # the run of the study that was trained in this one's place, by its name
     format: int = FORMAT
 

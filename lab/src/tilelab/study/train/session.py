@@ -35,11 +35,9 @@ from tilelab.study.records.events import (
 )
 from tilelab.study.tasks.task import Held, Prepared
 from tilelab.study.train import state as states
-from tilelab.study.train import trunk
 from tilelab.study.train.costs import PeakMeter, per_token
-from tilelab.study.train.state import State
+from tilelab.study.train.state import State, Trunk
 from tilelab.study.train.trainer import Diverged, Trainer
-from tilelab.study.train.trunk import Trunk
 
 WARMUP_STEPS = 2  # first steps of a process: caches, compilation, optimizer state
 # A checkpoint waits for this many times what the last one took: it costs a few percent at most.
@@ -104,7 +102,7 @@ class Session:
         if begun:  # a checkpoint whose record is gone says nothing of how it came about
             self._resume(record)
         elif self._branches:
-            common = trunk.found(self.trainer.run, self.trainer.identity)
+            common = states.find_trunk(self.trainer.run, self.trainer.identity)
         self._writer = Writer(self._record) if self._team.lead else None
         try:
             if common is not None:
@@ -183,7 +181,7 @@ class Session:
     def _train(self) -> bool:
         """Take steps; return whether all are done, or False when time is up before that."""
         trainer, every = self.trainer, self.trainer.config.evaluation.every
-        branch = trunk.branch_step(trainer.config) if self._branches else 0
+        branch = states.branch_step(trainer.config) if self._branches else 0
         if trainer.done == 0:
             self._evaluate()
         while not trainer.over and not self._time_is_up():
@@ -265,7 +263,7 @@ class Session:
         """Put down the state for longer runs of the study, whose first steps are these."""
         self.meter.pause()
         self.totals.kernels = self.trainer.guard.as_json()
-        trunk.leave(self.trainer.run, self.trainer.state(vars(self.totals)))
+        states.leave_trunk(self.trainer.run, self.trainer.state(vars(self.totals)))
         self.meter.resume()
 
     def _put_off_checkpoint(self, took_s: float) -> None:

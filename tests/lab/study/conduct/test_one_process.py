@@ -25,7 +25,7 @@ from tilelab.study.conduct.process import Local, OneProcess
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import read_records, read_study, study_folders
-from tilelab.study.train.serve import Server
+from tilelab.study.train.child import Server
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.verdict.judge import judge
 from tilewise import cli
@@ -195,7 +195,7 @@ def test_half_an_hour_of_a_gpu_at_a_tiny_size_in_two_commands(
 
 def test_the_conductor_and_its_child_need_few_packages() -> None:
     code = (
-        "import sys, tilelab.study.train.serve, tilelab.study.command\n"
+        "import sys, tilelab.study.train.child, tilelab.study.command\n"
         "slow = {'scipy', 'matplotlib', 'jinja2', 'schedulefree', 'tokenizers'}\n"
         "print(sorted(slow & sys.modules.keys()))"
     )

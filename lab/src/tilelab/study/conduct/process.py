@@ -34,7 +34,6 @@ from tilewise.folders import NotPrivate, private_folder, runtime_folder
 _CHILD = "tilelab.study.train.child"
 _SCRIPT = "tilelab.study.conduct.script"
 _LAUNCH = "tilelab.study.train.launch"  # which starts several children
-_SERVE = "tilelab.study.train.serve"  # a child for several runs
 _LAST_LINES = 12
 # glibc gives the memory of a step back to the system, which fills it with zeros for the next step:
 # a quarter of the processor time of a small model. With these it keeps blocks of up to 32 MiB (the
@@ -66,8 +65,8 @@ class Process:
         execution, self._record = run.execution, run.record
         threads, working = str(execution.threads), execution.working
         several = execution.processes > 1
-        own = _SCRIPT if run.config.learning.external else _SERVE if serves else _CHILD
-        modules = [*([_LAUNCH] if several else []), execution.module or own]
+        own = execution.module or (_SCRIPT if run.config.learning.external else _CHILD)
+        modules = [*([_LAUNCH] if several else []), own, *(["serve"] if serves else [])]
         # Kernels are compared as users meet them, and a script of somebody's own is theirs.
         kept = {} if run.alone or run.config.learning.external else _KEEP_MEMORY
         environment = {
@@ -245,7 +244,7 @@ class _LocalWorker(Process):
 
 
 class OneProcess:
-    """This machine, with one process for all runs, which compiles once: ``train/serve.py``.
+    """This machine, with one process for all runs, which compiles once: ``train/child.py``.
 
     The pool gives it one run at a time, and ``close`` ends it. A run that fails ends it too.
     """

@@ -1,4 +1,4 @@
-"""The process of one run: ``python -m tilelab.study.train.child``.
+"""The process of one run: ``python -m tilelab.study.train.child``, of several with ``serve``.
 
 It reads one line of JSON from standard input, a ``RunSpec``, and writes to the folder of its run.
 It ends when its work is done, and at once when its standard input closes. So a parent that is gone,
@@ -9,19 +9,31 @@ Exit status:
 * 0: the run is over (done or diverged; its record tells), or time is up (``Execution.until``);
 * 3: an error that its user can put right, said in the last line of standard error;
 * anything else: a crash.
+
+With ``serve`` it does several runs, one after the other. It reads a line for each, and writes a
+line of JSON to standard output when that run is over, or time is up. Everything else that is
+printed goes to standard error. It ends after a run that failed: what a failed run leaves behind is
+not to meet the next one.
+
+Runs whose configs differ in optimizer, schedule, length or evaluation alone share what
+``torch.compile`` made for the first of them: it compiles once. Before any other run the compiler
+forgets everything. So a run computes what it computes in a process of its own, to the bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
+import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +44,7 @@ from tilelab.common import memory
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
-from tilelab.study.tasks.task import Prepared, dtype_of
+from tilelab.study.tasks.task import Prepared, data_key, dtype_of
 from tilelab.study.train.costs import PeakMeter, peak_flops_s
 from tilelab.study.train.session import Session
 from tilelab.study.train.team import check, device_of, joined
@@ -44,6 +56,7 @@ ORPHANED = 4
 JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes for one input
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
+_COMPILED = ("model", "attention", "training", "data", "task")  # what graphs and shapes follow from
 
 
 def main() -> int:
@@ -211,5 +224,60 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+class Server:
+    """Does runs in this process."""
+
+    def __init__(self) -> None:
+        self._graphs = ""  # what the compiled code in this process was made for
+        self._data: dict[str, Prepared] = {}  # of the last run, by ``data_key``
+
+    def work(self, run: RunSpec) -> None:
+        """Do a run; raise what the function ``work`` raises."""
+        parts = (getattr(run.config, name).model_dump_json() for name in _COMPILED)
+        graphs = " ".join([run.execution.device, *parts])
+        if graphs != self._graphs:
+            self._graphs = graphs
+            if "torch._dynamo" in sys.modules:  # which takes a second to import
+                torch.compiler.reset()
+        # Memory that the last run left counts as held before this one.
+        gc.collect()
+        if run.execution.device == "cuda":
+            torch.cuda.empty_cache()
+        work(run, self._prepared)
+
+    def _prepared(self, config: RunConfig, cache: Path) -> Prepared:
+        """Return the data of a config; runs in a row that share it read and check it once."""
+        key = f"{data_key(config)} {cache}"
+        if key not in self._data:
+            self._data = {key: config.learning.prepare(config, cache)}
+        return self._data[key]
+
+
+def serve() -> int:
+    """Do the jobs on standard input until one fails; return the exit status."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=partial(_read, lines), daemon=True).start()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        server = Server()
+        while True:
+            status = attempt(lines.get(), server.work)
+            if status:
+                return status
+            print(json.dumps({"status": status}), file=answers, flush=True)
+
+
+def _read(lines: queue.SimpleQueue[str]) -> None:
+    """Put down the lines of standard input; end the process with it, whatever it is doing."""
+    rest = b""
+    while data := os.read(sys.stdin.fileno(), 1 << 16):
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            lines.put(line.decode())
+    os._exit(ORPHANED)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        sys.exit(serve())
     leave(main())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The core and its C++ tests, compiled for systems that are not here, each instruction set of each:
+# The core, its Python module and its C++ tests, compiled for systems that are not here, each instruction set of each:
 #
 #   scripts/cross_compile.sh [macos] [windows]        default: both, objects only and without optimisation
 #   RUN=/usr/lib/wine/wine64 scripts/cross_compile.sh windows     links the tests, optimised, and runs them there;
@@ -7,13 +7,44 @@
 #                                                     TILEWISE_LEVEL=-O0 builds them without optimisation
 #
 # macOS is arm64, Windows x86-64. The compiler is the ziglang package, which has the headers of both. PYTHON names the
-# Python that has it (default: .venv, into which this script installs it).
+# Python that has it (default: .venv, into which this script installs it). The Python module is compiled against the headers
+# of that Python, with the sizes of the other system.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH=$PATH:$root/.venv/bin # the pinned cmake, where the system has none
 python=${PYTHON:-$root/.venv/bin/python}
-"$python" -c 'import ziglang' 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check ziglang
+for package in ziglang nanobind; do
+  "$python" -c "import $package" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check $package
+done
+
+python_module() { # python_module BUILD SYSTEM: csrc/bind/bind.cc, by the command that compiles another file of the core
+  local headers=$1/headers
+  rm -rf "$headers"
+  cp -r "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')" "$headers"
+  # Python's own pyconfig.h is of this system. That of macOS has the same sizes.
+  if [ "$2" = windows ]; then
+    {
+      printf '#pragma once\n#include <basetsd.h>\n#include <io.h>\ntypedef long long Py_ssize_t;\n'
+      printf '#define %s\n' MS_WINDOWS MS_WIN32 MS_WIN64 NT_THREADS HAVE_DECLSPEC_DLL 'PY_SSIZE_T_MAX LLONG_MAX' 'WITH_THREAD 1' \
+        'HAVE_'{PY_SSIZE_T,WCHAR_H,SYS_TYPES_H,SYS_STAT_H}' 1' 'ALIGNOF_LONG 4' 'ALIGNOF_'{SIZE_T,MAX_ALIGN_T}' 8' 'SIZEOF_'{SHORT,WCHAR_T}' 2' \
+        'SIZEOF_'{INT,LONG,OFF_T,FLOAT}' 4' 'SIZEOF_'{LONG_LONG,VOID_P,SIZE_T,TIME_T,DOUBLE}' 8'
+    } >"$headers/pyconfig.h"
+  fi
+  "$python" - "$root" "$1" <<'PY'
+import json, pathlib, shlex, subprocess, sys
+import nanobind
+root, build = map(pathlib.Path, sys.argv[1:])
+commands = json.loads((build / "compile_commands.json").read_text())
+(command,) = (each["command"] for each in commands if each["file"].endswith("isa/dispatch.cc"))
+words = shlex.split(command)
+options = words[: words.index("-o")]
+options += ["-include", "cstdio", "-iquote", str(build / "code"), "-DNB_DOMAIN=tilewise"]
+options += ["-isystem", str(build / "headers"), "-isystem", nanobind.include_dir()]
+file = str(root / "csrc/bind/bind.cc")
+sys.exit(subprocess.run([*options, "-o", str(build / "bind.o"), "-c", file]).returncode)
+PY
+}
 
 [ $# -gt 0 ] || set -- macos windows
 for system in "$@"; do
@@ -41,6 +72,7 @@ for system in "$@"; do
   else
     objects=$(sed -n 's/^build \(CMakeFiles\/[^ :]*\.cc\.o[bj]*\):.*/\1/p' "$build/build.ninja")
     cmake --build "$build" --target $objects
-    printf 'cross_compile: %s: %s objects for %s\n' "$system" "$(wc -w <<<"$objects")" "$target"
+    python_module "$build" "$system"
+    printf 'cross_compile: %s: %s objects and the Python module for %s\n' "$system" "$(wc -w <<<"$objects")" "$target"
   fi
 done

@@ -99,6 +99,16 @@ VALUES: dict[str, tuple[Call, str]] = {
         "^k: got device meta; required: q's device, cpu",
     ),
     "sparse": (lambda: attend(q().to_sparse(), kv(), kv()), "^q: got layout torch.sparse_coo"),
+    "sparse key lists": (
+        with_keywords(keys=torch.zeros(2, 1, 3, 1).int().to_sparse()),
+        r"^keys: got layout torch.sparse_coo.*to_dense\(\)",
+    ),
+    "sparse targets": (
+        lambda: tilewise.linear_cross_entropy(
+            torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(3).long().to_sparse()
+        ),
+        "^targets: got layout torch.sparse_coo",
+    ),
     "NaN scale": (with_keywords(scale=float("nan")), "^scale: got nan; required: a finite number"),
     "infinite scale": (with_keywords(scale=float("inf")), "^scale: got inf"),
     "scale beyond float32": (with_keywords(scale=1e300), r"^scale: got 1e\+300; .*float32 up to"),

@@ -11,6 +11,7 @@ from tilewise.errors import InvalidArgument, InvalidType
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 INDICES = (torch.int32, torch.int64)
 FLOATING = "floating"
+_DENSE = (torch.strided, torch.jagged)  # callers say what they think of nested tensors
 
 
 def named(value: object) -> str:
@@ -46,6 +47,9 @@ def check_tensor(
     """
     if not isinstance(value, Tensor):
         raise InvalidType(name, named(value), required, fix)
+    if value.layout not in _DENSE:
+        dense = "Call its to_dense() first."
+        raise InvalidArgument(name, f"layout {value.layout}", required, fix or dense)
     if dtypes is not None:
         fits = value.is_floating_point() if isinstance(dtypes, str) else value.dtype in dtypes
         if not fits:

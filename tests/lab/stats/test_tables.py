@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tilelab import stats
-from tilelab.stats.tables import read, values_of
+from tilelab.stats.tables import read, values_of, where
 from tilewise import cli
+from tilewise.errors import InvalidArgument
 
 ADAMW, MUON = {0: 3.214, 1: 3.198, 2: 3.221}, {0: 3.101, 1: 3.094, 2: 3.105}
 RUNS = [("adamw", seed, loss) for seed, loss in ADAMW.items()]
@@ -170,3 +171,103 @@ def test_runs_that_have_not_ended_are_left_out(
     diverged = str(wandb_csv(tmp_path, val_loss="nan"))
     assert cli.main(["study", "verdict", diverged, *ASKED, "--smallest-effect", "0.02"]) == 0
     assert "Diverged with 1 of 3 seeds (seed 2)" in capsys.readouterr().out
+
+
+HEAD = "optimizer,seed,val_loss"
+LINES = [f"{arm},{seed},{loss}" for arm, seed, loss in RUNS]
+
+
+def values(path: Path) -> dict[str, dict[int, float | None]]:
+    return values_of(read(path), arm=["optimizer"], seed="seed", metric="val_loss")
+
+
+def test_mlflow_has_its_last_value_where_no_step_was_logged(tmp_path: Path) -> None:
+    folder = mlruns(tmp_path)
+    for path in folder.rglob("val_loss"):
+        last = path.read_text().split()[4]
+        path.write_text(f"17003 {last} 0\n17001 9.0 0\n17002 8.0\n")
+    assert values(folder) == WANTED
+
+
+def test_mlflow_says_how_a_run_ended(tmp_path: Path) -> None:
+    folder = mlruns(tmp_path)
+    for at, path in enumerate(sorted(folder.rglob("meta.yaml"))):
+        path.write_text(f"lifecycle_stage: active\nstatus: {3 if at < 6 else 4}\n")
+    assert [row["status"] for row in read(folder)] == ["FINISHED"] * 6 + ["FAILED"]
+    with pytest.raises(InvalidArgument, match="got two runs of muon with seed 0"):
+        values(folder)
+    rows = where(read(folder), ["status=FINISHED"])
+    assert values_of(rows, arm=["optimizer"], seed="seed", metric="val_loss") == WANTED
+    with pytest.raises(InvalidArgument, match="that a run has in status: FAILED, FINISHED"):
+        where(read(folder), ["status=finished"])
+
+
+@pytest.mark.parametrize("separator", [";", "\t", ", "])
+def test_other_separators(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([HEAD, *LINES]).replace(",", separator), encoding="utf-8-sig")
+    assert values(path) == WANTED
+
+
+def test_an_object_a_line_may_have_any_text_and_any_seed(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    rows = [{"optimizer": arm, "seed": 2**53 + seed, "val_loss": loss} for arm, seed, loss in RUNS]
+    text = "\n".join(json.dumps({**row, "note": "a\u2028b"}, ensure_ascii=False) for row in rows)
+    path.write_text(text, encoding="utf-8-sig")
+    assert list(values(path)["muon"]) == [2**53, 2**53 + 1, 2**53 + 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "\n".join([HEAD, "adamw,0,3,2"]), "line 2 of .* with 4 values; .* 3, as many as"),
+        ("a.csv", f"{HEAD},val_loss\nadamw,0,3.2,9", "two columns val_loss; .* once"),
+        ("a.csv", f'{HEAD}\n"adamw,0,3.2', r"a.csv \(unexpected end of data\); required: CSV"),
+        ("a.csv", f"{HEAD}\nm\N{LATIN SMALL LETTER U WITH DIAERESIS},0,3.2", "text in UTF-8"),
+        ("a.json", '[{"optimizer": "\N{LATIN SMALL LETTER U WITH DIAERESIS}"}]', "text in UTF-8"),
+        ("a.json", "[" * 100_000, "required: JSON"),
+        ("a.json", '[{"history": [3.2, 3.1]}]', "a history of 3.2; required: objects"),
+        ("a.jsonl", '{"seed": 1}\n{"torn":', r"line 2 of .*a.jsonl \(Expecting value"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(InvalidArgument, match=message):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_two_runs_are_never_one_history(tmp_path: Path, named: bool) -> None:
+    """A crashed run and its repetition have the same arm and seed, and steps of their own."""
+    path = tmp_path / "history.csv"
+    rows = [f"r{at},{line},{step}" for at, line in enumerate(LINES) for step in (10, 20)]
+    again = "r9,muon,0,9.9,20" if not named else "r9,muon,0,9.9,15"
+    lines = [f"Name,{HEAD},_step", *rows, again]
+    path.write_text("\n".join(line if named else line.partition(",")[2] for line in lines))
+    with pytest.raises(InvalidArgument, match="got two runs of muon with seed 0"):
+        values(path)
+
+
+def test_an_arm_without_a_value_is_not_left_out_silently(tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    rows = [f"{line},20" for line in LINES]
+    path.write_text("\n".join([f"{HEAD},_step", *rows, "lion,0,,10", "lion,0,,20"]))
+    with pytest.raises(InvalidArgument, match="got no val_loss of lion with seed 0; required"):
+        values(path)
+
+
+def test_the_command_warns_of_seeds_that_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = tmp_path / "runs.csv", tmp_path / "page.md"
+    lines = [
+        f"{arm},{seed},{loss}" for arm, loss in (("adamw", 3.3), ("muon", 3.1)) for seed in (0, 1)
+    ]
+    path.write_text("\n".join(["optimizer,seed,loss_0.5", *lines]))
+    words = ["--metric", "loss_0.5", "--smallest-effect", "0.02", "--report", str(page)]
+    asked = ["--arm", "optimizer", "--baseline", "adamw", *words]
+    assert cli.main(["study", "verdict", str(path), *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (said, page.read_text()):
+        assert "The difference is the same with every seed: do the seeds change anything?" in text
+    assert "0.200 loss_0.5 [" in said, "a column's name is not cut at any point"

@@ -15,6 +15,8 @@ from types import ModuleType
 
 from tilelab.stats.values import Interval, Ratio, Summary
 
+SAME_WITH_EVERY_SEED = "The difference is the same with every seed: do the seeds change anything?"
+_NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
 
 
@@ -56,6 +58,12 @@ def paired(
     half = _quantile(freedom, (1 + confidence) / 2) * error
     p_value = 2 * _upper_tail(abs(mean), error, freedom) if mean else 1.0
     return Paired(n, mean, spread, Interval(mean - half, mean + half), p_value)
+
+
+def constant(effect: Paired) -> bool:
+    """Return whether two or more differences do not vary, by more than rounding, and are not 0."""
+    mean, spread = effect.mean, effect.spread
+    return bool(mean) and spread is not None and spread < _NO_SPREAD * abs(mean or 0.0)
 
 
 def equivalence(

@@ -3,10 +3,11 @@
 A table is a list of rows, each a run: column -> value. ``read`` takes
 
 * ``.csv``: a row a run, such as the export of W&B's table of runs, or ``mlflow experiments csv``;
+  ``;`` or a tab may separate its values;
 * ``.json``: a list of objects, or an object with such a list as ``runs``; ``.jsonl``: an object a
   line. Nested values get dotted names (``config.lr``); W&B's ``{"value": ...}`` is its value. A
   list ``history`` of objects gives each key's last value;
-* a folder ``mlruns`` of MLflow: parameters, tags and the last value of each metric.
+* a folder ``mlruns`` of MLflow: status, parameters, tags and the last value of each metric.
 
 ``values_of`` sorts a column by arm and seed, as ``compare_all`` takes it. A column may be named
 without what these put before it: ``lr`` finds ``params.lr``, ``config.lr`` or ``metrics.lr``.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ from tilelab.stats.errors import invalid
 Row = Mapping[str, Any]
 _BEFORE = ("params.", "config.", "metrics.", "summary.", "tags.", "history.")
 _STEPS = ("_step", "step")  # of rows that are evaluations of a run
+_RUNS = ("run_id", "Run ID", "run", "Run", "run_name", "Name", "name")  # which run a row is of
+_STATUS = ("", "RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")  # by MLflow's number
 _MOST = 12  # columns or runs that a message names
 
 
@@ -41,8 +45,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     elif not path.is_file():
         raise invalid("table", f"{path}, which is no file", "a table of runs")
     elif path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [dict(row) for row in csv.DictReader(file)]
+        rows = _of_csv(path)
     elif path.suffix in (".json", ".jsonl", ".ndjson"):
         rows = [_flat(each) for each in _objects(path)]
     else:
@@ -67,11 +70,15 @@ def column(rows: Sequence[Row], name: str, argument: str) -> str:
         return found[0]
     if found:
         raise invalid(argument, repr(name), f"one of {', '.join(found)}")
-    bare = [each.partition(".")[2] or each for each in known]
-    near = difflib.get_close_matches(name, [*known, *bare], n=1)
+    near = difflib.get_close_matches(name, [*known, *map(bare, known)], n=1)
     fix = f"Did you mean {near[0]!r}?" if near else ""
     shown = ", ".join(known[:_MOST]) + (", ..." if len(known) > _MOST else "")
     raise invalid(argument, f"{name!r}, which is no column", f"one of {shown}", fix)
+
+
+def bare(name: str) -> str:
+    """Return the name of a column without what an export put before it."""
+    return next((name.removeprefix(each) for each in _BEFORE if name.startswith(each)), name)
 
 
 def where(rows: Sequence[Row], conditions: Iterable[str]) -> list[Row]:
@@ -82,9 +89,11 @@ def where(rows: Sequence[Row], conditions: Iterable[str]) -> list[Row]:
         if not equals:
             raise invalid("--where", repr(each), "column=value, such as State=finished")
         key = column(rows, name, "--where")
+        there = sorted({str(row.get(key, "")) for row in kept})
         kept = [row for row in kept if str(row.get(key, "")) == value]
         if not kept:
-            raise invalid("--where", repr(each), f"a value that a run has in {key}")
+            shown = ", ".join(there[:_MOST]) + (", ..." if len(there) > _MOST else "")
+            raise invalid("--where", repr(each), f"a value that a run has in {key}: {shown}")
     return kept
 
 
@@ -102,32 +111,37 @@ def values_of(
 
     Raises:
         InvalidArgument: a column that is not there, a seed that is no whole number, a metric
-            without a value, or two runs of an arm with the same seed.
+            without a value, or two runs of an arm with the same seed: rows that name other
+            runs, or have other values at the same step.
     """
     arms = [column(rows, each, "--arm") for each in arm]
     by_seed, value = column(rows, seed, "--seed"), column(rows, metric, "--metric")
     steps = next((each for each in _STEPS if any(each in row for row in rows)), None)
+    run = next((each for each in _RUNS if any(each in row for row in rows)), "")
     found: dict[str, dict[int, tuple[float, float | None]]] = {}
-    empty = []
+    whose: dict[tuple[str, int], object] = {}
+    at_step: dict[tuple[str, int, float | None], float | None] = {}
     for at, row in enumerate(rows, 1):
         if any(_missing(row.get(each)) for each in arms):
             fix = "--where leaves rows out."
             raise invalid("--arm", f"row {at} without a {arms[0]}", "a value in every row", fix)
         name = "/".join(str(row[each]) for each in arms)
         number = _seed(row.get(by_seed), at, by_seed)
+        again = whose.setdefault((name, number), row.get(run)) != row.get(run)
         step = _number(row.get(steps)) if steps else None
-        if _missing(row.get(value)):
-            if step is None:
-                empty.append(f"{name} with seed {number}")
-            continue  # a row of a history that has other numbers
-        result = _number(row[value], value)
         runs = found.setdefault(name, {})
-        if number in runs and step is None:
+        if _missing(row.get(value)):
+            continue  # a row of a history that has other numbers, or a run without the metric
+        result = _number(row[value], value)
+        again |= number in runs and step is None
+        again |= at_step.setdefault((name, number, step), result) != result
+        if again:
             required = "one run for each arm and seed"
             fix = "Name what else they differ in by another --arm, or leave rows out by --where."
             raise invalid("table", f"two runs of {name} with seed {number}", required, fix)
         if number not in runs or (step or 0.0) >= runs[number][0]:
             runs[number] = (step or 0.0, result)
+    empty = [f"{name} with seed {number}" for name, number in whose if number not in found[name]]
     if empty:
         came = ", ".join(empty[:_MOST]) + (", ..." if len(empty) > _MOST else "")
         required = f"a value of {value} for every run: nan for one that diverged"
@@ -175,19 +189,54 @@ def paired_values(
     return kept.pop(baseline), dict(kept)
 
 
-def _objects(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
+def _of_csv(path: Path) -> list[dict[str, Any]]:
+    file = io.StringIO(_text(path), newline="")
+    separator = max(",;\t", key=file.readline().count)  # of equals the comma
+    file.seek(0)
+    reader = csv.reader(file, delimiter=separator, skipinitialspace=True, strict=True)
+    rows: list[dict[str, Any]] = []
     try:
-        if path.suffix == ".json":
-            whole = json.loads(text)
-            found = whole.get("runs", [whole]) if isinstance(whole, dict) else whole
-        else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise invalid("table", f"{path} ({error})", "JSON") from None
+        head = next(reader, [])
+        twice = [name for at, name in enumerate(head) if name.strip() and name in head[:at]]
+        if twice:
+            raise invalid("table", f"{path} with two columns {twice[0]}", "every name once")
+        for row in reader:
+            if any(each.strip() for each in row[len(head) :]):
+                came = f"line {reader.line_num} of {path} with {len(row)} values"
+                fix = "Numbers have a decimal point, not a comma."
+                raise invalid("table", came, f"{len(head)}, as many as columns", fix)
+            if row:
+                rows.append(dict(zip(head, row, strict=False)))
+    except csv.Error as error:
+        raise invalid("table", f"{path} ({error})", "CSV") from None
+    return rows
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid("table", f"{path} ({error})", "text in UTF-8") from None
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    text = _text(path)
+    if path.suffix == ".json":
+        whole = _json(text, str(path))
+        found = whole.get("runs", [whole]) if isinstance(whole, dict) else whole
+    else:
+        lines = enumerate(text.split("\n"), 1)
+        found = [_json(line, f"line {at} of {path}") for at, line in lines if line.strip()]
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise invalid("table", str(path), "a list of objects, each a run")
     return found
+
+
+def _json(text: str, whose: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid("table", f"{whose} ({error})", "JSON") from None
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -196,6 +245,9 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         name = f"{above}{key}"
         if key == "history" and isinstance(value, list):
             for line in value:
+                if not isinstance(line, Mapping):
+                    required = 'objects, such as {"_step": 10, "val_loss": 1.5}'
+                    raise invalid("table", f"a history of {line!r}", required)
                 last = {f"history.{each}": one for each, one in line.items() if one is not None}
                 found.update(last)
         elif isinstance(value, Mapping) and "value" in value and set(value) <= {"value", "desc"}:
@@ -212,24 +264,33 @@ def _of_mlflow(folder: Path) -> Iterator[dict[str, Any]]:
     metas = sorted(folder.glob("*/*/meta.yaml")) or sorted(folder.glob("*/meta.yaml"))
     for meta in metas:
         run = meta.parent
-        deleted = "lifecycle_stage: deleted" in meta.read_text(encoding="utf-8")
+        facts = dict(line.partition(": ")[::2] for line in _text(meta).splitlines())
+        deleted = facts.get("lifecycle_stage") == "deleted"
         if deleted or ".trash" in run.parts or not (run / "metrics").is_dir():
             continue
         row: dict[str, Any] = {"run_id": run.name, "experiment_id": run.parent.name}
+        if facts.get("status", "").isdigit():
+            number = int(facts["status"])
+            row["status"] = _STATUS[number] if number < len(_STATUS) else facts["status"]
         for part in ("params", "tags"):
             for name, text in _files(run / part):
                 row[f"{part}.{name}"] = text.strip()
         for name, text in _files(run / "metrics"):
             lines = [line.split() for line in text.splitlines() if line.strip()]
-            if lines:  # time, value, step
-                row[f"metrics.{name}"] = max(lines, key=lambda line: int(line[2]))[1]
+            if lines:
+                row[f"metrics.{name}"] = max(lines, key=_step_and_time)[1]
         yield row
+
+
+def _step_and_time(line: Sequence[str]) -> tuple[int, int]:
+    """Return how MLflow orders the lines of a metric, which have time, value and, mostly, step."""
+    return int(line[2]) if len(line) > 2 else 0, int(line[0])
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
+            yield path.relative_to(folder).as_posix(), _text(path)
 
 
 def _missing(value: object) -> bool:
@@ -249,7 +310,10 @@ def _number(value: object, name: str = "") -> float | None:
 
 
 def _seed(value: object, row: int, name: str) -> int:
-    number = _number(value)
+    try:
+        return int(str(value))  # a float holds no seed of 64 bits
+    except ValueError:
+        number = _number(value)
     if number is None or number != int(number):
         raise invalid("--seed", f"{value!r} in {name}, row {row}", "whole numbers")
     return int(number)

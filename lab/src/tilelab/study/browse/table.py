@@ -20,8 +20,9 @@ from rich.table import Table
 
 from tilelab.common.files import write_atomically
 from tilelab.common.terminal import Text
-from tilelab.stats import compare_all, interactions_of, summary
-from tilelab.stats.tables import paired_values, read, values_of, where
+from tilelab.stats import compare_all, interactions_of, paired, summary
+from tilelab.stats.paired import SAME_WITH_EVERY_SEED, constant
+from tilelab.stats.tables import bare, paired_values, read, values_of, where
 from tilelab.stats.values import Interaction, Verdict
 from tilelab.study.verdict import text as words
 from tilewise.commands.visible import visible
@@ -108,7 +109,7 @@ class Judged:
 def _judged(options: argparse.Namespace) -> Judged:
     """Return the verdict on every arm of a table, as ``tilelab.stats`` decides it."""
     seeds = None if options.seeds is None else _whole_numbers("--seeds", options.seeds)
-    rows, unit = where(read(options.table), options.where), options.metric.rpartition(".")[2]
+    rows, unit = where(read(options.table), options.where), bare(options.metric)
     found = values_of(rows, arm=options.arm, seed=options.seed, metric=options.metric)
     base, arms = paired_values(found, options.baseline, seeds)
     rules: dict[str, Any] = {
@@ -139,7 +140,7 @@ def shown(found: Judged) -> RenderableType:
     for head in ("arm", "verdict", ""):
         table.add_column(head)
     for each in found.arms:
-        table.add_row(Text(each.arm), Text(each.label), Text(words.typeset(each.reason)))
+        table.add_row(Text(each.arm), Text(each.label), Text(words.typeset(_reason(each))))
     for one in found.interactions:
         name = Text(" with ".join(one.arms))
         table.add_row(name, Text(one.label), Text(words.typeset(one.reason)))
@@ -165,7 +166,7 @@ def report(found: Judged) -> str:
         cells = (each.arm, each.label, effect, interval, words.p_value(each.p_holm), str(each.n))
         lines.append(f"| {' | '.join(map(markdown_text, cells))} |")
     lines.append("")
-    reasons = [(each.arm, each.reason) for each in found.arms]
+    reasons = [(each.arm, _reason(each)) for each in found.arms]
     reasons += [
         (" with ".join(one.arms), f"{one.label}: {one.reason}") for one in found.interactions
     ]
@@ -174,6 +175,12 @@ def report(found: Judged) -> str:
         for name, reason in reasons
     ]
     return "\n".join([*lines, ""])
+
+
+def _reason(verdict: Verdict) -> str:
+    differences = [each.difference for each in verdict.per_seed if each.difference is not None]
+    same = constant(paired(differences, 0.95))
+    return f"{verdict.reason} {SAME_WITH_EVERY_SEED}" if same else verdict.reason
 
 
 def _heading(found: Judged) -> str:

@@ -18,7 +18,7 @@ from tilelab.stats.decide import (
     others_of,
 )
 from tilelab.stats.factorial import factor_effects, interactions
-from tilelab.stats.paired import critical_t, paired, ratio
+from tilelab.stats.paired import SAME_WITH_EVERY_SEED, constant, critical_t, paired, ratio
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import final_name
@@ -65,7 +65,6 @@ from tilelab.study.verdict.stages import Stage, following, over
 from tilelab.study.verdict.sweeps import all_diverged, rungs_of, sweep_results
 
 NO_FLOORS: Floors = {}
-_NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 # What a cost and a target say where speed is withheld.
 _NO_TIMES: Mapping[str, Any] = dict.fromkeys(("wall_s", "cpu_s", "sweep_wall_s", "sweep_cpu_s"))
 _NO_TARGET_TIMES: Mapping[str, Any] = {
@@ -409,9 +408,8 @@ def _arm(
     notes += held_out_note(experiment, arm)
     agrees, drift = rounding(experiment, arm, finals)
     notes += (drift,) if drift else ()
-    effect, spread = test.paired.mean, test.paired.spread
-    if compared.whole and effect and spread is not None and spread < _NO_SPREAD * abs(effect):
-        notes += ("The difference is the same with every seed: do the seeds change anything?",)
+    if compared.whole and constant(test.paired):
+        notes += (SAME_WITH_EVERY_SEED,)
     return ArmVerdict(
         **vars(judged.verdict(arm.name)),
         kind=arm.kind,

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from tilewise.checks import FLOATING, check_tensor, check_whole, named
-from tilewise.engine.define import define
 from tilewise.engine.modes import readable, refuse_vmap
+from tilewise.engine.ops import define
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.kernels.cpu.core import absence

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise.checks import FLOATING, check_tensor
-from tilewise.engine.define import define
 from tilewise.engine.modes import readable
-from tilewise.engine.ops import schema
+from tilewise.engine.ops import define, schema
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu.core import absence

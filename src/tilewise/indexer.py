@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.checks import check_tensor, check_whole
-from tilewise.engine.define import define
+from tilewise.engine.ops import define
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import MaskLike

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tilewise.engine import registry
 from tilewise.engine.call import Keywords
-from tilewise.engine.define import define
 from tilewise.engine.dispatch import candidates, plan_problem
 from tilewise.engine.explanation import Explanation
 from tilewise.engine.gathered import lists_at_once, small_problem
@@ -32,7 +31,7 @@ from tilewise.engine.listed_work import (
     refuse_transforms,
 )
 from tilewise.engine.modes import PLAIN, readable, refuse_vmap, traced, transforms_active, wraps
-from tilewise.engine.ops import OpCall, absent, laid_out, own, promised, result_of, schema
+from tilewise.engine.ops import OpCall, absent, define, laid_out, own, promised, result_of, schema
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
 from tilewise.engine.run import road

@@ -2,10 +2,11 @@
 
 An op carries q, k, v, the captured tensors and the variant as text without shapes. The Problem is
 completed inside, so one graph serves every shape. Eager calls do not come here, because a Python op
-costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels.
+costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels. ``define`` registers
+these ops and all others of tilewise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -19,7 +20,6 @@ from tilewise.engine.call import (
     check_forward_only,
     read_keywords,
 )
-from tilewise.engine.define import define
 from tilewise.engine.modes import (
     refuse_forward_mode,
     refuse_second_derivative,
@@ -37,6 +37,39 @@ from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales, refuse_backward,
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import decode, encode, fitted
 from tilewise.variants.values import Mask, Score
+
+
+def define(
+    name: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    schema: str | None = None,
+    *,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+    vmap: Callable[..., Any] | None = None,
+) -> None:
+    """Define ``torch.ops.tilewise.NAME``, which changes none of its arguments.
+
+    Each definition looks for the source of its caller. The first one in a file reads the paths of
+    all modules that are loaded, a millisecond beside torch. So all ops come through this file.
+
+    Args:
+        name: of the op, without the namespace.
+        kernel: computes it, on any device.
+        fake: returns tensors like the kernel's, without values.
+        schema: arguments and results; those that the annotations of the kernel say, if None.
+        backward: its derivative, as ``torch.library.register_autograd`` takes it. Where None, a
+            backward pass through the op raises.
+        save: its ``setup_context``.
+        vmap: its batching rule.
+    """
+    op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    if backward is not None:
+        op.register_autograd(backward, setup_context=save)
+    if vmap is not None:
+        op.register_vmap(vmap)
 
 
 def call(

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import Keywords, build_operands, build_problem, cached_plan, read_keywords
-from tilewise.engine.define import define
 from tilewise.engine.modes import refuse_vmap, transforms_active
-from tilewise.engine.ops import RESULTS, promised, result_of, returned, schema
+from tilewise.engine.ops import RESULTS, define, promised, result_of, returned, schema
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.plan import Plan

@@ -13,8 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import tilewise
 from tests.engine.samples import qkv
 from tilewise import attention, masks, scores
-from tilewise.engine.call import build_operands, build_problem, read_keywords
-from tilewise.engine.seeds import draw_seed, read_seed
+from tilewise.engine.call import build_operands, build_problem, draw_seed, read_keywords, read_seed
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.problem import Operands, Problem
 from tilewise.reference.philox import keep_mask

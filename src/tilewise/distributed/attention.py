@@ -24,12 +24,12 @@ from tilewise.engine.call import (
     build_problem,
     ragged_extent,
     read_keywords,
+    read_seed,
     reads_on_device,
 )
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, checked_key_lists, read_key_lists
 from tilewise.engine.listed import attend_lists
 from tilewise.engine.run import autocast
-from tilewise.engine.seeds import read_seed
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike
 from tilewise.problem import Problem

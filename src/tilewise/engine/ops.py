@@ -2,8 +2,9 @@
 
 An op carries q, k, v, the captured tensors and the variant as text without shapes. The Problem is
 completed inside, so one graph serves every shape. Eager calls do not come here, because a Python op
-costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels. ``define`` registers
-these ops and all others of tilewise.
+costs 10 to 25 us a call. They go through ``autograd.py``, over the same kernels.
+
+``define`` registers these ops and all others of tilewise.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from tilewise.engine.call import (
     build_problem,
     cached_plan,
     check_forward_only,
+    draw_seed,
     read_keywords,
 )
 from tilewise.engine.modes import (
@@ -26,7 +28,6 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
-from tilewise.engine.seeds import draw_seed
 from tilewise.kernels.from_lse import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like

@@ -18,8 +18,7 @@ from tilewise.compat.flash_attn.cache import (
     check_integers,
     check_lengths,
 )
-from tilewise.engine.call import build_operands, build_problem, read_keywords
-from tilewise.engine.seeds import draw_seed
+from tilewise.engine.call import build_operands, build_problem, draw_seed, read_keywords
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import AttentionResult, attention, attention_varlen
 from tilewise.reference.blocks import Part, parts

@@ -16,12 +16,12 @@ from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS, row_of
 from tilewise.commands.explain import DTYPES, room
+from tilewise.engine.explanation import mask_formula, score_formula
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.known_models import KNOWN_MODELS, known_model
 from tilewise.plan.traffic import visits
 from tilewise.plan.traffic.report import amount, duration
 from tilewise.variants import masks
-from tilewise.variants.formula import mask_formula, score_formula
 
 H200 = [
     *("--shape", "1x32x8192x128", "--kv-heads", "8"),

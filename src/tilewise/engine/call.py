@@ -327,9 +327,9 @@ def ragged_extent(problem: Problem, starts_q: Sequence[int], starts_k: Sequence[
     return Extent.of_sequences(problem.heads, query_counts, key_counts)
 
 
-# The core takes the seed of dropout as a number. The GPU's kernels read a tensor on their device, so
-# nothing waits for the device. A CUDA graph draws anew at each replay, because the captured draw is
-# part of the graph.
+# The core takes the seed of dropout as a number. The GPU's kernels read a tensor on their device,
+# so nothing waits for the device. A CUDA graph draws anew at each replay, because the captured draw
+# is part of the graph.
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 # torch.randint's largest bound: 63 random bits.
 _SEED_LIMIT = 2**63 - 1

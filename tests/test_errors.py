@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks, scores
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
 Call = Callable[[], Any]
@@ -370,7 +370,7 @@ def test_unsupported_names_the_limits_of_programs() -> None:
 
 
 def _need_core() -> None:
-    if registry.load("cpu").absence() is not None:
+    if dispatch.load("cpu").absence() is not None:
         pytest.skip("the compiled core is not built: ./run setup says why")
 
 

@@ -82,7 +82,7 @@ APART = (
 CORE_USERS = ("tilewise.kernels.cpu",)
 # The engine knows backends by one list of them; everything else there goes through their interface.
 BACKENDS = ("tilewise.kernels.cpu", "tilewise.kernels.gpu", "tilewise.kernels.tiled")
-BACKEND_LIST = "tilewise.engine.registry"
+BACKEND_LIST = "tilewise.engine.dispatch"
 
 # What tilelab may import of tilewise (docs/design.md); ".*" stands for what is in a package.
 PUBLIC = (
@@ -382,7 +382,7 @@ def test_an_upward_import_is_found(tmp_path: Path, file: str, text: str, importe
         (
             "engine/call.py",
             "from tilewise.kernels.cpu import backend\n",
-            "imports tilewise.kernels.cpu.backend, which only tilewise.engine.registry may",
+            "imports tilewise.kernels.cpu.backend, which only tilewise.engine.dispatch may",
         ),
         ("functional.py", "from tilewise import _core\n", "tilewise.functional imports _core"),
         (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks, scores
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.variants.lower import Extent, lower_mask, lower_score
 from tilewise.variants.program import (
@@ -140,7 +140,7 @@ def test_huge_counts_are_one_number(huge: int) -> None:
     assert masks.prefix(huge).program == masks.prefix(2**63).program
     q, k, v = (torch.randn(1, 2, rows, 8) for rows in (M, N, N))
     for backend in ("tiled", None):
-        if backend is None and registry.load("cpu").absence() is not None:
+        if backend is None and dispatch.load("cpu").absence() is not None:
             continue
         full = tilewise.attention(q, k, v, backend=backend)
         for mask in (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.chips import Chip, detect
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.kernels.cpu.core import absence, core
 
 _WIDENED = "widened to float32 first, which saves memory and not time"
@@ -78,7 +78,7 @@ def examine(chip: Chip | None = None) -> list[Check]:
     """Everything the doctor looks at, in the order of the report."""
     checks = [*_core_checks(), _chip_check(chip or detect()), _cache_check(chip or detect())]
     checks.append(Check("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes it)"))
-    checks += [_backend_check(name) for name in registry.BACKEND_NAMES]
+    checks += [_backend_check(name) for name in dispatch.BACKEND_NAMES]
     checks += [_openmp_check(openmp_runtimes()), _versions()]
     return checks
 
@@ -94,7 +94,7 @@ def report(checks: Sequence[Check]) -> str:
 def what_is_fast() -> str:
     """Return a sentence or two on what is fast on this machine and what is not."""
     said = _NO_CORE if absence() else FAST[core().isa_active()]
-    if registry.load("gpu").absence() is None:
+    if dispatch.load("gpu").absence() is None:
         said += " On the GPU the Triton kernels run."
     return said
 
@@ -149,7 +149,7 @@ def _cache_check(chip: Chip) -> Check:
 
 
 def _backend_check(name: str) -> Check:
-    absence = registry.load(name).absence()
+    absence = dispatch.load(name).absence()
     no_gpu = name == "gpu" and not torch.cuda.is_available()
     return Check(f"backend {name}", absence or "ready", absence is None or no_gpu)
 

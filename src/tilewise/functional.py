@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Typ
 import torch
 from torch import Tensor
 
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.engine.call import (
     NO_KEYWORDS,
     Keywords,
@@ -16,7 +16,6 @@ from tilewise.engine.call import (
     make_plan,
     read_keywords,
 )
-from tilewise.engine.dispatch import candidates
 from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
 from tilewise.engine.listed import attend_lists, explain_lists
@@ -515,12 +514,12 @@ def explain(
     chosen = None if made is None else made.backend
     reasons = [
         (candidate.name, candidate.reasons or (_passed_over(chosen, backend),))
-        for candidate in candidates(problem, registry.BACKEND_NAMES)
+        for candidate in dispatch.candidates(problem, dispatch.BACKEND_NAMES)
         if candidate.name != chosen
     ]
     notes = keywords.mask.notes()
     if made is not None:
-        notes += registry.load(made.backend).notes(problem)
+        notes += dispatch.load(made.backend).notes(problem)
     return Explanation(made, tuple(reasons), notes + unpredicted, found, row)
 
 

@@ -14,7 +14,7 @@ import torch
 import tilewise
 from tests.engine.samples import qkv
 from tilewise import masks
-from tilewise.engine import dispatch, registry
+from tilewise.engine import dispatch
 from tilewise.engine.dispatch import PLANS, Cache
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.kernels.base import Backend, Prepared, Tiles
@@ -57,10 +57,10 @@ Swap = Callable[[Pretend], None]
 @pytest.fixture
 def swap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swap]:
     """Puts another backend in the place of the compiled one."""
-    load = registry.load
+    load = dispatch.load
 
     def put(backend: Pretend) -> None:
-        monkeypatch.setattr(registry, "load", lambda name: backend if name == "cpu" else load(name))
+        monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else load(name))
         dispatch.warn_slow.cache_clear()
         PLANS.clear()
 
@@ -233,7 +233,7 @@ def test_the_cache_survives_threads() -> None:
     assert len(cache) <= 6
 
 
-def test_the_registry_loads_each_backend_once() -> None:
-    for name in registry.BACKEND_NAMES:
-        assert registry.load(name) is registry.load(name)
-        assert registry.load(name).name == name
+def test_each_backend_is_loaded_once() -> None:
+    for name in dispatch.BACKEND_NAMES:
+        assert dispatch.load(name) is dispatch.load(name)
+        assert dispatch.load(name).name == name

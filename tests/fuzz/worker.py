@@ -20,7 +20,7 @@ import torch
 
 from tests.fuzz.case import Case
 from tests.fuzz.check import FaultError, check
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 
 PATIENCE_S = 300.0  # of one case; a sanitizer makes it slow
 
@@ -128,7 +128,7 @@ def pool(
     """
     # Here and not in each child, because both import for a while.
     strict()
-    registry.load("cpu")
+    dispatch.load("cpu")
     running = {i: Child(cases(i, None)) for i in range(children)}
     try:
         yield from _verdicts(running, cases, until)

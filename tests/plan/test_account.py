@@ -11,7 +11,7 @@ import torch
 import tilewise
 from tests.plan.some_problems import problem
 from tilelab.counted import fills
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import backend
 from tilewise.plan.loops import Loops
@@ -67,7 +67,7 @@ def test_no_cost_where_tensors_would_be_looked_at() -> None:
 
 def test_each_backend_has_its_order() -> None:
     case = problem(queries=4096, keys=4096)
-    found = {name: registry.load(name).loops(case, "sm_90") for name in registry.BACKEND_NAMES}
+    found = {name: dispatch.load(name).loops(case, "sm_90") for name in dispatch.BACKEND_NAMES}
     assert found["cpu"].order == "keys_outside"
     assert found["gpu"].order == "by_tiles"
     assert found["tiled"].order == "rows_outside"
@@ -278,10 +278,10 @@ def test_the_loops_of_the_core(keys: int) -> None:
     )
     count = max(1, (keys + block // 2) // block)
     each = max(constant("passes/key_sums.h", "kChunkBlocks"), -(-count // most))
-    found = registry.load("cpu").loops(problem(keys=keys))
+    found = dispatch.load("cpu").loops(problem(keys=keys))
     assert found.backward == (constant("base/tile_sizes.h", "kTileQueries"), each * block)
-    packed = registry.load("cpu").loops(problem(keys=keys, layout="varlen"))
-    assert packed.backward == registry.load("cpu").loops(problem(keys=1)).backward
+    packed = dispatch.load("cpu").loops(problem(keys=keys, layout="varlen"))
+    assert packed.backward == dispatch.load("cpu").loops(problem(keys=1)).backward
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_few_queries_read_keys_once_for_a_group(
     """As often as the heads of a group are cut, and in splits of 4 blocks or a 32nd of all."""
     kv_heads, keys = 2, 20000
     case = problem(queries=queries, heads=kv_heads * group, kv_heads=kv_heads, keys=keys)
-    found = registry.load("cpu").loops(case)
+    found = dispatch.load("cpu").loops(case)
     assert found.forward == (tile, 128)
     assert found.split_keys == 5 * 128
     parts, merge = account(case, found).forward.ours.passes
@@ -303,4 +303,4 @@ def test_few_queries_read_keys_once_for_a_group(
     assert read["k"] == times * head * case.head_dim
     assert read["v"] == times * head * case.value_dim
     assert merge.name == "merge"
-    assert registry.load("cpu").loops(case._replace(queries=9)).split_keys == 0
+    assert dispatch.load("cpu").loops(case._replace(queries=9)).split_keys == 0

@@ -16,7 +16,7 @@ import tilewise
 from tests.sparse.pairs import SIZES, Sizes, catalogue, shown, table_of
 from tests.variants.drawn import SHAPES, expressions, own_slots, program_of, quarters
 from tilewise import BlockMask, masks
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.kernels.cpu.backend import CpuBackend
 from tilewise.variants.program import Instr
@@ -206,7 +206,7 @@ LARGE, ODD = Sizes(1, 2, 1030, 4100), (Sizes(1, 1, 1, 1), Sizes(2, 2, 0, 5), Siz
 @pytest.fixture(params=["core", "reference"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The table by the core, or as where the core is missing."""
-    missing = registry.load("cpu").absence()
+    missing = dispatch.load("cpu").absence()
     if request.param == "reference":
         monkeypatch.setattr(CpuBackend, "absence", lambda self: "hidden by a test")
     elif missing:

@@ -32,9 +32,8 @@ from tilewise.distributed.replay import (
     Times,
     Wait,
 )
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.engine.call import build_problem, read_keywords
-from tilewise.engine.dispatch import plan_problem
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.account import Account, account, cached, trains
 from tilewise.plan.traffic.report import amount, duration
@@ -576,9 +575,9 @@ class _Speed:
     def _account(self, own: Stated, piece: Piece) -> Account:
         problem = own.problem
         if self._chip.kind == "gpu":
-            loops = registry.load("gpu").loops(problem, self._chip.family)
+            loops = dispatch.load("gpu").loops(problem, self._chip.family)
         else:
-            plan = plan_problem(problem, self._whole.backend)
+            plan = dispatch.plan_problem(problem, self._whole.backend)
             assert plan.loops is not None
             loops = plan.loops
         if not own.mask_tensors and not own.score_tensors:

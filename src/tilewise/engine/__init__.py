@@ -1,1 +1,1 @@
-"""From a call to a kernel: the registry, the plan cache, autograd, and the torch ops."""
+"""From a call to a kernel: the backends, the plan cache, autograd, and the torch ops."""

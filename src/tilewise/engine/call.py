@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine import registry
-from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.dispatch import PLANS, check_name, load, plan_problem, tensor_reader
 from tilewise.engine.pages import PagedStep, Pages, lower_pages, signs
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
@@ -120,7 +119,7 @@ def shown(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 @cache
 def reader() -> Callable[[Tensor, Tensor, Tensor], Hashable]:
     """Return a reader of the same for tensors with memory: a backend's if one is quicker."""
-    return registry.tensor_reader() or shown
+    return tensor_reader() or shown
 
 
 @left_alone
@@ -178,7 +177,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Plan:
         Unsupported: no backend, or not the one asked for, can do it.
     """
     problem = build_problem(q, k, v, keywords)
-    plan = plan_problem(problem, registry.check_name(keywords.backend))
+    plan = plan_problem(problem, check_name(keywords.backend))
     # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
     bare = (
         not (problem.dropout_p or problem.sinks or keywords.cu_seqlens is not None)
@@ -317,7 +316,7 @@ def _stay_on_device(problem: Problem, keywords: Keywords) -> bool:
 
 def reads_on_device(backend: str | None) -> bool:
     """Return whether a backend is asked for that reads lengths, pages and seeds on q's device."""
-    return backend is not None and registry.load(backend).reads_on_device
+    return backend is not None and load(backend).reads_on_device
 
 
 def ragged_extent(problem: Problem, starts_q: Sequence[int], starts_k: Sequence[int]) -> Extent:

@@ -1,27 +1,70 @@
-"""From a Problem to a Plan, and the one piece of mutable state: the bounded plan cache."""
+"""The backends, in order of preference, and from a Problem to a Plan by one of them.
+
+A backend is imported when it is first asked for. The bounded plan cache is the one piece of mutable
+state.
+"""
 
 import warnings
 from collections.abc import Hashable
 from functools import cache
+from importlib import import_module
 from threading import Lock
 from typing import Generic, TypeVar
 
-from tilewise.engine import registry
-from tilewise.errors import SlowPathWarning, Unsupported
+from tilewise.errors import InvalidArgument, InvalidType, SlowPathWarning, Unsupported
+from tilewise.kernels.base import Backend, Reader
 from tilewise.plan.plan import Candidate, Choice, Plan, choose
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
+
+# By name, the module and the class.
+_BACKENDS = {
+    "cpu": ("tilewise.kernels.cpu.backend", "CpuBackend"),
+    "gpu": ("tilewise.kernels.gpu.backend", "GpuBackend"),
+    "tiled": ("tilewise.kernels.tiled", "TiledBackend"),
+}
+BACKEND_NAMES = tuple(_BACKENDS)
+
+
+@cache
+def load(name: str) -> Backend:
+    """Return the backend of that name, one instance per process."""
+    module, kind = _BACKENDS[name]
+    backend: Backend = getattr(import_module(module), kind)()
+    return backend
+
+
+@cache
+def tensor_reader() -> Reader | None:
+    """Return the reading of tensors of the first backend that has one."""
+    found = (load(name).tensor_reader() for name in BACKEND_NAMES)
+    return next((reader for reader in found if reader is not None), None)
+
+
+def check_name(name: object) -> str | None:
+    """``backend=`` as given, if it names a backend or is None."""
+    *first, last = map(repr, BACKEND_NAMES)
+    required = f"{', '.join(['None (choose)', *first])} or {last}"
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidType("backend", f"a {type(name).__name__}", required)
+    if name not in BACKEND_NAMES:
+        is_gpu = name.lower() in ("cuda", "hip", "rocm", "triton")
+        fix = "NVIDIA and AMD GPUs are backend='gpu'." if is_gpu else ""
+        raise InvalidArgument("backend", repr(name), required, fix)
+    return name
 
 
 def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for a problem.
 
-    A backend of the registry that is named does it, or nobody does; None chooses.
+    A backend that is named does it, or nobody does; None chooses.
 
     Raises:
         Unsupported: the named backend, or every one, declines; with all reasons.
     """
-    names = registry.BACKEND_NAMES if backend is None else (backend,)
+    names = BACKEND_NAMES if backend is None else (backend,)
     considered = candidates(problem, names, by_name=backend is not None)
     choice = (
         Choice(backend if not considered[0].reasons else None)
@@ -35,7 +78,7 @@ def plan_problem(problem: Problem, backend: str | None = None) -> Plan:
         raise Unsupported(_describe(problem, backend), reasons, fix)
     if choice.slow:
         warn_slow(choice.name, tuple(reasons.items()))
-    chosen = registry.load(choice.name)
+    chosen = load(choice.name)
     prepared = chosen.prepare(problem)
     return Plan(
         problem,
@@ -60,7 +103,7 @@ def _choose(considered: list[Candidate], problem: Problem) -> Choice:
         return choose(considered)
     from tilewise.plan.traffic.account import cost
 
-    loops = {each.name: registry.load(each.name).loops(problem) for each in able}
+    loops = {each.name: load(each.name).loops(problem) for each in able}
     priced = [
         each._replace(cost=cost(problem, loops[each.name])) if each.name in loops else each
         for each in considered
@@ -75,7 +118,7 @@ def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) 
     """
     found = []
     for name in names:
-        backend = registry.load(name)
+        backend = load(name)
         if not (by_name or backend.in_question(problem)):
             continue
         absence = backend.absence()

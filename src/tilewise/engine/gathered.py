@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine import registry
-from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.dispatch import PLANS, check_name, plan_problem
 from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Places
@@ -166,7 +165,7 @@ class Gathering:
     ) -> None:
         self.problem, self.lists = problem, lists
         self.q, self.k, self.v = q, k, v
-        self._backend, self._heads = registry.check_name(backend), problem.kv_heads
+        self._backend, self._heads = check_name(backend), problem.kv_heads
         self._mask, self._score = mask, score
         share = problem.heads // self._heads
         hidden = 0 if lists.readers is None else lists.block

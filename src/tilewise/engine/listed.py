@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engine import registry
 from tilewise.engine.call import Keywords
-from tilewise.engine.dispatch import candidates, plan_problem
+from tilewise.engine.dispatch import BACKEND_NAMES, candidates, check_name, plan_problem
 from tilewise.engine.explanation import Explanation
 from tilewise.engine.gathered import lists_at_once, small_problem
 from tilewise.engine.key_lists import KeyBlocks, Listed, checked_key_lists, page_size
@@ -190,7 +189,7 @@ def explain_lists(
     many = indices.shape[-2] * (1 if problem.layout == "varlen" else problem.batch)
     share, width = problem.heads // problem.kv_heads, max(indices.shape[-1], 1) * block
     small = small_problem(problem, many * problem.kv_heads, rows * share, width)
-    name = registry.check_name(keywords.backend)
+    name = check_name(keywords.backend)
     plan = plan_problem(small, name)
     of_blocks = f" in blocks of {block}" if block > 1 else ""
     text = f"{many} of {width} keys{of_blocks}, each for {small.queries} rows of a key head"
@@ -216,7 +215,7 @@ def explain_lists(
         found = gathered_account(bare, many, small, loops, in_place, lengths)
     reasons = [
         (each.name, each.reasons or (f"it could, but {plan.backend!r} comes first",))
-        for each in candidates(small, registry.BACKEND_NAMES)
+        for each in candidates(small, BACKEND_NAMES)
         if each.name != plan.backend
     ]
     return Explanation(plan, tuple(reasons), notes, found, chip)

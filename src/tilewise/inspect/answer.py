@@ -8,7 +8,7 @@ import torch
 
 import tilewise
 from tilewise.chips import Chip
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels.base import Backend
@@ -104,7 +104,7 @@ def _elsewhere(question: Question, chip: Chip, dropout_p: float, backend: str | 
         sinks=None,
     )
     problem = made._replace(device="cuda")
-    chosen = registry.load("gpu")
+    chosen = dispatch.load("gpu")
     _check(problem)
     loops = chosen.loops(problem, chip.family)
     found = account(problem, loops)
@@ -112,9 +112,9 @@ def _elsewhere(question: Question, chip: Chip, dropout_p: float, backend: str | 
     splits = -(-problem.keys // loops.split_keys) if loops.split_keys else 1
     text = described(problem, "gpu", Tiles(*loops.forward, max(1, splits)), *texts)
     text += [f"{name:9} {line}" for name, line in lines(found, chip)]
-    for name in registry.BACKEND_NAMES:
+    for name in dispatch.BACKEND_NAMES:
         if name != "gpu":
-            reasons = _reasons(registry.load(name), problem)
+            reasons = _reasons(dispatch.load(name), problem)
             text += [f"not {name}:", *(f"  {reason}" for reason in reasons)]
     return Answer("\n".join(text), problem, found, chip)
 

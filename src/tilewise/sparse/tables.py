@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.checks import check_whole
-from tilewise.engine import registry
+from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.problem import DTYPES, Operands, Problem
 from tilewise.reference.programs import Grid, covers
@@ -140,8 +140,8 @@ def build(mask: Mask, extents: Sizes, block: tuple[int, int]) -> Table:
 
 def _covers(problem: Problem, operands: Operands, grid: Grid) -> Tensor:
     """Return the table by the first able backend; otherwise the reference evaluates every pair."""
-    for name in registry.BACKEND_NAMES:
-        backend = registry.load(name)
+    for name in dispatch.BACKEND_NAMES:
+        backend = dispatch.load(name)
         if backend.absence() is None and not backend.why_not(problem):
             return backend.covers(problem, operands, grid)
     return covers(problem, operands, grid)

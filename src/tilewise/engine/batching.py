@@ -1,4 +1,4 @@
-"""The batching rule of the Functions of ``derivatives.py``: vmap and batched gradients.
+"""The batching rule of the Functions of ``autograd.py``: vmap and batched gradients.
 
 A vmapped dimension of V calls is folded into the batch, with the masks and captured tensors: one
 call for all. In some cases that would be a different call:

@@ -4,7 +4,7 @@
 
 - ``"eager"``: the kernel, by a cached or held plan. With gradients, one autograd node.
 - ``"watched"``: the torch ops of ``ops.py``. Nested tensors are packed sequences here.
-- ``"transformed"``: the derivatives of ``derivatives.py`` (torch.func, forward mode).
+- ``"transformed"``: the derivatives of ``autograd.py`` (torch.func, forward mode).
 - ``"transformed watched"``: what both can do together. The rest is refused.
 
 The checks in ``road`` and in the eager part of ``run`` are ordered for low overhead of a small
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine import ops
-from tilewise.engine.autograd import differentiable
+from tilewise.engine.autograd import attend, differentiable
 from tilewise.engine.call import (
     NO_KEYWORDS,
     Keywords,
@@ -29,7 +29,6 @@ from tilewise.engine.call import (
     reader,
     shown,
 )
-from tilewise.engine.derivatives import attend
 from tilewise.engine.modes import PLAIN, refuse_batched, refuse_constants, refuse_transforms
 from tilewise.engine.nested import any_nested, nested, packed
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms

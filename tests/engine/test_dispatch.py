@@ -17,8 +17,8 @@ from tilewise import masks
 from tilewise.engine import dispatch
 from tilewise.engine.dispatch import PLANS, Cache
 from tilewise.errors import SlowPathWarning, Unsupported
-from tilewise.kernels.base import Backend, Prepared, Tiles
-from tilewise.plan.plan import Candidate, Plan, choose
+from tilewise.kernels.base import Backend, Prepared
+from tilewise.plan.plan import Candidate, Plan, Tiles, choose
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 
 

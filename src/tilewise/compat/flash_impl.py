@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
-from tilewise.kernels.from_lse import stats_of
+from tilewise.kernels.base import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Result
 from tilewise.variants import masks, scores

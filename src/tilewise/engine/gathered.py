@@ -22,7 +22,7 @@ from tilewise.engine.dispatch import PLANS, check_name, plan_problem
 from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import Places
-from tilewise.kernels.rows import add_rows, copied_rows, zero_rows
+from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
 from tilewise.plan.plan import Plan
 from tilewise.problem import UNSEEN, Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.extent import statistics_dtype

@@ -28,7 +28,7 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
-from tilewise.kernels.from_lse import stats_of
+from tilewise.kernels.base import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.philox import seed_tensor

@@ -4,31 +4,21 @@ A backend sees Problems and Operands in kernel form and gives Results and Grads.
 of autograd, of the user's arguments, or of the other backends.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Tiles
-from tilewise.problem import Grads, Needs, Operands, Problem, Result, output_like
+from tilewise.problem import Grads, Operands, Problem, Result
 from tilewise.reference.programs import Grid, covers
 from tilewise.variants.program import RAW
-
-__all__ = [
-    "Backend",
-    "Loops",
-    "Needs",
-    "Places",
-    "Prepared",
-    "Reader",
-    "Tiles",
-    "output_like",
-    "raw_reasons",
-]
-
 
 Reader: TypeAlias = Callable[[Tensor, Tensor, Tensor], Hashable]
 
@@ -150,3 +140,20 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, problem: Problem) -> Prepared:
         """Return both passes, with what can be computed once."""
+
+
+def stats_of(lse: Tensor, unit: float) -> Tensor:
+    """Return the stats of rows: [2, *lse.shape], base and weight with exp(s - lse) in mind.
+
+    The kernels compute exp(s - unit * stats[0]) / stats[1]. The weight is that of the base as it
+    is stored, so the base's rounding costs nothing, and the weight's own is relative: lse costs no
+    accuracy beyond its own.
+
+    Args:
+        lse: natural units, contiguous; -inf for a row that sees no key. NaN gives NaN gradients.
+        unit: of ``stats[0]`` in natural units, above 0 (``Prepared``).
+    """
+    exponent = lse.double()
+    base = (exponent / unit).to(lse.dtype)
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(exponent - base.double() * unit))
+    return torch.stack((base, weight.to(lse.dtype)))

@@ -7,7 +7,7 @@ import torch
 
 from tests.contract import assert_same_bits
 from tilewise.kernels.cpu.core import core
-from tilewise.kernels.rows import add_rows, copied_rows, zero_rows
+from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -47,7 +47,7 @@ def test_sums(dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -
     for place, row in zip(places.tolist(), rows.to(wide), strict=True):
         expected[place] += row
     for threads, table in enumerate(found, 1):
-        monkeypatch.setattr("tilewise.kernels.rows.threads", lambda count=threads: count)
+        monkeypatch.setattr("tilewise.kernels.key_lists.threads", lambda count=threads: count)
         add_rows(table, places, rows)
         assert_same_bits(table, expected, f"sums, {threads} threads")
 

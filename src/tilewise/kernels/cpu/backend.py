@@ -7,20 +7,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import (
-    Backend,
-    Loops,
-    Needs,
-    Prepared,
-    Reader,
-    Tiles,
-    output_like,
-    raw_reasons,
-)
+from tilewise.kernels.base import Backend, Prepared, Reader, raw_reasons
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32
 from tilewise.kernels.cpu.forks import threads
-from tilewise.problem import START, Grads, Operands, Problem, Result, Statistics
+from tilewise.plan.loops import Loops
+from tilewise.plan.plan import Tiles
+from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.programs import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Loops, Needs, Places, Prepared, Tiles, output_like
+from tilewise.kernels.base import Backend, Places, Prepared
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     LARGEST_WIDTH,
@@ -30,8 +30,10 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.kernels.gpu.replay import Replays
+from tilewise.plan.loops import Loops
+from tilewise.plan.plan import Tiles
 from tilewise.plan.tuned import NOTHING, Blocks
-from tilewise.problem import Grads, Operands, Problem, Result, Statistics
+from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.programs import Grid
 from tilewise.variants.float8 import FLOAT8
 

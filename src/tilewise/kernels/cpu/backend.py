@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.base import Backend, Prepared, Reader, raw_reasons
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32
-from tilewise.kernels.cpu.forks import threads
+from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32, threads
 from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Tiles
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Statistics, output_like

@@ -1,14 +1,18 @@
-"""The compiled core as far as it is there, and the instruction set that it runs."""
+"""The compiled core as far as it is there: its instruction set, its modes, and its threads."""
+
+from __future__ import annotations
 
 import importlib
 import os
+import sys
+import threading
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch  # before the core, which borrows its OpenMP runtime
 
-from tilewise.errors import InvalidArgument
+from tilewise.errors import InvalidArgument, LostThreads
 
 _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
@@ -84,3 +88,33 @@ def settle_float32() -> bool:
 def has_tiles() -> bool:
     """Return whether the processor has matrix tiles."""
     return absence() is None and "avx512_amx" in core().isa_available()
+
+
+# Why a forked process may have only one thread: a fork copies the thread that calls it and no other.
+# GNU's OpenMP runtime does not notice: where the forking thread had a team, the child would wait
+# forever for threads that it does not have. Torch's own operations hang there too. So the first call
+# on several threads raises instead.
+_forked: int | None = None  # the thread without its team; None where nothing is lost
+
+
+def threads() -> int:
+    """Return how many threads a call may take: as many as torch does.
+
+    Raises:
+        LostThreads: this process is a fork, and the threads stayed in its parent.
+    """
+    wished: int = torch.get_num_threads()
+    if _forked is not None and wished > 1 and threading.get_ident() == _forked:
+        raise LostThreads(wished)
+    return wished
+
+
+def _after_fork() -> None:
+    global _forked
+    module = sys.modules.get("tilewise._core")
+    if module is not None and module.fork_loses_team():
+        _forked = threading.get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import core
-from tilewise.kernels.cpu.forks import threads
+from tilewise.kernels.cpu.core import core, threads
 from tilewise.kernels.cross_entropy import InPlace, Rows
 
 # By their code in the core.

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import core
+from tilewise.kernels.cpu.core import core, threads
 from tilewise.kernels.cpu.cross_entropy import DTYPES
-from tilewise.kernels.cpu.forks import threads
 
 
 class HeadRows(NamedTuple):

@@ -30,8 +30,8 @@ from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.ops import define
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.kernels.cpu.core import absence
-from tilewise.kernels.cpu.cross_entropy import DTYPES, InCore
+from tilewise.kernels.cpu.core import DTYPES, absence
+from tilewise.kernels.cpu.rows import InCore
 from tilewise.kernels.cross_entropy import (
     InTorch,
     Loss,

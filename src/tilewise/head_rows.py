@@ -20,9 +20,8 @@ from tilewise.engine.modes import readable
 from tilewise.engine.ops import define, schema
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import absence
-from tilewise.kernels.cpu.cross_entropy import DTYPES
-from tilewise.kernels.cpu.head_rows import HeadRows, backward, forward, like
+from tilewise.kernels.cpu.core import DTYPES, absence
+from tilewise.kernels.cpu.rows import HeadRows, backward, forward, like
 from tilewise.torch_private import FakeTensor, constant_while_compiling, has_batch
 
 _BY_OP = frozenset((Tensor, Parameter, FakeTensor))  # what a torch op takes on any road

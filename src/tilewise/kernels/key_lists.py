@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import absence, core, threads
-from tilewise.kernels.cpu.cross_entropy import DTYPES
+from tilewise.kernels.cpu.core import DTYPES, absence, core, threads
 
 
 class Located(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.base import Backend, Prepared, Reader, raw_reasons
 from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import absence, core, has_tiles, settle_float32, threads
+from tilewise.kernels.cpu.core import DTYPES, absence, core, has_tiles, settle_float32, threads
 from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Tiles
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Statistics, output_like
@@ -18,8 +18,7 @@ from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
 from tilewise.variants.program import Instr, Program, encode
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_CODES = {**_DTYPES, torch.int64: 4, torch.bool: 5}
+_CODES = {**DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 _IN_TILES = "by matrix tiles, in forward passes that no gradient may follow"
 _NO_TILES = "as without set_float32: the instruction set has no matrix tiles"
@@ -55,7 +54,7 @@ class CpuBackend(Backend):
         reasons = raw_reasons(problem)
         if problem.device != "cpu":
             reasons.append(f"it computes on the CPU; the tensors are on {problem.device}")
-        if problem.dtype not in _DTYPES:
+        if problem.dtype not in DTYPES:
             reasons.append(f"it computes float32, float64, bfloat16, float16; not {problem.dtype}")
         for what, size, limit in (
             ("D", problem.head_dim, limits.MAX_DIM),
@@ -172,7 +171,7 @@ def _build(problem: Problem) -> Any:
     """Return the core's kernel object for a problem."""
     dims = tuple(problem[:7])
     kernel = core().Kernel(
-        _DTYPES[problem.dtype], dims, problem.scale, problem.dropout_p, problem.layout == "varlen"
+        DTYPES[problem.dtype], dims, problem.scale, problem.dropout_p, problem.layout == "varlen"
     )
     bounds = _bounds(problem.mask)
     for index, instr in enumerate(problem.mask):
@@ -207,7 +206,7 @@ def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return tensor.data_ptr(), strides, _DTYPES.get(tensor.dtype, 0)
+    return tensor.data_ptr(), strides, DTYPES.get(tensor.dtype, 0)
 
 
 def _sized(tensor: Tensor) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:

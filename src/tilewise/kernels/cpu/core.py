@@ -14,6 +14,9 @@ import torch  # before the core, which borrows its OpenMP runtime
 
 from tilewise.errors import InvalidArgument, LostThreads
 
+# By their code in the core.
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
 _BUILD = "in a checkout `./run setup` builds it, elsewhere `pip install .` with a C++20 compiler"
 
 
@@ -90,10 +93,10 @@ def has_tiles() -> bool:
     return absence() is None and "avx512_amx" in core().isa_available()
 
 
-# Why a forked process may have only one thread: a fork copies the thread that calls it and no other.
-# GNU's OpenMP runtime does not notice: where the forking thread had a team, the child would wait
-# forever for threads that it does not have. Torch's own operations hang there too. So the first call
-# on several threads raises instead.
+# Why a forked process may have only one thread: a fork copies the thread that calls it and no
+# other. GNU's OpenMP runtime does not notice: where the forking thread had a team, the child would
+# wait forever for threads that it does not have. Torch's own operations hang there too. So the
+# first call on several threads raises instead.
 _forked: int | None = None  # the thread without its team; None where nothing is lost
 
 

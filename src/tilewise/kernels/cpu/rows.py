@@ -1,4 +1,4 @@
-"""Rows of heads normalised and turned by the compiled core, forward and backward."""
+"""Rows of heads (normalised, turned) and of logits (losses, gradients) by the compiled core."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import core, threads
-from tilewise.kernels.cpu.cross_entropy import DTYPES
+from tilewise.kernels.cpu.core import DTYPES, core, threads
+from tilewise.kernels.cross_entropy import InPlace, Rows
 
 
 class HeadRows(NamedTuple):
@@ -94,3 +94,18 @@ def _near(x: Tensor) -> Tensor:
     """Return ``x`` with the channels of a row one after the other, and its sign in its numbers."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class InCore(InPlace):
+    """The two steps of ``RowKernel`` over CPU tensors."""
+
+    def run(self, rows: Rows, losses: Tensor | None, lse: Tensor, first: int, words: int) -> None:
+        """See ``InPlace``."""
+        logits, targets, scales, loss = rows
+        # The core believes these.
+        assert logits.stride(1) == 1
+        assert all(each is None or each.is_contiguous() for each in (targets, losses, lse, scales))
+        sizes = (*logits.shape, logits.stride(0), first, words)
+        arrays = (logits, targets, losses, lse, scales)
+        addresses = tuple(0 if each is None else each.data_ptr() for each in arrays)
+        core().cross_entropy(DTYPES[logits.dtype], threads(), sizes, addresses, *loss)

@@ -1,8 +1,16 @@
-"""Expressions as the text of Triton code: one line per value, operations as Triton or ``words``.
+"""Masks and scores as the text of Triton code: their expressions, and the ranges of a mask.
+
+An expression takes one line per value, operations as Triton or ``words`` has them.
 
 Integers are int32 where intervals prove that they, and what they are made of, fit; else int64.
 Floats are float32. A value has the shape that its leaves give it, so that what depends on the
 query alone is computed once per query.
+
+A range says which keys a mask allows a run of queries, or which queries a run of keys. It follows
+the mask's program. Bands of the diagonal and lengths bound both sides. ``and`` and ``or`` combine
+what is known of two masks. Nothing is known of other operations. A range is four numbers: the mask
+hides every pair before ``low`` and from ``high`` on, and shows all of them in
+[full_low, full_high).
 """
 
 from __future__ import annotations
@@ -14,12 +22,15 @@ from typing import NamedTuple
 from tilewise.variants.expr import LEAVES, Expr, Node, kinds
 from tilewise.variants.intervals import Bounds, Interval, every_bound
 from tilewise.variants.operations import OPS
+from tilewise.variants.program import Instr, Program
 from tilewise.variants.rows import Kind
 
 _SMALL = Interval(-(2**31), 2**31 - 1)
 # No broadcast: Gluon has none of a number.
 _WHOLE_TILE = "tl.where(m + n == m + n, {0}, {0})"
 _TYPES: dict[Kind, str] = {"bool": "tl.int1", "float": "tl.float32"}
+_SMALL_POSITIONS = 2**24
+_UNKNOWN = ("zero", "zero", "zero", "size")
 
 
 class Source(NamedTuple):
@@ -260,3 +271,74 @@ def _inverse(number: float) -> float | None:
 def _is_power(number: float) -> bool:
     """Return whether it is a power of two: its inverse is exact."""
     return abs(math.frexp(number)[0]) == 0.5
+
+
+def range_lines(
+    program: Program, ranks: Sequence[int], *, of_keys: bool, largest: int
+) -> Iterator[str]:
+    """Yield the body of ``keys_of`` (of queries m0..m1-1) or of ``queries_of`` (of keys n0..n1-1).
+
+    Args:
+        program: of a mask, not empty.
+        ranks: dimensions of its captured tensors, by slot.
+        of_keys: which of the two.
+        largest: above every position.
+    """
+    # A bound further away than the ends of any row or column is none.
+    most = 2 * max(largest, _SMALL_POSITIONS)
+    whole = "tl.int32" if largest <= _SMALL_POSITIONS else "tl.int64"
+    first, end = ("m0", "m1") if of_keys else ("n0", "n1")
+    yield f"first, last = tl.cast({first}, {whole}), tl.cast({end}, {whole}) - 1"
+    yield f"zero, size = tl.cast(0, {whole}), tl.cast({'N' if of_keys else 'M'}, {whole})"
+    yield f"more = tl.cast(N, {whole}) - tl.cast(M, {whole})"
+    stack: list[int] = []
+    for at, instr in enumerate(program):
+        if instr.op == "tiles":
+            continue
+        if instr.op in ("and", "or"):
+            second, one = stack.pop(), stack.pop()
+            text = f"words.range_{instr.op}(r{one}, r{second})"
+        elif instr.op == "not":
+            stack.pop()
+            text = _tuple(_UNKNOWN)
+        elif instr.op == "below":
+            length = _length(instr, ranks, most)
+            yield f"length{at} = tl.cast({length}, {whole})"
+            if of_keys:
+                text = _tuple(("zero", "zero", f"length{at}", f"length{at}"))
+            else:
+                shown = f"tl.where({{0}} < length{at}, size, 0)"
+                text = _tuple(("zero", "zero", shown.format("last"), shown.format("first")))
+        elif instr.op == "band":
+            text = _tuple(_band(instr, of_keys, most))
+        else:
+            text = _tuple(_UNKNOWN)
+        yield f"r{at} = {text}"
+        stack.append(at)
+    yield f"result = words.range_within(r{stack.pop()}, size)"
+
+
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({', '.join(parts)})"
+
+
+def _length(instr: Instr, ranks: Sequence[int], most: int) -> str:
+    if not instr.slots:
+        return str(min(int(instr.params[0]), most))
+    (slot,) = instr.slots
+    loaded = f"tl.load(tensors[{slot}] + words.clamped(b, shapes[{2 * sum(ranks[:slot])}]))"
+    return f"words.clamped({loaded}, {most})"
+
+
+def _band(instr: Instr, of_keys: bool, most: int) -> tuple[str, ...]:
+    """Return the range of the band a + m - left <= n <= a + m + right."""
+    before, after, anchor = (int(number) for number in instr.params)
+    if not of_keys:  # n - a - right <= m <= n - a + left
+        before, after = after, before
+    moved = "" if not anchor else " + more" if of_keys else " - more"
+    low, full_low, full_high, high = "zero", "zero", "size", "size"
+    if 0 <= before < most:
+        low, full_low = (f"{name}{moved} - {before}" for name in ("first", "last"))
+    if 0 <= after < most:
+        high, full_high = (f"{name}{moved} + {after + 1}" for name in ("last", "first"))
+    return low, full_low, full_high, high

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.expressions import words
 from tilewise.kernels.gpu.expressions.chain import Chain, Text, raw_text, stages_of
-from tilewise.kernels.gpu.expressions.ranges import range_lines
-from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor
+from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor, range_lines
 from tilewise.problem import Problem
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import Expr, Graph

@@ -276,7 +276,7 @@ def element(before, index, size):
     return found
 
 
-# ---- ranges: (low, full_low, full_high, high), see ``ranges.py``
+# ---- ranges: (low, full_low, full_high, high), see ``text.py``
 
 
 @triton.jit

@@ -482,7 +482,7 @@ def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
 
 
 def _has_whole_ranges(mask: Program) -> bool:
-    """Return whether ``ranges.py`` can tell of any range of pairs that a mask shows all of it."""
+    """Return whether ``expressions/text.py`` knows a range of pairs that a mask shows all of."""
     stack = [True]
     for instr in mask:
         if instr.op in ("and", "or"):

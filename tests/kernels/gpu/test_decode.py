@@ -30,8 +30,7 @@ from tilewise import BlockMask, masks, scores
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Config, Splitting, config_for, decodes
 from tilewise.kernels.gpu.forward import decode as decoding
-from tilewise.kernels.gpu.forward.decode import decode_launches
-from tilewise.kernels.gpu.forward.merge import empty_partials
+from tilewise.kernels.gpu.forward.decode import decode_launches, empty_partials
 from tilewise.variants.program import Instr
 
 SMALL: dict[str, Any] = {"batch": 1, "queries": 1, "keys": 77, "head_dim": 16, "value_dim": 16}

@@ -46,11 +46,12 @@ from tilewise.kernels.gpu.backward.shares import (
 )
 from tilewise.kernels.gpu.backward.spread import (
     factor_kernel,
+    fold_table_kernel,
     number_kernel,
     spread_lines_kernel,
     spread_pairs_kernel,
+    table_kernel,
 )
-from tilewise.kernels.gpu.backward.tables import fold_table_kernel, table_kernel
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import tile_lists

@@ -1,4 +1,7 @@
-"""Inputs and tile gradients that all walks of the backward pass over the pairs share."""
+"""What all walks of the backward pass over the pairs share: inputs, and the work on one tile.
+
+That is the gradients of its pairs, and what it adds to dQ, or to dK and dV.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds
+from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds, row_values
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
 from tilewise.kernels.gpu.expressions.variant import Variant, captures
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing, kept
+from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing, kept, shown
+from tilewise.kernels.gpu.walk.parts import held, product_of, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
@@ -29,8 +33,6 @@ from tilewise.reference.philox import threshold as dropout_threshold
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 _ANY_PAGE = 2**31 - 1  # the engine makes these tables itself: no entry is to be clamped
-
-
 COUNTS = ["batch", "heads", "group", "queries", "keys", "tiles", "plane", "threshold"]
 
 
@@ -304,3 +306,105 @@ class Backward(NamedTuple):
             "FORM": self.form(name, blocks),
         }
         return self.arguments() | {"lists": lists_of(lists)} | arguments, constants, blocks
+
+
+@triton.jit
+def query_step(
+    call,
+    total,
+    fixed,
+    n0,
+    SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return the sum of a tile of queries, dQ not yet scaled, after the tile of keys from ``n0``.
+
+    ``fixed`` is (tiles of queries and gradients (``held``), (keys, values, low, high): see
+    ``load_keys``, (b, h, m, M, N), values of rows, numbers). If MASKED, SEEN says which pairs
+    attend.
+    """
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
+    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
+    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
+    tiles, sides, place, row, numbers = fixed
+    b, h, m, M, N = place
+    k_side, v_side, low, high = sides
+    n = n0 + tl.arange(0, BLOCK_N)[None, :]
+    visible = None
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
+    k_rows = (k_side[0], k_side[1], n0, low, high, k_side[2])
+    v_rows = (v_side[0], v_side[1], n0, low, high, v_side[2])
+    k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
+    v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
+    products = product_of(tiles[0], k_tile, BLOCK_M, BLOCK_N, HEAD_DIM, FORM)
+    by_value = product_of(tiles[1], v_tile, BLOCK_M, BLOCK_N, VALUE_DIM, FORM)
+    pairs = (b, h, m, n, M, N)
+    _, ds = pair_gradients(
+        call, (products, by_value), row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM
+    )
+    if FORM.PART > 0:
+        k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=FORM.PRECISION)
+
+
+@triton.jit
+def key_step(
+    call,
+    totals,
+    fixed,
+    m0,
+    SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return the sums of a tile of keys after the tile of queries from ``m0``: (dK, dV).
+
+    dK is not yet scaled. ``fixed`` is (gradients, tiles of keys and values (``held``), where
+    queries, gradients and values of rows of a head begin, (b, h, n, M, N), (low, high): see
+    ``rows_of``, numbers, plane). One gradient may be None: its sum then stays what it is.
+    """
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    grads, tiles, heads, place, ends, numbers, plane = fixed
+    total_k, total_v = totals
+    grad_k, grad_v = grads
+    k_tile, v_tile = tiles
+    q_head, grad_head, row_head = heads
+    b, h, n, M, N = place
+    low, high = ends
+    q_rows = (q_head, call.strides[0], m0, low, high)
+    grad_rows = (grad_head, call.strides[3], m0, low, high)
+    q_tile = held(q_rows, BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, MASKED, FORM)
+    grad_tile = held(grad_rows, BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, MASKED, FORM)
+    m = m0 + tl.arange(0, BLOCK_M)[None, :]
+    visible = None
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
+    products = product_of(k_tile, q_tile, BLOCK_N, BLOCK_M, FORM.HEAD_DIM, FORM)
+    by_value = product_of(v_tile, grad_tile, BLOCK_N, BLOCK_M, FORM.VALUE_DIM, FORM)
+    # After the products: a thread holds these of all queries, and they need not lie beside both.
+    row = row_values(row_head, plane, m, M, FORM.FOLD, FORM.ENTROPY)
+    pairs = (b, h, m, n, M, N)
+    p, ds = pair_gradients(
+        call, (products, by_value), row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM
+    )
+    if grad_v is not None:
+        if FORM.PART > 0:
+            grad_tile = rows_of(grad_rows, BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, MASKED, FORM)
+        p = p.to(grad_tile.dtype)
+        total_v = tl.dot(p, grad_tile, total_v, input_precision=FORM.PRECISION)
+    if grad_k is not None:
+        if FORM.PART > 0:
+            q_tile = rows_of(q_rows, BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, MASKED, FORM)
+        ds = ds.to(q_tile.dtype)
+        total_k = tl.dot(ds, q_tile, total_k, input_precision=FORM.PRECISION)
+    return total_k, total_v

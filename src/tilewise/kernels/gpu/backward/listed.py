@@ -27,10 +27,9 @@ from torch import Tensor
 
 from tilewise.kernels.base import Places
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import Backward, numbers_of
+from tilewise.kernels.gpu.backward.gradients import Backward, key_step, numbers_of
 from tilewise.kernels.gpu.backward.passes import query_launch
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches
-from tilewise.kernels.gpu.backward.steps import key_step
 from tilewise.kernels.gpu.config import Blocks, Config, listed_blocks
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch

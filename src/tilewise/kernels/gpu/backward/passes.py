@@ -32,11 +32,12 @@ from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import (
     COUNTS,
     Backward,
+    key_step,
     keys_of_head,
     numbers_of,
+    query_step,
 )
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
-from tilewise.kernels.gpu.backward.steps import key_step, query_step
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions.variant import Variant
 from tilewise.kernels.gpu.launch import Launch

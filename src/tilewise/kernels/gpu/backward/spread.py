@@ -1,7 +1,12 @@
-"""The kernels that add shares to elements that any pair may name: in fixed point, by integers.
+"""The kernels that add shares to elements that any pair may name, with the same bits in every run.
 
-Sums of integers have no order. Each share is multiplied by a power of two that keeps the sum of all
-below 2**62, rounded, and added atomically: the same bits in every run.
+The first ones do it in fixed point. Sums of integers have no order: each share is multiplied by a
+power of two that keeps the sum of all below 2**62, rounded, and added atomically.
+
+Those of a small table make one walk, in floating point. In every tile, each element gets the sum of
+the shares that name it. That is a product of the tile with the one-hot matrix of the elements that
+its pairs name, made one column at a time. A program keeps its own sum of each element, in double
+precision. The programs' sums are folded in a fixed order.
 """
 
 from __future__ import annotations
@@ -186,3 +191,79 @@ def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.const
     if ADD:
         value += tl.load(out + i, mask=inside, other=0.0).to(tl.float64)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*COUNTS, "elements"])
+def table_kernel(
+    call,
+    sums,
+    lists,
+    batch,
+    heads,
+    group,
+    queries,
+    keys,
+    tiles,
+    elements,
+    plane,
+    threshold,
+    SCORE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SEEN: tl.constexpr,
+    RANGE: tl.constexpr,
+    INDEX: tl.constexpr,
+    SKIPS: tl.constexpr,
+    TABLE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Sums of the shares of a tile of rows by the element that they name.
+
+    ``sums`` is float64 [programs, TABLE]; TABLE is ``elements`` or more, a power of two.
+    """
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    program = tl.program_id(0)
+    b, h, begin, begin_k, M, N, m0 = line_place(
+        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
+    )
+    place = (b, h, begin, begin_k, M, N)
+    numbers = numbers_of(call, threshold)
+    columns = tl.arange(0, TABLE)
+    total = tl.zeros([TABLE], tl.float64)
+    if m0 < M:
+        walk = walk_from(call, place, m0, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        q_side = query_side(call, plane, place, m0, FORM)
+        for step in range(walk[1]):
+            n0 = step_of(step, walk, lists, BLOCK_N)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, SKIPS, FORM)
+            if met:
+                k_side = key_side(call, group, place, n0, FORM)
+                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
+                named = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
+                for element in range(elements):
+                    found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)
+                    found = tl.sum(found, 0)
+                    total += tl.where(columns == element, found, 0.0).to(tl.float64)
+    tl.store(sums + program.to(tl.int64) * TABLE + columns, total)
+
+
+@triton.jit(do_not_specialize=["programs", "elements"])
+def fold_table_kernel(
+    sums,
+    out,
+    programs,
+    elements,
+    TABLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Adds up what the programs found: every program of this kernel those of one element."""
+    element = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, programs, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + i.to(tl.int64) * TABLE + element, mask=i < programs, other=0.0)
+    whole = tl.sum(total, 0)
+    if ADD:
+        whole += tl.load(out + element).to(tl.float64)
+    tl.store(out + element, whole.to(out.dtype.element_ty))

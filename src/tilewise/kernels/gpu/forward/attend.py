@@ -35,11 +35,14 @@ from tilewise.kernels.gpu.forward.online import (
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.float8 import (
+    begin_transposed,
     folded,
     fp8_products,
     lowered,
     scaled_for,
     stored_form,
+    transpose_values,
+    wants_transposed,
     with_codes,
 )
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -57,7 +60,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     store_tile,
     walks_of,
 )
-from tilewise.kernels.gpu.walk.transpose import begin_transposed, transpose_values, wants_transposed
 from tilewise.problem import Operands, Problem, Result
 
 _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for

@@ -16,6 +16,8 @@ from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiled import RowState, tile_gradient
 from tilewise.reference.tiles import (
     Tile,
+    Totals,
+    accumulators,
     compute_dtype,
     key_spans,
     key_tiles,
@@ -25,8 +27,8 @@ from tilewise.reference.tiles import (
     product,
     query_tiles,
     score_tile,
+    sum_group,
 )
-from tilewise.reference.totals import Totals, accumulators, sum_group
 
 Delta = Literal["pass", "first", "each"]
 _Q_K_V = Needs(True, True, True)

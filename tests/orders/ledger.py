@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tilewise.inspect.calls import Part
 from tilewise.problem import Operands, Result
-from tilewise.reference.tiles import Tile
-from tilewise.reference.totals import Totals
+from tilewise.reference.tiles import Tile, Totals
 
 _GRADIENTS = ("grad_q", "grad_k", "grad_v")
 

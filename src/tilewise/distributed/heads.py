@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.distributed.layout import Layout, even_bounds
 from tilewise.distributed.peers import Peers, refuse_second_derivatives
-from tilewise.variants.extent import statistics_dtype
+from tilewise.variants.lower import statistics_dtype
 
 Heads: TypeAlias = tuple[tuple[int, ...], ...]  # for each position, which heads it gets
 

@@ -17,7 +17,7 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
-from tilewise.variants.extent import statistics_dtype
+from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.placing import Place, Placed, placed
 from tilewise.variants.program import Program
 

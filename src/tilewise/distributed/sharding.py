@@ -12,7 +12,7 @@ from tilewise.distributed.layout import Layout, Schedule
 from tilewise.distributed.mesh import Mesh, Standing, standing
 from tilewise.distributed.peers import Peers, refuse_second_derivatives
 from tilewise.errors import InvalidArgument
-from tilewise.variants.extent import statistics_dtype
+from tilewise.variants.lower import statistics_dtype
 
 
 def shard(x: Tensor, mesh: Mesh, dim: int, schedule: Schedule | Layout = "zigzag") -> Tensor:

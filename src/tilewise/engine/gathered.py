@@ -25,8 +25,8 @@ from tilewise.kernels.base import Places
 from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
 from tilewise.plan.plan import Plan
 from tilewise.problem import UNSEEN, Grads, Needs, Operands, Problem, Result, Statistics
-from tilewise.variants.extent import statistics_dtype
 from tilewise.variants.graphs import gathered
+from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import Instr, Program, fitted
 
 # Of copied keys and values at a time: what stays in a core's cache, unless the calls get so small

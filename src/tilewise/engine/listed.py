@@ -39,8 +39,7 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.torch_private import has_batch
-from tilewise.variants.extent import Extent, statistics_dtype
-from tilewise.variants.lower import lower_score
+from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import encode
 from tilewise.variants.values import Score
 

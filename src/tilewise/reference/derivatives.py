@@ -45,6 +45,8 @@ from tilewise.problem import Grads, Needs, Operands, Problem
 from tilewise.reference.blocks import Part, parts
 from tilewise.reference.jets import JetTile, Rows, drop, jet_tiles, pull_score, rows_of
 from tilewise.reference.tiles import (
+    Totals,
+    accumulators,
     base2,
     compute_dtype,
     empty_in_order_of,
@@ -57,8 +59,8 @@ from tilewise.reference.tiles import (
     part_view,
     product,
     query_tiles,
+    sum_group,
 )
-from tilewise.reference.totals import Totals, accumulators, sum_group
 
 
 def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Tensor, Tensor]:

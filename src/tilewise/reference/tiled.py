@@ -30,6 +30,8 @@ from tilewise.reference.programs import score_gradient
 from tilewise.reference.tiles import (
     LN2,
     Tile,
+    Totals,
+    accumulators,
     base2,
     compute_dtype,
     empty_in_order_of,
@@ -46,10 +48,6 @@ from tilewise.reference.tiles import (
     query_tiles,
     row_entropy,
     sink_exponents,
-)
-from tilewise.reference.totals import (
-    Totals,
-    accumulators,
     sum_group,
 )
 

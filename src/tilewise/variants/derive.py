@@ -5,7 +5,7 @@ share on. A share (``Share``) is a constant times a node. So the constants of
 ``cap * tanh(s / cap)`` cancel ahead of time, and the derivative of ``s + f(m, n)`` is the constant
 1. A share of zero makes no node.
 
-What an operation hands on is in its row (``operations.py``, ``functions.py``). Where a function
+What an operation hands on is in its row (``operations.py``). Where a function
 has no derivative, torch's convention holds:
 
 * ``abs`` has its sign (0 at 0).

@@ -12,7 +12,7 @@ operation, so autograd reduces and reshapes its gradient.
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,25 +20,57 @@ from torch import Tensor
 from tilewise.checks import FLOATING, INTEGERS, check_tensor
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.torch_private import is_batched, without_wrappers
-from tilewise.variants.extent import Extent, statistics_dtype
 from tilewise.variants.float8 import output_dtype
 from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Number, Program
-
-__all__ = [
-    "Extent",
-    "check_cap",
-    "check_caps",
-    "largest_factor",
-    "lower_mask",
-    "lower_score",
-    "statistics_dtype",
-]
 
 # Up to this many values a Python list is quicker to search than a tensor.
 _LIST_LIMIT = 512
 _FIRST = 4  # the code of a dimension whose index is the constant 0
 _LARGEST_SINGLE = torch.finfo(torch.float32).max / 2
 _LARGEST_WIDE = torch.finfo(torch.float64).max / 2
+
+
+class Extent(NamedTuple):
+    """What captured tensors are broadcast against.
+
+    Args:
+        batch, heads: B (sequences in a variable-length call) and Hq.
+        queries, keys: M and N; the longest sequence's in a variable-length call, and 0 where that
+            is not known yet (while tracing).
+        ragged: a variable-length call: captured dimensions may then be longer than needed.
+        key_counts, query_counts: the keys and queries of each sequence, where lengths are checked
+            one by one.
+        check_values: whether values may be read (false for fake and device tensors).
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    ragged: bool = False
+    key_counts: tuple[int, ...] = ()
+    query_counts: tuple[int, ...] = ()
+    check_values: bool = True
+
+    @classmethod
+    def of_sequences(
+        cls, heads: int, query_counts: tuple[int, ...], key_counts: tuple[int, ...]
+    ) -> "Extent":
+        """Return the extent of a variable-length call with so many queries and keys in each."""
+        return cls(
+            len(query_counts),
+            heads,
+            max(query_counts, default=0),
+            max(key_counts, default=0),
+            ragged=True,
+            key_counts=key_counts,
+            query_counts=query_counts,
+        )
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of lse, slopes and sinks: float32, and float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def largest_factor(dtype: torch.dtype) -> float:

@@ -4,6 +4,7 @@ The C++ core has a row for each too (``csrc/expressions/program.h``). CONTRIBUTI
 new one needs.
 """
 
+import math
 import operator
 from collections.abc import Callable
 
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from tilewise.variants import float_intervals as reals
 from tilewise.variants import int_intervals as wholes
-from tilewise.variants.functions import FUNCTIONS
+from tilewise.variants.float_intervals import Interval
 from tilewise.variants.rows import Form, Op, Share
 
 _LARGEST_SHIFT = 63
+_LN2 = math.log(2.0)
 
 # ---- meanings that torch has no function for
 
@@ -79,6 +81,104 @@ def _pow_slope(share: Share, base: int, exponent: int, value: int) -> tuple[Shar
         by_base.where(apply("eq", exponent, zero), holds=False),
         by_exponent.where(flat, holds=False),
     )
+
+
+# ---- functions of one float
+
+
+def _function(
+    torch: Callable[[Tensor], Tensor],
+    slope: Callable[[Share, int, int], Share] | None,
+    interval: Callable[[Interval], Interval | None],
+    triton: str,
+    ulps: int = 1,
+) -> Op:
+    """Return the row of a function: its slope is given the places of its argument and value."""
+    return Op(
+        torch,
+        {"float": Form(triton, interval, ulps)},
+        arity=1,
+        slope=slope and (lambda share, x, y: (slope(share, x, y),)),
+    )
+
+
+def _one_minus_square(share: Share, _x: int, y: int) -> Share:
+    square = share.graph.apply("mul", y, y)
+    return share.times(share.graph.apply("sub", share.graph.constant(1.0), square))
+
+
+def _sigmoid_slope(share: Share, _x: int, y: int) -> Share:
+    rest = share.graph.apply("sub", share.graph.constant(1.0), y)
+    return share.times(share.graph.apply("mul", y, rest))
+
+
+def _rsqrt_slope(share: Share, _x: int, y: int) -> Share:
+    cube = share.graph.apply("mul", share.graph.apply("mul", y, y), y)
+    return share.times(cube).scaled(-0.5)
+
+
+FUNCTIONS: dict[str, Op] = {
+    "exp": _function(
+        torch.exp,
+        lambda share, x, y: share.times(y),
+        reals.rising(reals.exponential),
+        "words.exponential({0})",
+        ulps=2,
+    ),
+    "exp2": _function(
+        torch.exp2,
+        lambda share, x, y: share.times(y).scaled(_LN2),
+        reals.rising(lambda x: reals.exponential(x, 2.0)),
+        "tl.exp2({0})",
+    ),
+    "log": _function(
+        torch.log,
+        lambda share, x, y: share.over(x),
+        reals.logarithm(math.log),
+        "tl.log({0})",
+        ulps=2,
+    ),
+    "log2": _function(
+        torch.log2,
+        lambda share, x, y: share.over(x).scaled(1.0 / _LN2),
+        reals.logarithm(math.log2),
+        "tl.log2({0})",
+        ulps=2,
+    ),
+    "tanh": _function(
+        torch.tanh, _one_minus_square, reals.rising(math.tanh), "words.tangent({0})", ulps=2
+    ),
+    "sigmoid": _function(
+        torch.sigmoid,
+        _sigmoid_slope,
+        reals.rising(lambda x: 1.0 / (1.0 + reals.exponential(-x))),
+        "words.logistic({0})",
+        ulps=3,
+    ),
+    "sqrt": _function(
+        torch.sqrt,
+        lambda share, x, y: share.over(y).scaled(0.5),
+        reals.square_root,
+        "tl.sqrt_rn({0})",
+    ),
+    "rsqrt": _function(torch.rsqrt, _rsqrt_slope, reals.inverse_root, "tl.rsqrt({0})", ulps=2),
+    "sin": _function(
+        torch.sin,
+        lambda share, x, y: share.times(share.graph.apply("cos", x)),
+        reals.wave,
+        "tl.sin({0})",
+    ),
+    "cos": _function(
+        torch.cos,
+        lambda share, x, y: share.times(share.graph.apply("sin", x)).scaled(-1.0),
+        reals.wave,
+        "tl.cos({0})",
+    ),
+    "floor": _function(torch.floor, None, reals.stepped(math.floor), "tl.floor({0})"),
+    "ceil": _function(torch.ceil, None, reals.stepped(math.ceil), "tl.ceil({0})"),
+    "round": _function(torch.round, None, reals.stepped(round), "words.round_even({0})"),
+    "trunc": _function(torch.trunc, None, reals.stepped(math.trunc), "words.truncated({0})"),
+}
 
 
 # ---- the table

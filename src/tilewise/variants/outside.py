@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.variants.expr import Expr, Graph, Node, decode
-from tilewise.variants.extent import Extent
 from tilewise.variants.graphs import mask_expression
 from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
+from tilewise.variants.lower import Extent
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
 _LETTERS = "bhmn"

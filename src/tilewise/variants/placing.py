@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tilewise.errors import Unsupported
 from tilewise.variants.expr import Graph
-from tilewise.variants.extent import statistics_dtype
 from tilewise.variants.graphs import Pair, as_one
+from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import EXPR, RAW, Instr, Program, shift_slots
 
 

@@ -1,7 +1,4 @@
-"""What the tables of the language say of an operation, and the terms in which they say it.
-
-``functions.py`` has the functions of one float, ``operations.py`` all others.
-"""
+"""What the tables in ``operations.py`` say of an operation, and the terms in which they say it."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import tiled
 from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
-from tilewise.plan.traffic.runs import is_run, runs_of
-from tilewise.plan.traffic.visits import Visits, visits_of
+from tilewise.plan.traffic.visits import Visits, is_run, runs_of, visits_of
 from tilewise.problem import Problem
 
 _TILE_QUERIES = 64  # csrc/base/tile_sizes.h

@@ -1,9 +1,8 @@
 """The account of bytes: what attention moves between slow and fast memory, predicted.
 
     count     operands, passes and their sums; what a cache in between saves
-    visits    which tiles a walk visits, for any mask
+    visits    which tiles a walk visits, for any mask, and what those of bands and lengths share
     tiled     the tiled algorithm in every loop order, byte for byte
-    runs      the walks of masks of bands and lengths, and what they share
     plain     attention that writes its matrix, pass by pass
     time      bytes, operations and exponentials against a chip
     memory    what has to be held at once, and what fits

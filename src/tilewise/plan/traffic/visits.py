@@ -10,18 +10,20 @@ There are three ways:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.plan.traffic.runs import is_run, spans_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
-from tilewise.variants.program import EXPR, RAW
+from tilewise.variants.program import EXPR, RAW, Instr, Program
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Tiles that are judged one by one at the most: some seconds.
 MOST_TILES = 2**16
@@ -249,7 +251,7 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
 
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
     """Return the sums of the runs."""
-    start, stop, low, high = spans_of(problem, tile)
+    start, stop, low, high = _spans_of(problem, tile)
     height, walked, size = stop - start, np.maximum(high - low, 0), problem.page_size
     tiles = -(-walked // tile[1])
     sums = (tiles, height * walked, height * tiles, walked, height * (tiles > 0))
@@ -378,3 +380,56 @@ def _score_bytes(matrix: _Matrix, found: _Counts) -> int:
             count = (found.pairs if by_key else found.rows_walked) if by_row else both
             total += held[0].element_size() * count
     return total
+
+
+def is_run(mask: Program) -> bool:
+    """Return whether the tiles of every row are one run: a mask of bands and lengths alone."""
+    return all(
+        instr.op in ("band", "and") or (instr.op == "below" and not instr.slots) for instr in mask
+    )
+
+
+class _Spans(NamedTuple):
+    """Of every tile of rows: its rows, and the keys that it visits, none where high <= low."""
+
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    low: NDArray[np.int64]
+    high: NDArray[np.int64]
+
+
+def _spans_of(problem: Problem, tile: tuple[int, int]) -> _Spans:
+    """Return the runs of all tiles of rows: the keys of the tiles that all leaves may see.
+
+    Args:
+        problem: what to compute, with a mask that ``is_run``.
+        tile: queries and keys of a tile.
+    """
+    (across, along), queries, keys = tile, problem.queries, problem.keys
+    start = np.arange(0, queries, across)
+    stop = np.minimum(start + across, queries)
+    first, last = np.zeros_like(start), np.full_like(start, -(-keys // along) - 1)
+    for instr in problem.mask:
+        low, high = _bounds(instr, start, stop, queries, keys)
+        first = np.maximum(first, np.where(low < keys, low // along, last + 1))
+        last = np.minimum(last, high // along)
+    end = np.where(last >= first, np.minimum((last + 1) * along, keys), 0)
+    return _Spans(start, stop, first * along, end)
+
+
+def runs_of(problem: Problem, tile: tuple[int, int]) -> list[tuple[range, range]]:
+    """Return the same row tile by row tile: its rows, and its keys."""
+    found = zip(*(each.tolist() for each in _spans_of(problem, tile)), strict=True)
+    return [(range(start, stop), range(low, high)) for start, stop, low, high in found]
+
+
+def _bounds(instr: Instr, start: Any, stop: Any, queries: int, keys: int) -> tuple[Any, Any]:
+    """Return the first and last key that any row of each tile may see by one leaf."""
+    if instr.op == "below":
+        return 0, int(instr.params[0]) - 1
+    if instr.op != "band":
+        return 0, keys - 1
+    left, right, anchor = (int(number) for number in instr.params)
+    shift = keys - queries if anchor else 0
+    low = np.maximum(start + shift - left, 0) if left >= 0 else 0
+    return low, stop - 1 + shift + right if right >= 0 else keys - 1

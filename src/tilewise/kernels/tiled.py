@@ -9,6 +9,7 @@ from tilewise.kernels.base import Backend, Prepared, raw_reasons
 from tilewise.plan.plan import Tiles
 from tilewise.problem import Problem
 from tilewise.reference import tiled
+from tilewise.reference.blocks import WALK
 
 
 class TiledBackend(Backend):
@@ -23,7 +24,7 @@ class TiledBackend(Backend):
 
     def tiles(self, problem: Problem) -> Tiles:
         """Return the blocks of the reference."""
-        return Tiles(tiled.WALK.query_tile, tiled.WALK.key_tile)
+        return Tiles(WALK.query_tile, WALK.key_tile)
 
     def prepare(self, problem: Problem) -> Prepared:
         """Return the passes of ``reference.tiled``."""

@@ -51,15 +51,6 @@ from tilewise.reference.tiles import (
     sum_group,
 )
 
-__all__ = [
-    "WALK",
-    "RowState",
-    "backward",
-    "forward",
-    "forward_rows",
-    "tile_gradient",
-]
-
 
 def forward(
     problem: Problem, operands: Operands, statistics: Statistics = "", walk: Walk | None = None

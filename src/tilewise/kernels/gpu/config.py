@@ -14,36 +14,11 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from tilewise.plan.tuned import NOTHING, Blocks, Found, Place
+from tilewise.plan.tuned import NOTHING, Found, Place
+from tilewise.plan.tuned import Blocks as Blocks  # kernels take it from here
 from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import EXPR, RAW, Instr
-
-__all__ = [
-    "FAMILIES",
-    "KINDS",
-    "LARGEST_WIDTH",
-    "PASSES",
-    "WIDEST_KEYS",
-    "WIDTHS",
-    "Blocks",
-    "Config",
-    "Family",
-    "Parts",
-    "Pass",
-    "Splitting",
-    "calls_raw",
-    "config_for",
-    "decodes",
-    "family_of",
-    "holds",
-    "listed_blocks",
-    "padded",
-    "place_of",
-    "shared_need",
-    "tail_of",
-    "tiles_for",
-]
 
 Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
 PASSES: tuple[Pass, ...] = get_args(Pass)

@@ -4,6 +4,10 @@ Every program takes the same road: it becomes one expression (``variants/recogni
 becomes straight-line code, one name per value. The functions are kept by their text, which
 linecache holds, so that Triton hashes it, caches what it compiles, and shows it in errors.
 
+A score may have raw steps, which the language cannot read. It is then split into stages: runs of
+steps that are one expression, and the raw steps between them. A stage maps the running score s of a
+block of pairs.
+
 The functions take positions as kernels have them: ``b`` and ``h`` numbers, ``m`` and ``n`` int32
 blocks that broadcast against one another (``[BM, 1]`` and ``[1, BN]``, or transposed), ``M`` and
 ``N`` numbers. ``tensors`` and ``shapes`` are what ``captures`` makes of captured tensors.
@@ -22,14 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.expressions import words
-from tilewise.kernels.gpu.expressions.chain import Chain, Text, raw_text, stages_of
 from tilewise.kernels.gpu.expressions.text import Source, body, place_in_tensor, range_lines
 from tilewise.problem import Problem
 from tilewise.variants.derive import differentiate
 from tilewise.variants.expr import Expr, Graph
 from tilewise.variants.graphs import exactly_sized, mask_expression
 from tilewise.variants.intervals import Interval
-from tilewise.variants.program import MASK_OPS, RAW, Program, fitted
+from tilewise.variants.program import MASK_OPS, RAW, Instr, Program, fitted
 from tilewise.variants.raw import registered
 from tilewise.variants.recognise import as_expression
 
@@ -179,7 +182,7 @@ def _variant(
             tables=_tables(mask),
         )
     if score:
-        stages = [_stage(steps, score_ranks, leaves, score) for steps in stages_of(fitted(score))]
+        stages = [_stage(steps, score_ranks, leaves, score) for steps in _stages_of(fitted(score))]
         whole = stages[0] if len(stages) == 1 else _chained(stages)
         found = whole._replace(
             seen=found.seen,
@@ -188,6 +191,17 @@ def _variant(
             tables=found.tables,
         )
     return found
+
+
+def _stages_of(program: Program) -> list[Program]:
+    """Runs of steps that are one expression, and the raw steps between them."""
+    stages: list[Program] = []
+    for instr in program:
+        if instr.op == RAW or not stages or stages[-1][-1].op == RAW:
+            stages.append((instr,))
+        else:
+            stages[-1] += (instr,)
+    return stages
 
 
 def _stage(
@@ -203,22 +217,92 @@ def _stage(
     name = str(instr.params[0])
     pair = registered(name)
     return Variant(
-        score=_of_text("score", raw_text(instr, ranks, f"score_{name}", pair.score)),
-        gain=_of_text("gain", raw_text(instr, ranks, f"derivative_{name}", pair.derivative)),
+        score=_raw("score", instr, ranks, f"score_{name}", pair.score),
+        gain=_raw("gain", instr, ranks, f"derivative_{name}", pair.derivative),
     )
+
+
+def _raw(kind: str, instr: Instr, ranks: Sequence[int], name: str, function: Any) -> Any:
+    """Return one of a raw step's functions, with the step's own tensors, for a block of any shape.
+
+    Args:
+        kind: "score" or "gain".
+        instr: the step.
+        ranks: dimensions of all tensors of the score, by slot.
+        name: what the text calls the function.
+        function: a ``triton.jit`` function.
+    """
+    tensors = [f"tensors[{slot}]" for slot in instr.slots]
+    numbers: list[str] = []
+    for slot in instr.slots:
+        start = 2 * sum(ranks[:slot])
+        numbers += [f"shapes[{start + at}]" for at in range(2 * ranks[slot])]
+    call = f"{name}(s, b, h, m, n, M, N, {_tuple(tensors)}, {_tuple(numbers)})"
+    whole = f"tl.broadcast_to(tl.cast({call}, tl.float32), (m + n).shape)"
+    return _of_score(kind, [f"result = {whole}"], ((name, function),))
+
+
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({', '.join(parts)},)" if parts else "()"
 
 
 def _chained(stages: Sequence[Variant]) -> Variant:
-    """Return the functions of a score in several stages."""
-    chain = Chain(stages)
+    """Return the functions of a score in several stages, one after another.
+
+    The input of a stage is recomputed from everything before it; the compiler finds what it has
+    already.
+    """
+    score = _Writer(stages)
+    score.enter(len(stages))
+    gain = _Writer(stages)
+    loads, load_indices = [], []
+    for place, stage in enumerate(stages):
+        for load, index in zip(stage.loads, stage.load_indices, strict=True):
+            written = _Writer(stages)
+            later = written.slopes(place + 1)
+            loads.append(written.function("by_load", written.call(load, place), *later))
+            written = _Writer(stages)
+            written.enter(place)
+            load_indices.append(written.function("load_index", written.call(index, place)))
     return Variant(
-        score=_of_text("score", chain.score()),
-        gain=_of_text("gain", chain.gain()),
-        loads=tuple([_of_text("by_load", text) for text in chain.loads()]),
+        score=score.function("score", f"s{len(stages)}"),
+        gain=gain.function("gain", *gain.slopes(0)),
+        loads=tuple(loads),
         load_slots=tuple([slot for stage in stages for slot in stage.load_slots]),
-        load_indices=tuple([_of_text("load_index", text) for text in chain.load_indices()]),
+        load_indices=tuple(load_indices),
         load_forms=tuple([form for stage in stages for form in stage.load_forms]),
     )
+
+
+class _Writer:
+    """Text that calls the functions of stages."""
+
+    def __init__(self, stages: Sequence[Variant]) -> None:
+        self.stages = stages
+        self.lines = ["s0 = s"]
+        self.uses: dict[str, Any] = {}
+
+    def call(self, function: Any, place: int) -> str:
+        """Return a call of a function of the stage at a place, of what enters it."""
+        name = function.__name__
+        self.uses[name] = function
+        return f"{name}(s{place}, {_OF_MASK})"
+
+    def enter(self, place: int) -> None:
+        """Compute what enters a stage, and all before it: ``s0`` and so on."""
+        for at, stage in enumerate(self.stages[:place]):
+            self.lines.append(f"s{at + 1} = {self.call(stage.score, at)}")
+
+    def slopes(self, first: int) -> list[str]:
+        """Return the derivatives of the stages from one on, where they are not 1."""
+        self.enter(len(self.stages) - 1)
+        later = list(enumerate(self.stages))[first:]
+        return [self.call(stage.gain, place) for place, stage in later if stage.gain is not None]
+
+    def function(self, kind: str, *factors: str) -> Any:
+        """Return the function that gives a product."""
+        lines = [*self.lines, f"result = {' * '.join(factors)}"]
+        return _of_score(kind, lines, tuple(self.uses.items()))
 
 
 def _scored(expr: Expr, source: Source) -> Variant:
@@ -275,12 +359,8 @@ def _tables(mask: Program) -> tuple[Table, ...]:
     return stack.pop()
 
 
-def _of_score(name: str, lines: Iterable[str]) -> Any:
-    return _function(name, _OF_SCORE, lines)
-
-
-def _of_text(name: str, text: Text) -> Any:
-    return _function(name, _OF_SCORE, text.lines, text.uses)
+def _of_score(name: str, lines: Iterable[str], uses: _Uses = ()) -> Any:
+    return _function(name, _OF_SCORE, lines, uses)
 
 
 def _function(name: str, parameters: str, lines: Iterable[str], uses: _Uses = ()) -> Any:

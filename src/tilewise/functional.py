@@ -19,9 +19,8 @@ from tilewise.engine.call import (
 from tilewise.engine.explanation import Explanation, chip_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, read_key_lists
 from tilewise.engine.listed import attend_lists, explain_lists
-from tilewise.engine.nested import any_nested
 from tilewise.engine.pages import PagedStep, packed_or_paged, pages_of
-from tilewise.engine.run import autocast, run, run_paged
+from tilewise.engine.run import any_nested, autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Result, Statistics

@@ -9,12 +9,12 @@ Unless said otherwise the captured tensors are in kernel form (``lower.py``): a 
 is read by an index past it, which gives its only element.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from tilewise.variants.expr import Expr, Graph, decode, encode, with_slots
-from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Program, slot_count
+from tilewise.variants.expr import Expr, Graph, decode, encode, slots_of, with_slots
+from tilewise.variants.program import BY_USER, EXPR, RAW, Instr, Number, Program, slot_count
 from tilewise.variants.rows import Kind
 
 _LETTERS = "bhmn"
@@ -29,6 +29,11 @@ class Pair:
     def load(self, kind: Kind, slot: int, names: str) -> int:
         """Return an element of a tensor; an index beyond a broadcast dimension reads its one."""
         return self.graph.load(kind, slot, [self.leaves[name] for name in names])
+
+
+def own_pair(graph: Graph) -> Pair:
+    """Return the pair of a graph whose positions are what a program calls them."""
+    return Pair(graph, {name: graph.leaf(name) for name in "bhmnMN"})
 
 
 def as_one(
@@ -48,10 +53,14 @@ def as_one(
         found = _score(graph, pair, program)
     else:
         found = _mask(graph, pair, program) if program else graph.constant(True)
-    expr = graph.expr(found if also is None else graph.apply("and", found, also))
-    slots = sorted({int(node.value or 0) for node in expr.nodes if node.op.startswith("load_")})
-    expr = with_slots(expr, {slot: at for at, slot in enumerate(slots)})
-    return Instr(EXPR, (encode(expr),), tuple(slots))
+    return as_instruction(graph.expr(found if also is None else graph.apply("and", found, also)))
+
+
+def as_instruction(expr: Expr) -> Instr:
+    """Return an expression as an operation; the slots in its text count from 0."""
+    slots = slots_of(expr)
+    own = with_slots(expr, {slot: at for at, slot in enumerate(slots)})
+    return Instr(EXPR, (encode(own),), tuple(slots))
 
 
 def mask_expression(program: Program, ranks: Sequence[int] | None = None) -> Expr:
@@ -63,7 +72,7 @@ def mask_expression(program: Program, ranks: Sequence[int] | None = None) -> Exp
             that the user wrote, and a tensor of a built-in mask is one boolean without an index.
     """
     graph = Graph()
-    pair = Pair(graph, {name: graph.leaf(name) for name in "bhmnMN"})
+    pair = own_pair(graph)
     return graph.expr(_mask(graph, pair, program, ranks) if program else graph.constant(True))
 
 
@@ -78,7 +87,12 @@ def user_indices(graph: Graph, instr: Instr, position: int, rank: int) -> list[i
     letters = {"below": "b", "same_document": ("bm", "bn")[position][-rank:]}.get(instr.op)
     if letters is not None:
         return [graph.leaf(letter) for letter in letters]
-    codes = [int(axis) for axis in instr.params[1:]]
+    return axis_indices(graph, instr.params[1:])
+
+
+def axis_indices(graph: Graph, axes: Iterable[Number]) -> list[int]:
+    """Return what indexes each dimension: a position, or the constant 0 for the code 4."""
+    codes = [int(axis) for axis in axes]
     return [graph.leaf(_LETTERS[code]) if code < 4 else graph.constant(0) for code in codes]
 
 
@@ -153,10 +167,8 @@ def _blocks(graph: Graph, pair: Pair, instr: Instr) -> int:
     return graph.load("bool", instr.slots[0], (names["b"], names["h"], row, column))
 
 
-def _expression(graph: Graph, pair: Pair, instr: Instr, s: int | None = None) -> int:
-    expr = with_slots(decode(str(instr.params[0])), instr.slots)
-    leaves = pair.leaves if s is None else {**pair.leaves, "s": s}
-    return graph.include(expr, leaves)[0]
+def _expression(graph: Graph, pair: Pair, instr: Instr) -> int:
+    return graph.include(with_slots(decode(str(instr.params[0])), instr.slots), pair.leaves)[0]
 
 
 _LEAVES: dict[str, Callable[[Graph, Pair, Instr], int]] = {
@@ -172,33 +184,34 @@ _LEAVES: dict[str, Callable[[Graph, Pair, Instr], int]] = {
 def _score(graph: Graph, pair: Pair, program: Program) -> int:
     s = graph.leaf("s")
     for instr in program:
-        s = _STEPS[instr.op](graph, pair, instr, s)
+        loaded = None
+        if instr.op in ("alibi", "bias"):
+            names = "bh" if instr.op == "alibi" else "bhmn"
+            loaded = pair.load("float", instr.slots[0], names)
+        s = score_step(pair, instr, s, loaded)
     return s
 
 
-def _alibi(graph: Graph, pair: Pair, instr: Instr, s: int) -> int:
-    names = pair.leaves
+def score_step(pair: Pair, instr: Instr, s: int, loaded: int | None) -> int:
+    """Return what a step of a score makes of it.
+
+    Args:
+        pair: what the positions are.
+        instr: the step, which is no ``raw``.
+        s: the score before it.
+        loaded: the element of the tensor of a bias or of ALiBi's slopes; None for other steps.
+    """
+    graph, names = pair.graph, pair.leaves
+    if loaded is None and instr.op == EXPR:
+        return _expression(graph, Pair(graph, {**names, "s": s}), instr)
+    if loaded is None:
+        cap = graph.constant(float(instr.params[0]))
+        return graph.apply("mul", cap, graph.apply("tanh", graph.apply("div", s, cap)))
+    if instr.op == "bias":
+        return graph.apply("add", s, loaded)
     diagonal = graph.apply("add", names["m"], graph.apply("sub", names["N"], names["M"]))
     distance = graph.apply("abs", graph.apply("sub", diagonal, names["n"]))
-    slope = pair.load("float", instr.slots[0], "bh")
-    return graph.apply("sub", s, graph.apply("mul", slope, graph.apply("to_float", distance)))
-
-
-def _softcap(graph: Graph, _: Pair, instr: Instr, s: int) -> int:
-    cap = graph.constant(float(instr.params[0]))
-    return graph.apply("mul", cap, graph.apply("tanh", graph.apply("div", s, cap)))
-
-
-def _bias(graph: Graph, pair: Pair, instr: Instr, s: int) -> int:
-    return graph.apply("add", s, pair.load("float", instr.slots[0], "bhmn"))
-
-
-_STEPS: dict[str, Callable[[Graph, Pair, Instr, int], int]] = {
-    "alibi": _alibi,
-    "softcap": _softcap,
-    "bias": _bias,
-    EXPR: _expression,
-}
+    return graph.apply("sub", s, graph.apply("mul", loaded, graph.apply("to_float", distance)))
 
 
 _ITEM, _HEAD, _ROW, _QUERIES, _KEYS = range(5)  # the columns of ``places``

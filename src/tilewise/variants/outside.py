@@ -20,13 +20,12 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument
 from tilewise.variants.expr import Expr, Graph, Node, decode
-from tilewise.variants.graphs import mask_expression
+from tilewise.variants.graphs import axis_indices, mask_expression
 from tilewise.variants.intervals import Bounds, Interval, bounds, every_bound
 from tilewise.variants.lower import Extent
 from tilewise.variants.program import BY_USER, EXPR, Instr, Program
 
 _LETTERS = "bhmn"
-_FIRST = 4  # the axis code of a dimension whose index is the constant 0
 _MOST_SEQUENCES = 8
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -165,12 +164,11 @@ def _as_expr(instr: Instr, shapes: _Shapes) -> Expr | None:
         return decode(str(instr.params[0]))
     if not instr.params or instr.params[0] != BY_USER or instr.op not in ("bias", "alibi"):
         return None
-    codes = [int(axis) for axis in instr.params[1:]]
-    if len(codes) != len(shapes[instr.slots[0]]):
+    axes = instr.params[1:]
+    if len(axes) != len(shapes[instr.slots[0]]):
         return None  # lowered already
     graph = Graph()
-    places = [graph.constant(0) if x == _FIRST else graph.leaf(_LETTERS[x]) for x in codes]
-    return graph.expr(graph.load("float", 0, places))
+    return graph.expr(graph.load("float", 0, axis_indices(graph, axes)))
 
 
 def _indices(reads: _Reads) -> Iterator[tuple[int, int, int]]:

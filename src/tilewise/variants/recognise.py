@@ -9,14 +9,15 @@ indexed by positions, ALiBi's penalty, or a soft cap. The rest stays an expressi
 ``expr``), which kernels interpret.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from tilewise.torch_private import constant_while_compiling
-from tilewise.variants.expr import Expr, Graph, Node, decode, encode, slots_of, with_slots
+from tilewise.variants.expr import Expr, Graph, Node, decode, encode
+from tilewise.variants.graphs import as_instruction, axis_indices, own_pair, score_step
 from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
 from tilewise.variants.program import decode as program_of
 from tilewise.variants.program import encode as program_text
@@ -350,10 +351,7 @@ def _part(expr: Expr, place: int) -> Instr:
     """A part of an expression as an operation of its own."""
     graph = Graph()
     (output,) = graph.include(Expr(expr.nodes[: place + 1], (place,)))
-    part = graph.expr(output)
-    slots = slots_of(part)
-    own = with_slots(part, {slot: at for at, slot in enumerate(slots)})
-    return Instr("expr", (encode(own),), tuple(slots))
+    return as_instruction(graph.expr(output))
 
 
 def as_expression(program: Program, ranks: Sequence[int]) -> Expr:
@@ -362,33 +360,14 @@ def as_expression(program: Program, ranks: Sequence[int]) -> Expr:
     ``ranks`` are the dimensions of every tensor that it captures.
     """
     graph = Graph()
-    place = graph.leaf("s")
+    pair, s = own_pair(graph), graph.leaf("s")
     for instr in program:
-        place = _step(graph, instr, ranks, place)
-    return graph.expr(place)
-
-
-def _step(graph: Graph, instr: Instr, ranks: Sequence[int], s: int) -> int:
-    if instr.op == "expr":
-        step = with_slots(decode(str(instr.params[0])), instr.slots)
-        return graph.include(step, {"s": s})[0]
-    if instr.op == "softcap":
-        cap = graph.constant(float(instr.params[0]))
-        return graph.apply("mul", cap, graph.apply("tanh", graph.apply("div", s, cap)))
-    (slot,) = instr.slots
-    # A tensor that broadcasts: an index past a dimension of size 1 reads its only element.
-    last = 4 if instr.op == "bias" else 2
-    axes = instr.params[1:] or range(last - ranks[slot], last)
-    loaded = graph.load("float", slot, _indices(graph, axes))
-    if instr.op == "bias":
-        return graph.apply("add", s, loaded)
-    own = graph.apply("add", graph.leaf("m"), graph.apply("sub", graph.leaf("N"), graph.leaf("M")))
-    distance = graph.apply("to_float", graph.apply("abs", graph.apply("sub", own, graph.leaf("n"))))
-    return graph.apply("sub", s, graph.apply("mul", loaded, distance))
-
-
-def _indices(graph: Graph, axes: Iterable[int | float | str]) -> list[int]:
-    letters = {code: letter for letter, code in _AXES.items()}
-    return [
-        graph.constant(0) if axis == _FIRST else graph.leaf(letters[int(axis)]) for axis in axes
-    ]
+        loaded = None
+        if instr.op in ("alibi", "bias"):
+            (slot,) = instr.slots
+            # A tensor that broadcasts: an index past a dimension of size 1 reads its only element.
+            last = 4 if instr.op == "bias" else 2
+            axes = instr.params[1:] or range(last - ranks[slot], last)
+            loaded = graph.load("float", slot, axis_indices(graph, axes))
+        s = score_step(pair, instr, s, loaded)
+    return graph.expr(s)

@@ -137,11 +137,8 @@ def _plain(op: str) -> Callable[..., Traced]:
     return handler
 
 
-def _swapped(op: str) -> Callable[..., Traced]:
-    def handler(recording: Recording, x: object, y: object) -> Traced:
-        return apply(recording, op, (y, x))
-
-    return handler
+def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
+    return lambda recording, x, y: handler(recording, y, x)
 
 
 def _softplus(recording: Recording, x: object) -> Traced:
@@ -186,8 +183,8 @@ _TORCH: dict[str, Callable[..., Traced]] = {
     },
     **dict.fromkeys(OPS["div"].names or (), _divide),
     "pow": lambda recording, x, y: _power(recording.lift(x), y),
-    **dict.fromkeys(("gt", "greater"), _swapped("lt")),
-    **dict.fromkeys(("ge", "greater_equal"), _swapped("le")),
+    **dict.fromkeys(("gt", "greater"), _reflected(_plain("lt"))),
+    **dict.fromkeys(("ge", "greater_equal"), _reflected(_plain("le"))),
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
     "where": _select,
     **dict.fromkeys(("clamp", "clip"), _clamp),
@@ -220,10 +217,6 @@ def _functions() -> dict[Any, Callable[..., Traced]]:
             found[getattr(Tensor, f"__r{name}__")] = _reflected(handler)
     found[Tensor.where] = _where_method
     return found
-
-
-def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
-    return lambda recording, x, y: handler(recording, y, x)
 
 
 METHODS.update({**_TORCH, "where": _where_method})

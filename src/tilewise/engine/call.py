@@ -7,14 +7,13 @@ call.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.engine.dispatch import PLANS, check_name, load, plan_problem, tensor_reader
-from tilewise.engine.pages import PagedStep, Pages, lower_pages, signs
+from tilewise.engine.pages import PagedStep, Pages, counts_of, lower_pages, signs
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan.plan import Plan
 from tilewise.problem import Operands, Problem
@@ -321,9 +320,7 @@ def reads_on_device(backend: str | None) -> bool:
 
 def ragged_extent(problem: Problem, starts_q: Sequence[int], starts_k: Sequence[int]) -> Extent:
     """Return what captured tensors of packed sequences are broadcast against."""
-    query_counts = tuple([end - start for start, end in pairwise(starts_q)])
-    key_counts = tuple([end - start for start, end in pairwise(starts_k)])
-    return Extent.of_sequences(problem.heads, query_counts, key_counts)
+    return Extent.of_sequences(problem.heads, counts_of(starts_q), counts_of(starts_k))
 
 
 # The core takes the seed of dropout as a number. The GPU's kernels read a tensor on their device,

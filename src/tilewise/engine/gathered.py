@@ -406,8 +406,9 @@ class Gathering:
         by_k, by_v, of_score = sums
         unread = (False, False) if self._score.program else ()
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
-        # The backend that the forward pass took: it reads its statistics.
-        plan = self._plan(self._paged_problem(), self._backend)
+        # The backend that the forward pass took, here of one list: it reads its statistics.
+        paged = self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
+        plan = self._plan(paged, self._backend)
         given = _Upstream(result, grad_out, grad_lse, grad_entropy)
         if plan.in_place is None:
             summed = sum(total.nbytes for total in of_score if total is not None)
@@ -422,10 +423,6 @@ class Gathering:
                 if total is not None and found is not None:
                     total += found
         return by_q
-
-    def _paged_problem(self) -> Problem:
-        """Return a problem of the forward pass, of one list."""
-        return self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
 
     def _by_copies(
         self,

@@ -12,7 +12,6 @@ from tilewise.engine.call import (
     build_operands,
     build_problem,
     keywords_key,
-    read_keywords,
     reader,
 )
 from tilewise.engine.dispatch import Cache
@@ -36,8 +35,7 @@ from tilewise.engine.shared_lists import may_share, shared
 from tilewise.errors import Unsupported
 from tilewise.problem import UNSEEN, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
-from tilewise.variants.program import RAW, decode, fitted
-from tilewise.variants.values import Mask, Score
+from tilewise.variants.program import RAW, fitted
 
 # Of a call whose facts are kept: a few tensors of so many numbers each.
 _KEPT_LISTS = 1 << 10
@@ -433,12 +431,5 @@ def keywords_of(call: OpCall, of_lists: OfLists) -> Keywords:
     """Return the keywords of a call as the ops take it."""
     if of_lists.block_table.dim() == 1:
         return call.keywords()
-    return read_keywords(
-        Mask(decode(call.mask), tuple(call.mask_tensors)),
-        Score(decode(call.score), tuple(call.score_tensors)),
-        call.scale,
-        0.0,
-        None,
-        call.backend,
-        pages=Pages(of_lists.block_table, of_lists.key_lengths, call.cu_seqlens_q),
-    )
+    pages = Pages(of_lists.block_table, of_lists.key_lengths, call.cu_seqlens_q)
+    return call.keywords(pages=pages)

@@ -28,6 +28,7 @@ from tilewise.engine.modes import (
     refuse_vmap,
     transforms_active,
 )
+from tilewise.engine.pages import Pages
 from tilewise.kernels.base import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
@@ -152,10 +153,10 @@ class OpCall(NamedTuple):
     dropout_p: float
     backend: str | None
 
-    def keywords(self, scales: Scales = NO_SCALES) -> Keywords:
-        """Return the keywords of the call, without pages."""
+    def keywords(self, scales: Scales = NO_SCALES, pages: Pages | None = None) -> Keywords:
+        """Return the keywords of the call; with pages its ``cu_seqlens`` do not count."""
         cu_seqlens = None
-        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+        if pages is None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             cu_seqlens = (self.cu_seqlens_q, self.cu_seqlens_k)
         return read_keywords(
             Mask(decode(self.mask), tuple(self.mask_tensors)),
@@ -165,7 +166,8 @@ class OpCall(NamedTuple):
             self.sinks,
             self.backend,
             cu_seqlens,
-            scales=scales,
+            pages,
+            scales,
         )
 
 

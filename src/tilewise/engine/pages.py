@@ -181,7 +181,7 @@ def lower_pages(
         query_counts = (problem.queries,) * problem.batch
         if cu_q is not None:
             starts = check_cu_seqlens("cu_seqlens_q", cu_q, problem.queries)
-            query_counts = _counts(starts)
+            query_counts = counts_of(starts)
         key_counts = _checked_lengths(key_lengths, block_table.shape[1], problem.page_size)
         table, held = block_table.cpu(), k.shape[0]
         check_entries("block_table", table, key_lengths.cpu(), problem.page_size, held)
@@ -207,10 +207,11 @@ def _facts_of(pages: Pages, page_size: int) -> _Facts:
     if cu_q is None:
         return _Facts(key_counts, None, None, last)
     starts = check_cu_seqlens("cu_seqlens_q", cu_q, int(cu_q[-1]))
-    return _Facts(key_counts, _counts(starts), starts[-1], last)
+    return _Facts(key_counts, counts_of(starts), starts[-1], last)
 
 
-def _counts(starts: Sequence[int]) -> tuple[int, ...]:
+def counts_of(starts: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of packed sequences, from where each starts and the last one ends."""
     return tuple([end - start for start, end in pairwise(starts)])
 
 

@@ -388,7 +388,7 @@ def decode(text: str) -> Expr:
             args = tuple([int(place) for place in rest[:-1].split(",")]) if rest else ()
             op, _, value = head.partition(":")
             nodes.append(Node(op, args, _value(op, value)))
-    except ValueError:
+    except (KeyError, ValueError):
         required = "nodes such as sub(0,1), separated by ;"
         raise InvalidArgument("expression", repr(text), required) from None
     expr = Expr(tuple(nodes), (len(nodes) - 1,) if outputs is None else outputs)
@@ -402,13 +402,9 @@ def _value(op: str, text: str) -> Constant | None:
             raise ValueError
         return None
     if op == "const_bool":
-        return {"true": True, "false": False}[text] if text in ("true", "false") else _refuse()
+        return {"true": True, "false": False}[text]
     if op == "const_float":
         return float(text)
     if op == "const_int" or op.startswith("load_"):
         return int(text)
-    raise ValueError
-
-
-def _refuse() -> bool:
     raise ValueError

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.count import Pass, Traffic
+from tilewise.plan.traffic.count import Traffic
 
 Bound = Literal["memory", "matrix", "exponential"]
 
@@ -47,7 +47,8 @@ def predict(traffic: Traffic, chip: Chip, dtype: str) -> Seconds:
     sums, held = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for one in traffic.passes:
         ceilings = _ceilings(chip, one.dtype or dtype)
-        times = [amount / rate for amount, rate in zip(_amounts(one), ceilings, strict=True)]
+        amounts = (one.bytes, one.flops, one.exponentials)
+        times = [amount / rate for amount, rate in zip(amounts, ceilings, strict=True)]
         longest = max(range(3), key=lambda index: times[index])
         held[longest] += times[longest]
         sums = [total + share for total, share in zip(sums, times, strict=True)]
@@ -61,10 +62,6 @@ def balance(chip: Chip, dtype: str) -> float:
     """Operations for a byte at which memory and matrix products take as long: the ridge."""
     bandwidth, flops, _ = _ceilings(chip, dtype)
     return flops / bandwidth
-
-
-def _amounts(one: Pass) -> tuple[int, int, int]:
-    return one.bytes, one.flops, one.exponentials
 
 
 def _ceilings(chip: Chip, dtype: str) -> tuple[float, float, float]:

@@ -45,7 +45,7 @@ class Form(NamedTuple):
         PART: columns that products are summed over at a time, or 0 for all of them.
         DROPOUT: some pairs are dropped.
         REVERSED: the last tiles come first.
-        TRANSPOSED: values are transposed, see ``walk.transpose``.
+        TRANSPOSED: values are transposed, see ``walk.float8``.
         NAMED: of statistics, whether the first of the largest scores is named.
     """
 

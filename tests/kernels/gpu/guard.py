@@ -30,7 +30,6 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from tests.kernels.gpu.floats import FP8, Array
-from tests.kernels.gpu.memory import Region, regions_of, tensors_in
 
 MANY = -1  # programs; 0 is none, and a program's number is its place in the grid plus one
 FAR_OFF = 0x5A5A5  # an index that no small tensor has and that no product of which overflows
@@ -59,6 +58,90 @@ _DERIVING = (
 )
 
 
+class _Memory:
+    """A storage that a launch was given, in cells: which program read and wrote each.
+
+    Args:
+        start, end: addresses that the launch's tensors in it lie between.
+        cell_bytes: the smallest element among those tensors.
+    """
+
+    def __init__(self, start: int, end: int, cell_bytes: int) -> None:
+        self.start = start
+        self.cell_bytes = cell_bytes
+        self.cells = (end - start) // cell_bytes
+        self.stored, self.updated, self.read = np.zeros((3, self.cells), np.int32)
+        self.operation = np.zeros(self.cells, np.int8)  # of the last atomic update
+        self.written = False
+
+    def cells_of(self, addresses: Array, width_bytes: int) -> Array:
+        """The cells of elements at addresses; -1 where that is none of this memory's."""
+        offsets = (addresses - np.uint64(self.start)).view(np.int64)
+        cells, rest = np.divmod(offsets, self.cell_bytes)
+        if width_bytes > self.cell_bytes:
+            steps = np.arange(width_bytes // self.cell_bytes)
+            cells, rest = (cells[:, None] + steps).ravel(), np.repeat(rest, steps.size)
+        aligned = rest % min(width_bytes, self.cell_bytes) == 0
+        return np.where(aligned & (cells >= 0) & (cells < self.cells), cells, -1)
+
+
+class _Region:
+    """A tensor argument: which cells of its memory are its own."""
+
+    def __init__(self, name: str, tensor: Any, memory: _Memory) -> None:
+        self.name = name
+        self.shape = tuple(tensor.shape)
+        self.start = tensor.data_ptr()
+        self.memory = memory
+        self.own = np.zeros(memory.cells + 1, np.bool_)  # the last one, -1, is nobody's
+        if all(self.shape):
+            per_element = tensor.element_size() // memory.cell_bytes
+            first = (self.start - memory.start) // memory.cell_bytes
+            np.lib.stride_tricks.as_strided(
+                self.own[first:],
+                (*self.shape, per_element),
+                (*(stride * per_element for stride in tensor.stride()), 1),
+            )[...] = True
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """Addresses of a tensor's first element and of the end of its last one."""
+    sizes, strides = tensor.shape, tensor.stride()
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() if all(sizes) else start
+
+
+def _storage(tensor: Any) -> int:
+    return int(getattr(tensor, "base", tensor).untyped_storage().data_ptr())
+
+
+def _regions_of(named: dict[str, Any]) -> dict[int, _Region]:
+    """The regions of tensors, by ``id``; tensors of one storage share its memory."""
+    sharing: dict[int, list[Any]] = {}
+    for tensor in named.values():
+        sharing.setdefault(_storage(tensor), []).append(tensor)
+    memories = {}
+    for storage, tensors in sharing.items():
+        starts, ends = zip(*map(_extent, tensors), strict=True)
+        cell_bytes = min(tensor.element_size() for tensor in tensors)
+        memories[storage] = _Memory(min(starts), max(ends), cell_bytes)
+    return {
+        id(tensor): _Region(name, tensor, memories[_storage(tensor)])
+        for name, tensor in named.items()
+    }
+
+
+def _tensors_in(argument: Any, name: str) -> dict[str, Any]:
+    """The tensors in an argument by name: itself, or those of a tuple."""
+    if isinstance(argument, tuple):
+        found: dict[str, Any] = {}
+        for index, each in enumerate(argument):
+            found |= _tensors_in(each, f"{name}[{index}]")
+        return found
+    return {name: argument} if hasattr(argument, "data_ptr") else {}
+
+
 class GuardError(AssertionError):
     """A kernel did to memory what it must not do on a chip."""
 
@@ -79,7 +162,7 @@ class Watch:
         self.seed = seed
         self.launches = 0
         self.kernel = ""
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, _Region] = {}
         self.grid: tuple[int, ...] = (1, 1, 1)
         self.order = np.zeros(1, np.int64)
         self.program = 1
@@ -91,7 +174,7 @@ class Watch:
     def begin(self, kernel: str, named: dict[str, Any]) -> None:
         """Describe the tensors of a launch."""
         self.kernel = kernel
-        self.regions = regions_of(named)
+        self.regions = _regions_of(named)
 
     def lay_out(self, grid: tuple[int, ...]) -> None:
         """Draw the order of a launch's programs."""
@@ -117,9 +200,9 @@ class Watch:
             return "several programs"
         return f"program {tuple(map(int, np.unravel_index(program - 1, self.grid)))}"
 
-    def touch(self, verb: str, pointers: Any, mask: Array) -> tuple[Region, Array]:
+    def touch(self, verb: str, pointers: Any, mask: Array) -> tuple[_Region, Array]:
         """The region that pointers lie in and their cells in it; fails where they lie outside."""
-        region: Region | None = pointers.attr.get("region")
+        region: _Region | None = pointers.attr.get("region")
         if region is None:
             raise GuardError(f"{self.kernel}: it is not known which tensor a pointer points into")
         addresses, chosen = np.broadcast_arrays(pointers.data, mask)
@@ -137,7 +220,7 @@ class Watch:
             )
         return region, cells
 
-    def _meet(self, owners: Array, deed: str, region: Region) -> None:
+    def _meet(self, owners: Array, deed: str, region: _Region) -> None:
         others = _others(owners, self.program)
         if others.size:
             self.fail(f"race: {deed} of {region.name} by {self._name(int(others[0]))}")
@@ -282,7 +365,7 @@ def _launch_hooks(watch: Watch) -> dict[Any, dict[str, Any]]:
         arguments, keywords = taken = take(self, positional, named)
         found: dict[str, Any] = {}
         for name, each in (*zip(self.arg_names, arguments, strict=False), *keywords.items()):
-            found |= tensors_in(each, name)
+            found |= _tensors_in(each, name)
         watch.begin(self.fn.__name__, found)
         return taken
 

@@ -5,14 +5,15 @@ from tilewise.nn.attention import Attention
 from tilewise.nn.conversion import Conversion, Place, convert
 from tilewise.nn.implementations import Implementation
 from tilewise.nn.multihead import MultiheadAttention
-from tilewise.nn.rotation import Rotary, rotary
-from tilewise.nn.scaling import (
+from tilewise.nn.rotation import (
     DynamicNtkScaling,
     LinearScaling,
     Llama3Scaling,
     NtkScaling,
+    Rotary,
     RotaryScaling,
     YarnScaling,
+    rotary,
 )
 from tilewise.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 

@@ -2,31 +2,38 @@
 
 Letters: B batch, H heads, L queries, S keys, E ``embed_dim``, D = E / H.
 
-Nested tensors [B, j, E] become rows packed one sequence after the other (``Rows``), and back.
-``torch.nn.TransformerEncoder`` makes them of padded batches in eval mode.
+Nested tensors [B, j, E] become rows packed one sequence after the other (``_Rows``), and back.
+``torch.nn.TransformerEncoder`` makes them of padded batches in eval mode. Torch's masks become
+masks and scores of ``tilewise.attention`` (``_said_by``).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
+from tilewise.checks import check_tensor
 from tilewise.errors import InvalidArgument, SlowPathWarning
 from tilewise.nn.implementations import Ask, with_weights
-from tilewise.nn.multihead_masks import Masks, Sizes, check_shapes, said_by
 from tilewise.routes import attention_varlen, by_the_faster
-from tilewise.variants.masks import causal
-from tilewise.variants.values import Mask
+from tilewise.variants import masks, scores
+from tilewise.variants.values import Mask, Score, as_score
 
 _FORM = "a nested tensor [B, j, E] without holes"
+_KIND = "bool (True: does not attend) or a floating tensor, which is added to the scores"
+_NOTHING = ~Mask(())
+_CAUSAL = masks.causal("top_left")
+# Torch's bool masks name the pairs that do not attend.
+_HIDDEN = (~masks.dense(torch.zeros(1, dtype=torch.bool))).program
 
 
-class Rows(NamedTuple):
+class _Rows(NamedTuple):
     """The rows of a nested tensor.
 
     Args:
@@ -41,7 +48,7 @@ class Rows(NamedTuple):
     lengths: Any
 
 
-def rows_of(name: str, nested: Any) -> Rows:
+def _rows_of(name: str, nested: Any) -> _Rows:
     """Return the rows of a nested tensor; of a jagged one they are its own memory."""
     if not nested.is_nested:
         raise InvalidArgument(name, "a tensor that is not nested", f"{_FORM}, as the others are")
@@ -50,14 +57,14 @@ def rows_of(name: str, nested: Any) -> Rows:
     if nested.layout is torch.jagged:
         if nested.lengths() is not None or nested._ragged_idx != 1:
             raise InvalidArgument(name, "one with holes, or ragged elsewhere", _FORM)
-        return Rows(nested.values(), nested.offsets(), nested.shape[1])
+        return _Rows(nested.values(), nested.offsets(), nested.shape[1])
     parts = nested.unbind()
     lengths = tuple([part.shape[0] for part in parts])
     ends = torch.tensor([0, *lengths], device=nested.device).cumsum(0)
-    return Rows(torch.cat(parts), ends, lengths)
+    return _Rows(torch.cat(parts), ends, lengths)
 
 
-def check_same(name: str, rows: Rows, others: Rows, other: str) -> None:
+def _check_same(name: str, rows: _Rows, others: _Rows, other: str) -> None:
     """Check that two have sequences of the same lengths.
 
     Jagged ones on a device, and while torch.compile traces, have to be of the same origin.
@@ -70,14 +77,11 @@ def check_same(name: str, rows: Rows, others: Rows, other: str) -> None:
         raise InvalidArgument(name, "sequences of other lengths", f"those of {other}", fix)
 
 
-def nested_as(values: Tensor, rows: Rows) -> Tensor:
+def _nested_as(values: Tensor, rows: _Rows) -> Tensor:
     """Rows [T, E] as a nested tensor of the layout and lengths that others had."""
     if not isinstance(rows.lengths, tuple):
         return torch.nested.nested_tensor_from_jagged(values, rows.cu_seqlens)
     return torch.nested.as_nested_tensor(list(torch.split(values, list(rows.lengths))))
-
-
-_NOTHING = ~Mask(())
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -163,17 +167,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             _refuse_masks(key_padding_mask, attn_mask, need_weights)
             return self._nested(query, key, value, is_causal), None
-        sizes = check_shapes(query, key, value, key_padding_mask, attn_mask, self)
+        sizes = _check_shapes(query, key, value, key_padding_mask, attn_mask, self)
         batched = query.dim() == 3
         seq_first = batched and not self.batch_first
         q, k, v = self._heads(query, key, value, sizes, seq_first)
-        masks = said_by(key_padding_mask, attn_mask, is_causal, sizes)
+        said = _said_by(key_padding_mask, attn_mask, is_causal, sizes)
         weights = None
         if need_weights:
-            out, weights = self._with_weights(q, k, v, masks)
+            out, weights = self._with_weights(q, k, v, said)
             weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
-            out = by_the_faster(q, k, v, **self._keywords(masks))
+            out = by_the_faster(q, k, v, **self._keywords(said))
         order = (2, 0, 1, 3) if seq_first else (0, 2, 1, 3)
         out = linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
         if batched:
@@ -183,21 +187,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def _keywords(self, masks: Masks) -> dict[str, Any]:
+    def _keywords(self, said: _Masks) -> dict[str, Any]:
         """Return the keywords of a call of the kernel."""
         dropout_p = self._dropout()
         if dropout_p == 1.0:  # everything is dropped
             return {"mask": _NOTHING}
-        return {**masks._asdict(), "dropout_p": dropout_p}
+        return {**said._asdict(), "dropout_p": dropout_p}
 
-    def _with_weights(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    def _with_weights(self, q: Tensor, k: Tensor, v: Tensor, said: _Masks) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
             _warn_of_weights()
-        ask = Ask(*masks, self.head_dim**-0.5, None, self._dropout())
+        ask = Ask(*said, self.head_dim**-0.5, None, self._dropout())
         return with_weights(q, k, v, ask)
 
     def _heads(
-        self, query: Tensor, key: Tensor, value: Tensor, sizes: Sizes, seq_first: bool
+        self, query: Tensor, key: Tensor, value: Tensor, sizes: _Sizes, seq_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Q, k and v by heads [B, H, S, D], with the keys that the constructor adds."""
         q, k, v = self._projected(query, key, value)
@@ -242,16 +246,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _nested(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         """Attention of nested tensors [B, j, E], packed one sequence after the other."""
-        rows = rows_of("query", query)
-        keys = rows if key is query else rows_of("key", key)
-        values = keys if value is key else rows_of("value", value)
-        check_same("value", values, keys, "key")
+        rows = _rows_of("query", query)
+        keys = rows if key is query else _rows_of("key", key)
+        values = keys if value is key else _rows_of("value", value)
+        _check_same("value", values, keys, "key")
         packed = self._projected(rows.values, keys.values, values.values)
         q, k, v = (_by_heads(x, self.num_heads) for x in packed)
-        keywords = self._keywords(Masks(causal("top_left") if is_causal else None, None))
+        keywords = self._keywords(_Masks(_CAUSAL if is_causal else None, None))
         out = attention_varlen(q, k, v, rows.cu_seqlens, keys.cu_seqlens, **keywords)
         found = linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)
-        return nested_as(found, rows)
+        return _nested_as(found, rows)
 
 
 def _refuse_masks(
@@ -283,3 +287,144 @@ def _warn_of_weights() -> None:
         "then the call runs in the kernel."
     )
     warnings.warn(message, SlowPathWarning, stacklevel=6)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call; ``added`` keys come behind its S own."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    added: int
+
+
+class _Masks(NamedTuple):
+    """What hides pairs, and what is added to scores."""
+
+    mask: Mask | None
+    score: Score | None
+
+
+def _check_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    module: torch.nn.MultiheadAttention,
+) -> _Sizes:
+    """The sizes of a call."""
+    batched = query.dim() == 3
+    form = "[S, E]"
+    if batched:
+        form = "[B, S, E]" if module.batch_first else "[S, B, E]"
+    widths = (module.embed_dim, module.kdim, module.vdim)
+    named = (("query", query), ("key", key), ("value", value))
+    for (name, x), width in zip(named, widths, strict=True):
+        if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+            required = f"{form} with {width} features"
+            if x is not query:
+                required += ", of as many dimensions as query has"
+            raise InvalidArgument(name, f"shape {list(x.shape)}", required)
+    if key.shape[:-1] != value.shape[:-1]:
+        required = f"that of key but for the features, {list(key.shape[:-1])}"
+        raise InvalidArgument("value", f"shape {list(value.shape)}", required)
+    at = 1 if batched and module.batch_first else 0  # of the sequence; the batch is the other one
+    batch = query.shape[1 - at] if batched else 1
+    if batched and key.shape[1 - at] != batch:
+        came = f"shape {list(key.shape)}, {form}"
+        raise InvalidArgument("key", came, f"the batch of query, {batch}")
+    added = int(module.bias_k is not None) + int(module.add_zero_attn)
+    sizes = _Sizes(batch, module.num_heads, query.shape[at], key.shape[at], added)
+    _check_padding(key_padding_mask, sizes, batched)
+    _check_pairs(attn_mask, sizes)
+    return sizes
+
+
+def _said_by(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, sizes: _Sizes
+) -> _Masks:
+    """Return what the masks of a call say; ``_check_shapes`` has seen them.
+
+    ``attn_mask`` [B * H, L, S] may have one of all heads [L, S]; with ``is_causal`` it counts only
+    for its gradient.
+    """
+    hidden: list[Mask] = []
+    added: list[Score] = []
+    if is_causal and (attn_mask is None or not attn_mask.requires_grad):
+        hidden.append(_causal(sizes))
+    elif attn_mask is not None:
+        by_heads = attn_mask
+        if attn_mask.dim() == 3:
+            by_heads = attn_mask.view(sizes.batch, sizes.heads, *attn_mask.shape[1:])
+        _sort(by_heads, sizes, hidden, added)
+    if key_padding_mask is not None:
+        rows = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask[None]
+        _sort(rows[:, None, None], sizes, hidden, added)
+    mask = None
+    for each in hidden:
+        mask = each if mask is None else mask & each
+    return _Masks(mask, as_score(added) if added else None)
+
+
+def _sort(tensor: Tensor, sizes: _Sizes, hidden: list[Mask], added: list[Score]) -> None:
+    """Put a mask among those that hide or those that are added."""
+    found = tensor if tensor.dtype is torch.bool else _as_bool(tensor)
+    whole = tensor if found is None else found
+    if sizes.added:
+        whole = pad(whole, (0, sizes.added))
+    if found is None:
+        added.append(scores.bias(whole))
+    else:
+        hidden.append(Mask(_HIDDEN, (whole,)))
+
+
+def _as_bool(tensor: Tensor) -> Tensor | None:
+    """Where a float mask hides, if hiding is all that it does; None if it is not, or not known.
+
+    Containers of torch make such masks of bool ones. Kernels skip what a bool mask hides. A look
+    at the values is worth it where heads share them, and where it stops no device.
+    """
+    small = tensor.dim() == 2 or tensor.shape[1] == 1
+    if not small or tensor.requires_grad or tensor.device.type != "cpu":
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    found = tensor == -math.inf
+    return found if bool((found | (tensor == 0)).all()) else None
+
+
+def _causal(sizes: _Sizes) -> Mask:
+    """Query m sees keys 0 to m, and those that are added."""
+    if not sizes.added:
+        return _CAUSAL
+    own = sizes.keys
+    return masks.function(lambda b, h, m, n: (n <= m) | (n >= own))
+
+
+def _check_padding(mask: Tensor | None, sizes: _Sizes, batched: bool) -> None:
+    if mask is None:
+        return
+    _check_kind("key_padding_mask", mask)
+    wanted = (sizes.batch, sizes.keys) if batched else (sizes.keys,)
+    if tuple(mask.shape) != wanted:
+        required = f"[B, S], {list(wanted)}" if batched else f"[S], {list(wanted)}"
+        raise InvalidArgument("key_padding_mask", f"shape {list(mask.shape)}", required)
+
+
+def _check_pairs(mask: Tensor | None, sizes: _Sizes) -> None:
+    if mask is None:
+        return
+    _check_kind("attn_mask", mask)
+    pairs = (sizes.queries, sizes.keys)
+    every = (sizes.batch * sizes.heads, *pairs)
+    if tuple(mask.shape) not in (pairs, every):
+        required = f"[L, S], {list(pairs)}, or [B * H, L, S], {list(every)}"
+        raise InvalidArgument("attn_mask", f"shape {list(mask.shape)}", required)
+
+
+def _check_kind(name: str, mask: Tensor) -> None:
+    check_tensor(name, mask, _KIND)
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise InvalidArgument(name, f"a tensor of {mask.dtype}", _KIND)

@@ -18,7 +18,6 @@ from tests.contract import assert_all_exact, assert_exact
 from tests.plain import attend
 from tilewise import masks
 from tilewise.compat import flex_attention as door
-from tilewise.compat import flex_masks
 from tilewise.compat.flex_attention import (
     AuxRequest,
     and_masks,
@@ -180,22 +179,22 @@ def test_a_block_mask_is_read_once_and_again_when_it_changes() -> None:
         return kv_idx < limits[b]
 
     block_mask = torchs.create_block_mask(below, B, H, M, N, device="cpu", BLOCK_SIZE=32)
-    first = flex_masks.mask_of(block_mask, M)
-    assert flex_masks.mask_of(block_mask, M) is first
+    first = door._mask_of(block_mask, M)
+    assert door._mask_of(block_mask, M) is first
     limits[0] = 20  # inside of the same block, so that torch's lists stay right
-    second = flex_masks.mask_of(block_mask, M)
+    second = door._mask_of(block_mask, M)
     assert second is not first
     got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
     want = tilewise.attention(q, k, v, mask=below)
     torch.testing.assert_close(got, want)
     block_mask.mask_mod = causal
-    third = flex_masks.mask_of(block_mask, M)
+    third = door._mask_of(block_mask, M)
     assert third is not second
     block_mask.seq_lengths = (M, N - 8)
-    assert flex_masks.mask_of(block_mask, M) is not third
+    assert door._mask_of(block_mask, M) is not third
     made = create_block_mask(causal, 1, 1, M, N, device="cpu")
-    assert flex_masks.mask_of(made, M) is flex_masks.mask_of(made, M)
-    assert flex_masks.mask_of(tilewise.BlockMask.of(causal, M, N), M).program
+    assert door._mask_of(made, M) is door._mask_of(made, M)
+    assert door._mask_of(tilewise.BlockMask.of(causal, M, N), M).program
 
 
 def test_only_present_blocks_are_computed() -> None:
@@ -334,7 +333,7 @@ def test_rounded_lengths_are_taken_only_where_torch_rounds_them(
     forgets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch 2.11's ``_adjust`` does; elsewhere a mask for 160 keys is not one for 150."""
-    monkeypatch.setattr(flex_masks, "_FORGETS", [forgets])
+    monkeypatch.setattr(door, "_FORGETS", [forgets])
     q, k, v, *_ = (x.detach() for x in build(torch.float32))
     rounded = torchs.create_block_mask(causal, B, H, 96, 160, device="cpu", BLOCK_SIZE=32)
     if forgets:

@@ -11,7 +11,8 @@ outside that language is refused by name; nothing is computed in another way ins
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ from torch.nn.attention.flex_attention import (
 )
 
 from tilewise.checks import check_tensor, named
-from tilewise.compat.flex_masks import created, is_adjusted, is_everything, mask_of, score_of
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
 from tilewise.sparse.block_mask import BlockMask as OwnBlockMask
+from tilewise.sparse.flex import read, write
+from tilewise.torch_private import constant_while_compiling
+from tilewise.variants import masks, patterns, scores
+from tilewise.variants.guidance import not_expressed
+from tilewise.variants.values import Mask, Score, as_mask
 
 __all__ = [
     "AuxOutput",
@@ -44,6 +49,9 @@ __all__ = [
 ]
 
 _OPTIONS = frozenset(FlexKernelOptions.__annotations__)
+_V = TypeVar("_V", Mask, Score)
+_WHOLE = 1 << 30  # torch's size of the one block of a mask that is made where none is given
+_EVERYTHING = masks.window(None, None)
 
 
 def flex_attention(
@@ -101,13 +109,13 @@ def flex_attention(
     mask = None
     if block_mask is not None:
         said = _check_lengths(block_mask, query, key)
-        mask = mask_of(block_mask, query.shape[2], None if said else key.shape[2])
+        mask = _mask_of(block_mask, query.shape[2], None if said else key.shape[2])
     found = attention(
         query,
         key,
         value,
         mask=mask,
-        score=None if score_mod is None else score_of(score_mod),
+        score=None if score_mod is None else _expressed("score_mod", score_mod, scores.function),
         scale=scale,
         return_lse=True,
         return_stats=return_aux is not None and return_aux.max_scores,
@@ -158,9 +166,16 @@ def create_block_mask(
         raise Unsupported("create_block_mask with compute_dq_write_order", fix=fix)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    rows, keys = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    sizes = (B, H, Q_LEN, KV_LEN)
-    made: BlockMask = created(mask_mod, sizes, device, (rows, keys), separate_full_blocks)
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    batch, heads = B or 1, H or 1
+    mask = _read_mod(mask_mod)
+    found = OwnBlockMask.of(mask, Q_LEN, KV_LEN, batch=batch, heads=heads, block=block)
+    covers = found.covers.to(device).expand(batch, heads, -1, -1)
+    if not separate_full_blocks:
+        covers = covers.clamp(max=1)
+    made: BlockMask = write(mask, covers, block, Q_LEN, KV_LEN, given=mask_mod)
+    if all(tensor.device == covers.device for tensor in mask.captured):
+        _keep(made, _state(made, mask, Q_LEN), found.to(device))
     return made
 
 
@@ -250,7 +265,7 @@ def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
     """
     if isinstance(block_mask, OwnBlockMask) or not isinstance(block_mask, BlockMask):
         return True
-    if is_everything(block_mask):
+    if _is_everything(block_mask):
         return True
     rows, keys = block_mask.shape[-2:]
     queries, block, listed = query.shape[2], block_mask.BLOCK_SIZE[0], block_mask.kv_num_blocks
@@ -259,7 +274,7 @@ def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
     fits = there == needed if is_slice else rows == queries
     if fits and keys == key.shape[2]:
         return True
-    if is_adjusted(block_mask, queries, key.shape[2]):
+    if _is_adjusted(block_mask, queries, key.shape[2]):
         return False
     made_for = f"a slice of {there} blocks of {block} queries" if is_slice else f"{rows} queries"
     raise InvalidArgument(
@@ -270,4 +285,126 @@ def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
         "block_mask._adjust(q_len, kv_len); or, to decode, slice it: mask = block_mask[:, :, i], "
         "set mask.mask_mod to the whole mask's, with the rows counted from the slice's first, and "
         "mask.seq_lengths to (rows of query, keys).",
+    )
+
+
+class _Kept(NamedTuple):
+    """A block mask read, and what it was read from."""
+
+    text: str
+    sizes: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    found: OwnBlockMask
+
+
+_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+_FORGETS: list[bool] = []
+
+
+def _is_everything(block_mask: Any) -> bool:
+    """Return whether a torch's block mask is of one block for any lengths, as None makes one."""
+    return all(size == _WHOLE for size in block_mask.BLOCK_SIZE)
+
+
+def _is_adjusted(block_mask: Any, queries: int, keys: int) -> bool:
+    """Return whether this torch's ``_adjust(queries, keys)`` gives this block mask's lengths.
+
+    If ``_adjust`` forgets the lengths that it was given, they are those of whole blocks.
+    """
+    across, along = block_mask.BLOCK_SIZE
+    whole = (-(-queries // across) * across, -(-keys // along) * along)
+    return tuple(block_mask.shape[-2:]) == whole and _adjust_forgets()
+
+
+@constant_while_compiling
+def _adjust_forgets() -> bool:
+    """Return whether ``_adjust`` rounds lengths up to whole blocks, as that of torch 2.11."""
+    if not _FORGETS:
+        one = torch.ones(1, 1, 1, dtype=torch.int32, device="cpu")
+        made = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=2)
+        _FORGETS.append(made._adjust(1, 1).shape[-1] != 1)
+    return _FORGETS[0]
+
+
+def _mask_of(block_mask: Any, queries: int, keys: int | None = None) -> Mask:
+    """Return a block mask's mask, torch's or ours, for ``queries``; ``keys`` if not its own.
+
+    A block mask of torch's is read again when its ``mask_mod`` has become another function, its
+    lengths have changed, or a tensor was changed. Otherwise the earlier reading is used.
+    """
+    if isinstance(block_mask, OwnBlockMask):
+        return block_mask
+    if not isinstance(block_mask, BlockMask):
+        required = "a BlockMask of torch.nn.attention.flex_attention or of tilewise"
+        fix = "Make it with create_block_mask(mask_mod, ...)."
+        raise InvalidType("block_mask", f"a {type(block_mask).__name__}", required, fix)
+    if _is_everything(block_mask):
+        return _read_mod(block_mask.mask_mod)
+    if torch.compiler.is_compiling():
+        return _in_graph(block_mask, queries, keys)
+    held = _KEPT.get(block_mask)
+    now = _state(block_mask, _read_mod(block_mask.mask_mod), queries, keys)
+    if held is not None and _same(held, *now):
+        return held.found
+    found = OwnBlockMask.from_flex(block_mask, queries, keys)
+    _keep(block_mask, now, found)
+    return found
+
+
+def _in_graph(block_mask: Any, queries: int, keys: int | None) -> Mask:
+    """The mask of a block mask while torch.compile traces: its lists are read inside the graph."""
+    given = read(block_mask, queries, keys)
+    partial, full = (patterns.layout(given.covers == cover, given.block) for cover in (1, 2))
+    mask = _EVERYTHING if given.mask is None else _read_mod(given.mask)
+    return (mask & partial) | full
+
+
+def _read_mod(mask_mod: Any) -> Mask:
+    if mask_mod is None or mask_mod is noop_mask:
+        return _EVERYTHING
+    if isinstance(mask_mod, Mask):
+        return mask_mod
+    return _expressed("mask_mod", mask_mod, as_mask)
+
+
+def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
+    if torch.compiler.is_compiling():  # its own error then says where the function is
+        return reading(function)
+    try:
+        return reading(function)
+    except (InvalidArgument, InvalidType, AttributeError, TypeError) as error:
+        instead = "call torch.nn.attention.flex_attention for it, which runs any function"
+        raise not_expressed(kind, function, error, instead) from error
+
+
+_State: TypeAlias = tuple[str, tuple[int, ...], tuple[Tensor, ...]]
+
+
+def _state(block_mask: Any, mask: Mask, queries: int, keys: int | None = None) -> _State:
+    lists = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    rows, columns = block_mask.shape[-2:]
+    sizes = (queries, rows, columns if keys is None else keys, *block_mask.BLOCK_SIZE)
+    return mask.text, sizes, (*mask.captured, *(x for x in lists if x is not None))
+
+
+def _keep(block_mask: Any, state: _State, found: OwnBlockMask) -> None:
+    text, sizes, tensors = state
+    if not any(tensor.is_inference() for tensor in tensors):  # they do not tell of changes
+        versions = tuple([x._version for x in tensors])
+        _KEPT[block_mask] = _Kept(text, sizes, tensors, versions, found)
+
+
+def _same(held: _Kept, text: str, sizes: tuple[int, ...], tensors: tuple[Tensor, ...]) -> bool:
+    return (
+        held.text == text
+        and held.sizes == sizes
+        and len(held.tensors) == len(tensors)
+        and all(one is other for one, other in zip(held.tensors, tensors, strict=True))
+        and held.versions == tuple([x._version for x in tensors])
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+import tilewise.compat.sdpa  # noqa: F401  # it lets torch know the name
 from tests import plain
 from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
-from tilewise.compat import flash_impl
-from tilewise.compat.flash_varlen import KERNELS
+from tilewise.compat.flash_impl import OF_SEQUENCES
 from tilewise.errors import Unsupported
 
 varlen: Any = pytest.importorskip("torch.nn.attention.varlen", reason="of torch 2.11 and later")
@@ -29,8 +29,7 @@ WINDOWS = [(-1, -1), (-1, 0), (4, 0), (3, 2)]
 
 @pytest.fixture(name="active", autouse=True)
 def _active() -> Iterator[None]:
-    flash_impl.register()
-    attention.activate_flash_attention_impl(flash_impl.NAME)
+    attention.activate_flash_attention_impl("tilewise")
     yield
     attention.restore_flash_attention_impl()
 
@@ -150,7 +149,7 @@ def test_a_batch_without_sequences() -> None:
         return rows.detach(), *torch.autograd.grad((rows * weights.to(dtype)).sum(), leaves)
 
     given = (weights, q, k, v, out, lse, None, None, 7, 7, 0.0, True, state, unused)
-    found = KERNELS["_flash_attention_backward"](*given)
+    found = OF_SEQUENCES["_flash_attention_backward"](*given)
     for each in zip((out, *found), due(torch.float32), due(torch.float64), strict=True):
         assert_exact(*each, "dense")
 
@@ -186,4 +185,4 @@ def test_torch_is_afterwards_what_it_was() -> None:
     attention.restore_flash_attention_impl()
     with pytest.raises(NotImplementedError, match="CPU"):  # torch has none there
         varlen.varlen_attn(q, k, v, *starts, 9, 20)
-    attention.activate_flash_attention_impl(flash_impl.NAME)
+    attention.activate_flash_attention_impl("tilewise")

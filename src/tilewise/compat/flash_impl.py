@@ -1,10 +1,10 @@
 """tilewise as a flash-attention implementation of torch's own dispatcher.
 
-``register`` puts a name into torch's registry, as the providers of FA3 and FA4 do, and changes
+``sdpa.py`` puts its name into torch's registry, as the providers of FA3 and FA4 do, and changes
 nothing else. ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` then switches our
 kernels on, forward and backward, until ``restore_flash_attention_impl()``. They replace the
 operator that ``F.scaled_dot_product_attention`` calls where torch chooses its flash path, and those
-of ``torch.nn.attention.varlen`` (``flash_varlen``).
+that ``torch.nn.attention.varlen`` calls, also on the CPU, where torch has no such kernels.
 
 Torch still chooses the path. Calls that its flash path does not take never come here: dropout on
 the CPU, Dv != D, masks that want a gradient, float64 on a GPU. ``tilewise.sdpa()`` takes them.
@@ -13,12 +13,14 @@ the CPU, Dv != D, masks that want a gradient, float64 on a GPU. ``tilewise.sdpa(
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.attention
 from torch import Tensor
 
+from tilewise.compat.flash_attn.arguments import as_flash_attn, read
+from tilewise.compat.flash_attn.newer import Flags, Found, Sequences, computed
+from tilewise.compat.from_lse import Forward, gradients_of
 from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import stats_of
@@ -26,9 +28,6 @@ from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Result
 from tilewise.variants import masks, scores
 
-__all__ = ["NAME", "register"]
-
-NAME = "tilewise"
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _GPU = "_scaled_dot_product_flash_attention"
 _CAUSAL = masks.causal("top_left")
@@ -46,29 +45,17 @@ class _Handle:
         self._library._destroy()
 
 
-def register() -> None:
-    """Let torch's ``activate_flash_attention_impl`` know the name ``"tilewise"``."""
-    known: Any = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if known is None:
-        raise Unsupported(
-            "torch.nn.attention has no register_flash_attention_impl",
-            fix="use torch 2.11 or later, or tilewise.sdpa()",
-        )
-    known(NAME, register_fn=_activate)
-
-
-def _activate() -> _Handle:
-    from tilewise.compat.flash_varlen import KERNELS  # whoever imports tilewise waits for less
-
+def activate() -> _Handle:
+    """Put our kernels in the place of torch's, until the handle removes them."""
     libraries: Any = torch.library
     library = libraries.Library("aten", "IMPL")
     kernels: tuple[tuple[str, Any, str], ...] = (
         (_CPU, _forward_cpu, "CPU"),
         (f"{_CPU}_backward", _backward_cpu, "CPU"),
     )
-    kernels += tuple((name, kernel, "CPU") for name, kernel in KERNELS.items())
+    kernels += tuple((name, kernel, "CPU") for name, kernel in OF_SEQUENCES.items())
     if torch.version.cuda is not None or torch.version.hip is not None:
-        kernels += tuple((name, kernel, "CUDA") for name, kernel in KERNELS.items())
+        kernels += tuple((name, kernel, "CUDA") for name, kernel in OF_SEQUENCES.items())
         kernels += (
             (_GPU, _forward_gpu, "CUDA"),
             (f"{_GPU}_backward", _backward_gpu, "CUDA"),
@@ -204,3 +191,130 @@ def _backward_gpu(
     return tuple(
         torch.empty_like(like).copy_(x) for like, x in zip((query, key, value), grads, strict=True)
     )
+
+
+class _Numbers(NamedTuple):
+    """The numbers of a call, and the tensor of slopes."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    left: int | None
+    right: int | None
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Return the window as flash-attn has it: -1 for no bound."""
+        left, right = (-1 if each is None else each for each in (self.left, self.right))
+        return left, right
+
+    def check(self, return_debug_mask: bool = False) -> None:
+        """Refuse what torch's operators have besides."""
+        asked = {
+            "dropout_p": bool(self.dropout_p),
+            "alibi_slopes": self.alibi_slopes is not None,
+            "return_debug_mask": return_debug_mask,
+        }
+        for name, present in asked.items():
+            if present:
+                what = f"{name} in the flash-attention implementation 'tilewise' of sequences"
+                raise Unsupported(what, fix="call tilewise.attention_varlen")
+
+
+def _computed(
+    q: Tensor, k: Tensor, v: Tensor, where: Sequences, numbers: _Numbers, debug: bool
+) -> Found:
+    numbers.check(debug)
+    flags = Flags(numbers.scale, numbers.is_causal, numbers.window, 0.0)
+    with torch.no_grad():
+        found = computed(q, k, v, flags, where)
+    return Found(found.out, as_flash_attn(found.lse).contiguous())
+
+
+def _forward_sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    window = (window_size_left, window_size_right)
+    numbers = _Numbers(dropout_p, is_causal, scale, *window, alibi_slopes)
+    where = Sequences(cum_seq_q, cum_seq_k, None, seqused_k, block_table)
+    found = _computed(query, key, value, where, numbers, return_debug_mask)
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return found.out.contiguous(), found.lse, state, query.new_empty(0), query.new_empty(0)
+
+
+def _forward_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *positional: Any,
+    **keywords: Any,
+) -> Tensor:
+    found, lse, *_ = _forward_sequences(query, key, value, *positional, **keywords)
+    out.copy_(found)
+    return lse
+
+
+def _backward_sequences(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    numbers = _Numbers(dropout_p, is_causal, scale, window_size_left, window_size_right)
+    numbers.check()
+    packed = None if cum_seq_q is None or cum_seq_k is None else (cum_seq_q, cum_seq_k)
+    given = [query, key, value, out, grad_out]
+    if packed is None:
+        given = [x.transpose(1, 2) for x in given]
+    q, k, v, result, dout = given
+    with torch.no_grad():
+        options = read(1, query.shape[-2], 0.0, scale, is_causal, numbers.window, 0.0, None)
+        keywords = read_keywords(options.mask, None, scale, 0.0, None, None, packed)
+        grads = gradients_of(Forward(q, k, v, result, logsumexp), dout, keywords, None)
+    turned = grads if packed else [x.transpose(1, 2) for x in grads]
+    return tuple(x.contiguous() for x in turned)
+
+
+# By the operators' names; torch 2.11 has not all of them.
+OF_SEQUENCES: dict[str, Any] = {
+    name: kernel
+    for name, kernel in {
+        "_flash_attention_forward": _forward_sequences,
+        "_flash_attention_forward_no_dropout_inplace": _forward_into,
+        "_flash_attention_backward": _backward_sequences,
+    }.items()
+    if hasattr(torch.ops.aten, name)
+}

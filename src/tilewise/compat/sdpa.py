@@ -4,17 +4,30 @@ Three ways to it, each asked for (importing this module patches nothing):
 
 * ``tilewise.compat.sdpa.scaled_dot_product_attention`` is a function to call;
 * ``with tilewise.sdpa():`` takes the calls of a block, ``enable()`` and ``disable()`` those of the
-  process (``sdpa_switch.py``);
+  process;
 * ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` makes it torch's flash kernel
   (``flash_impl.py``); the name is known to torch once this module is imported.
+
+While a switch is on anywhere, torch's name of the function is this module's ``_stand_in``. It
+checks whether a switch is on for the calling thread. If so, it takes the call when tilewise covers
+it, and otherwise passes it to the function that was there before. Either outcome is counted in the
+reports of the switches that are on. When the last switch goes off, torch's name is what it was.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch.nn import Parameter
 
-from tilewise.choice import Report
-from tilewise.compat import flash_impl
+from tilewise.choice import Report, slower
 from tilewise.compat.sdpa_call import (
     Call,
     attend,
@@ -26,12 +39,20 @@ from tilewise.compat.sdpa_call import (
     raise_unsupported,
     why_not,
 )
-from tilewise.compat.sdpa_switch import disable, enable, sdpa
+from tilewise.errors import TilewiseError, Unsupported
+from tilewise.torch_private import FakeTensor, constant_while_compiling
+from tilewise.variants.values import Score
 
 __all__ = ["Report", "disable", "enable", "scaled_dot_product_attention", "sdpa"]
 
-if hasattr(torch.nn.attention, "register_flash_attention_impl"):
-    flash_impl.register()
+
+def _activate() -> Any:
+    from tilewise.compat.flash_impl import activate  # it takes a while, and few want it
+
+    return activate()
+
+
+torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 
 def scaled_dot_product_attention(
@@ -95,3 +116,210 @@ def scaled_dot_product_attention(
     if uncovered is not None:
         raise_unsupported(call, uncovered)
     return attend(call)
+
+
+_PLAIN = frozenset((Tensor, Parameter, FakeTensor))
+_WIDEST = 512  # of every backend; torch.compile cannot ask them before the call runs
+
+
+def take(
+    args: tuple[Any, ...], keywords: dict[str, Any], more: tuple[Score, ...] = ()
+) -> tuple[str | None, Tensor | None]:
+    """The output of a call, or the reason why tilewise does not compute it; one of them is None.
+
+    Scores in ``more`` apply after what the call says: those of layers of a model that
+    ``tilewise.integrations.timm`` switched.
+    """
+    if not torch.compiler.is_compiling():
+        return _tried(args, keywords, more)
+    call = cast(Call(*args, **keywords))
+    reason = _against(call)  # asked before, and not after
+    if reason is None and max(call.query.shape[-1], call.value.shape[-1]) > _WIDEST:
+        reason = f"a width over {_WIDEST}"
+    return (None, attend(call, more)) if reason is None else (reason, None)
+
+
+def _tried(
+    args: tuple[Any, ...], keywords: dict[str, Any], more: tuple[Score, ...]
+) -> tuple[str | None, Tensor | None]:
+    try:
+        call = Call(*args, **keywords)
+        if not isinstance(call.query, Tensor):
+            return "what torch refuses (types)", None
+        if not more and is_usual(call):
+            faster = slower(call.query, call.key, call.value)
+            return (faster, None) if faster else (None, attend_usual(call))
+        call = cast(call)
+    except Unsupported as error:  # raised before anything is computed
+        return _reason(error), None
+    except (TypeError, AttributeError):
+        return "what torch refuses (types)", None
+    reason = _against(call)
+    if reason is not None:
+        return reason, None
+    try:
+        return None, attend(call, more)
+    except Unsupported as error:
+        return _reason(error), None
+    except TilewiseError as error:
+        return str(error), None
+
+
+def _against(call: Call) -> str | None:
+    """Return what speaks against a call, as far as its arguments tell."""
+    wrong = mistake(call)
+    if wrong is not None:
+        return f"what torch refuses ({wrong})"
+    compiling = torch.compiler.is_compiling()
+    for x in (call.query, call.key, call.value, call.attn_mask):
+        if x is not None and type(x) not in _PLAIN and not (x.is_nested or compiling):
+            return f"a tensor of another class ({type(x).__name__})"
+    return why_not(call)
+
+
+def _reason(error: Unsupported) -> str:
+    """Return why no backend took it, without the sizes of the call."""
+    reasons = [f"backend {name!r}: {why}" for name, whys in error.reasons.items() for why in whys]
+    return "; ".join(reasons) or error.what
+
+
+# Not torch._C._nn, where torch itself looks it up when it hands a call to a tensor's class.
+_PLACE: Any = torch.nn.functional
+_NAME = "scaled_dot_product_attention"
+
+
+class _State:
+    """State of the process: what is switched on, and what torch's name held before."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.open = 0
+        self.everywhere: tuple[Report, ...] = ()
+        self.before: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+_STATE = _State()
+_HERE: ContextVar[tuple[Report, ...]] = ContextVar("tilewise_sdpa", default=())
+# For torch.compile, which guards on what a module's names hold: whether a switch is on.
+_on = False
+
+
+@contextmanager
+def sdpa() -> Iterator[Report]:
+    """Let tilewise compute the calls of ``F.scaled_dot_product_attention`` in a block.
+
+    ``with tilewise.sdpa() as report:`` takes the calls of this thread (of this context, in asyncio)
+    that it covers, leaves the others to torch, and counts both in ``report``. It nests: a call is
+    counted by every block that it is in. It also leaves the few calls that torch computes faster,
+    unless ``tilewise.prefer("tilewise")`` was said.
+
+    The switch reaches every caller of ``torch.nn.functional``: models that write
+    ``F.scaled_dot_product_attention``, transformers, timm, ``nn.MultiheadAttention`` while
+    training. It does not reach two kinds of code:
+
+    * a name imported from there before
+      (``from torch.nn.functional import scaled_dot_product_attention``);
+    * code that never calls it, such as the fast path of ``nn.MultiheadAttention`` and
+      ``nn.TransformerEncoderLayer`` in eval mode
+      (``torch.backends.mha.set_fastpath_enabled(False)`` turns that off).
+
+    If a backward pass recomputes checkpoints, put it into the block too.
+
+    ``torch.compile`` compiles a function for tilewise while a switch is on in any thread, and for
+    torch while none is. It guards on the switch and compiles the other version when needed. A
+    compiled call counts whenever it is traced, in the reports of the thread that traces, and not
+    when it runs.
+    """
+    report = Report()
+    _install()
+    token = _HERE.set((*_HERE.get(), report))
+    try:
+        yield report
+    finally:
+        _HERE.reset(token)
+        _uninstall()
+
+
+def enable() -> Report:
+    """Let tilewise compute the calls of all threads, until ``disable``; a second call does nothing.
+
+    Returns:
+        The report that goes on counting; the same one from every call until ``disable``.
+    """
+    with _STATE.lock:
+        if _STATE.everywhere:
+            return _STATE.everywhere[0]
+        _STATE.everywhere = (Report(),)
+        found = _STATE.everywhere[0]
+    _install()
+    return found
+
+
+def disable() -> Report:
+    """End what ``enable`` began; torch's name is what it was when no ``with`` is open either.
+
+    Returns:
+        The report of the calls since ``enable``; an empty one where it was not on.
+    """
+    with _STATE.lock:
+        if not _STATE.everywhere:
+            return Report()
+        found = _STATE.everywhere[0]
+        _STATE.everywhere = ()
+    _uninstall()
+    return found
+
+
+def _install() -> None:
+    global _on
+    with _STATE.lock:
+        _STATE.open += 1
+        _on = _STATE.open > 0
+        if _STATE.open > 1:
+            return
+        before = getattr(_PLACE, _NAME)
+        if before is not _stand_in:
+            _STATE.before = before
+        setattr(_PLACE, _NAME, _stand_in)
+
+
+def _uninstall() -> None:
+    global _on
+    with _STATE.lock:
+        _STATE.open -= 1
+        _on = _STATE.open > 0
+        if _STATE.open:
+            return
+        if getattr(_PLACE, _NAME) is _stand_in:  # else somebody else has put theirs over it
+            setattr(_PLACE, _NAME, _STATE.before)
+
+
+def _reports() -> tuple[Report, ...]:
+    return _HERE.get() + _STATE.everywhere
+
+
+@constant_while_compiling
+def _note_traced(reason: str | None) -> bool:
+    """Count, while torch.compile traces, and be nothing of the graph."""
+    for report in _reports():
+        report.note(reason)
+    return True
+
+
+def _stand_in(*args: Any, **keywords: Any) -> Tensor:
+    """Replace torch's function; calls that tilewise does not take go to torch unchanged."""
+    compiling = torch.compiler.is_compiling()
+    reports = () if compiling else _reports()
+    if not (reports or (compiling and _on)):
+        found: Tensor = _STATE.before(*args, **keywords)
+        return found
+    reason, out = take(args, keywords)
+    if compiling:
+        _note_traced(reason)
+    for report in reports:
+        report.note(reason)
+    return _STATE.before(*args, **keywords) if out is None else out
+
+
+_stand_in.__name__ = _stand_in.__qualname__ = _NAME
+_stand_in.__doc__ = torch.nn.functional.scaled_dot_product_attention.__doc__

@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tilewise.choice import Report as Calls
+from tilewise.compat.sdpa import take
 from tilewise.compat.sdpa_call import TORCH
-from tilewise.compat.sdpa_switch import take
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants import scores
 from tilewise.variants.values import Score

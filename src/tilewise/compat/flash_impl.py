@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.compat.flash_attn.arguments import as_flash_attn, read
 from tilewise.compat.flash_attn.newer import Flags, Found, Sequences, computed
-from tilewise.compat.from_lse import Forward, gradients_of
+from tilewise.compat.gradients import Forward, gradients_of
 from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
 from tilewise.kernels.base import stats_of

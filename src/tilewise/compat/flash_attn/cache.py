@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilewise.checks import INDICES, check_tensor
 from tilewise.compat.flash_attn.arguments import Options
-from tilewise.compat.flash_attn.forward_only import forward_only
 from tilewise.compat.flash_attn.layers.tables import numbered
+from tilewise.compat.gradients import forward_only
 from tilewise.engine.pages import check_entries
 from tilewise.errors import InvalidArgument
 from tilewise.functional import AttentionResult, attention_paged

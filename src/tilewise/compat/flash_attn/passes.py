@@ -28,8 +28,7 @@ from tilewise.compat.flash_attn.calls import (
     paged,
     whole,
 )
-from tilewise.compat.flash_attn.forward_only import forward_only
-from tilewise.compat.from_lse import Forward, gradients_of
+from tilewise.compat.gradients import Forward, forward_only, gradients_of
 from tilewise.engine.call import read_keywords
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.variants.lower import statistics_dtype

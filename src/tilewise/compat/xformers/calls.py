@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from tilewise.checks import FLOATING, check_tensor
 from tilewise.compat.flash_attn.arguments import Options, check_number, check_probability
 from tilewise.compat.flash_attn.cache import Cache, attend, check_blocks, check_lengths
-from tilewise.compat.from_lse import Forward, gradients_of
+from tilewise.compat.gradients import Forward, gradients_of
 from tilewise.compat.xformers.reading import Keys, Reading, read
 from tilewise.engine.call import read_keywords
 from tilewise.errors import InvalidArgument, Unsupported

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_attn.forward_only import forward_only
+from tilewise.compat.gradients import forward_only
 from tilewise.compat.xformers.calls import as_list, backward, divided, read_call, run
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import AttentionResult

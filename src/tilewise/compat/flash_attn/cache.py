@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.checks import INDICES, check_tensor
 from tilewise.compat.flash_attn.arguments import Options
-from tilewise.compat.flash_attn.layers.tables import numbered
+from tilewise.compat.flash_attn.layers.rotary import numbered
 from tilewise.compat.gradients import forward_only
 from tilewise.engine.pages import check_entries
 from tilewise.errors import InvalidArgument

@@ -27,7 +27,7 @@ from tilewise.compat.flash_attn.cache import (
     check_starts,
     with_values,
 )
-from tilewise.compat.flash_attn.layers.tables import check_tables, numbered, rotate_at
+from tilewise.compat.flash_attn.layers.rotary import check_tables, numbered, rotate_at
 from tilewise.compat.flash_attn.newer import (
     NO_DESCALES,
     Descales,

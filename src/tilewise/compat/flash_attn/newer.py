@@ -19,7 +19,7 @@ from tilewise.compat.flash_attn.cache import (
     with_values,
 )
 from tilewise.compat.flash_attn.cache import check_lengths as check_cache
-from tilewise.compat.flash_attn.layers.tables import numbered
+from tilewise.compat.flash_attn.layers.rotary import numbered
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import attention, attention_varlen
 from tilewise.variants import masks

@@ -22,8 +22,7 @@ from tilewise.functional import MaskLike, ScoreLike, SoftmaxStats
 from tilewise.head_rows import HeadNorm
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
-from tilewise.serving.contiguous import KVCache
-from tilewise.serving.paged import PagedKVCache
+from tilewise.serving.caches import KVCache, PagedKVCache
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 

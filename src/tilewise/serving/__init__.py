@@ -1,9 +1,8 @@
 """Keys and values kept from call to call: in one piece, or in pages that sequences share."""
 
+from tilewise.serving.caches import KVCache, PagedKVCache
 from tilewise.serving.cascade import cascade_attention
-from tilewise.serving.contiguous import KVCache
 from tilewise.serving.generation import Attend, Step, generate
-from tilewise.serving.paged import PagedKVCache
 from tilewise.serving.sequences import PageAllocator
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.checks import check_tensor
 from tilewise.errors import InvalidArgument, OutOfPages
-from tilewise.serving.paged import PagedKVCache
+from tilewise.serving.caches import PagedKVCache
 
 
 class Attend(Protocol):

@@ -36,10 +36,18 @@ from tilewise.distributed import (
 )
 from tilewise.distributed.costs import _Cells, _Speed
 from tilewise.distributed.layout import layout_of
-from tilewise.distributed.links import link_named
 from tilewise.distributed.parts import Part, Piece, Whole
 from tilewise.distributed.peers import Peers
-from tilewise.distributed.replay import Compute, Event, Leg, Message, Replay, Start, Wait
+from tilewise.distributed.replay import (
+    Compute,
+    Event,
+    Leg,
+    Message,
+    Replay,
+    Start,
+    Wait,
+    link_named,
+)
 from tilewise.errors import InvalidArgument
 from tilewise.validation import dense_problem
 

@@ -16,7 +16,7 @@ import torch
 from tilewise.chips import CHIPS, Chip, named
 from tilewise.commands.plugins import plugin
 from tilewise.distributed import LINKS, Forecast, compare
-from tilewise.distributed.links import link_named
+from tilewise.distributed.replay import link_named
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question, answer
 from tilewise.inspect.known_models import KnownModel, known_model

@@ -6,8 +6,8 @@ from tilewise.distributed.cache import split_cache_attention
 from tilewise.distributed.context import context_parallel
 from tilewise.distributed.costs import Comparison, Forecast, compare, forecast
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.links import LINKS, Link
 from tilewise.distributed.peers import LostPeer
+from tilewise.distributed.replay import LINKS, Link
 from tilewise.distributed.sharding import shard, unshard
 
 __all__ = [

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from tilewise.distributed.agreement import agreed, in_words, refusals_told
-from tilewise.distributed.dtensors import is_dtensor, unwrap
 from tilewise.distributed.heads import Exchange, share_heads
 from tilewise.distributed.layout import Layout, Schedule
-from tilewise.distributed.mesh import Mesh, Standing, groups_of, standing
+from tilewise.distributed.mesh import Mesh, Standing, groups_of, is_dtensor, standing, unwrap
 from tilewise.distributed.parts import Part, Starts, Whole, plan_of
 from tilewise.distributed.ring import Split, attend
 from tilewise.distributed.sharding import every_row

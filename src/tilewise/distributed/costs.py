@@ -19,18 +19,19 @@ from tilewise.distributed.attention import check_starts, starts_of, whole_call
 from tilewise.distributed.events import KEYS, What, owner_of, reader_of, ring_events
 from tilewise.distributed.heads import Heads, block, share_heads
 from tilewise.distributed.layout import Layout, Schedule, check_schedule, fitting, shared_rows
-from tilewise.distributed.links import Link, link_named
 from tilewise.distributed.parts import Piece, Stated, Whole, stated
 from tilewise.distributed.replay import (
     Compute,
     Event,
     Leg,
+    Link,
     Message,
     Numbers,
     Replay,
     Start,
     Times,
     Wait,
+    link_named,
 )
 from tilewise.engine import dispatch
 from tilewise.engine.call import build_problem, read_keywords

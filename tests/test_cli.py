@@ -16,8 +16,7 @@ import pytest
 
 import tilewise
 from tests.conftest import NO_CORE, available_isas, ran
-from tilewise import cli, doctor
-from tilewise.commands import plugins
+from tilewise import cli, commands, doctor
 from tilewise.doctor import Check, examine, openmp_runtimes, report
 
 MAPS = """\
@@ -123,7 +122,7 @@ def test_a_missing_package_says_how_to_install_it(
         def load(self) -> None:
             raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: [Broken()])
+    monkeypatch.setattr(commands, "entry_points", lambda **_: [Broken()])
     assert cli.main(["demo"]) == 1
     said = capsys.readouterr().err
     assert "'rich' is missing" in said
@@ -133,7 +132,7 @@ def test_a_missing_package_says_how_to_install_it(
 def test_a_command_of_the_lab_without_the_lab(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
+    monkeypatch.setattr(commands, "entry_points", lambda **_: [])
     assert cli.main(["study"]) == 1
     said = capsys.readouterr().err
     assert "study is part of the package tilelab" in said
@@ -272,7 +271,7 @@ def test_zsh_takes_the_script_before_and_after_its_own(
 
 
 def test_completion_without_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
+    monkeypatch.setattr(commands, "entry_points", lambda **_: [])
     said = io.StringIO()
     with redirect_stdout(said):
         assert cli.main(["completion", "bash"]) == 0

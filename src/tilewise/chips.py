@@ -330,7 +330,7 @@ def ceilings_file() -> Path:
 
 
 def measured(chip: Chip, path: Path | None = None) -> Chip:
-    """Return a chip with the ceilings that were measured on it (``tilewise.commands.ceilings``).
+    """Return a chip with the ceilings that were measured on it (``tilewise.doctor``).
 
     A chip without measurements comes back as it is.
 

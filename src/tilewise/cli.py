@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from tilewise import __version__
-from tilewise.commands.plugins import plugin
+from tilewise.commands import plugin
 from tilewise.commands.visible import visible
 from tilewise.errors import TilewiseError
 from tilewise.loading import INTERRUPTED, ending_at_once

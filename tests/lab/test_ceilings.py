@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise import chips
+from tilewise import chips, doctor
 from tilewise.chips import Chip, ceilings_file, detect, measured, named
-from tilewise.commands import ceilings
 from tilewise.kernels.cpu.core import absence
 
 MADE_UP = Chip(
@@ -26,7 +25,7 @@ MADE_UP = Chip(
 
 def test_what_is_kept_is_found(tmp_path: Path) -> None:
     path = tmp_path / "below" / "ceilings.json"
-    assert ceilings.keep(MADE_UP, path) == path
+    assert doctor.keep(MADE_UP, path) == path
     bare = Chip("made up", "cpu", 3, l1_bytes=7)
     found = measured(bare, path)
     assert (found.bandwidth_bytes_s, found.exponentials_s) == (2e9, 1e8)
@@ -41,8 +40,8 @@ def test_other_chips_stay_and_rubbish_does_not_matter(tmp_path: Path) -> None:
         path.write_text(rubbish)
         bare = Chip("made up", "cpu", 3)
         assert measured(bare, path) == bare
-        ceilings.keep(MADE_UP, path)
-    ceilings.keep(Chip("other", "cpu", 1, bandwidth_bytes_s=1.0, exponentials_s=1.0), path)
+        doctor.keep(MADE_UP, path)
+    doctor.keep(Chip("other", "cpu", 1, bandwidth_bytes_s=1.0, exponentials_s=1.0), path)
     assert set(json.loads(path.read_text())) == {"made up x 3", "other x 1"}
     assert os.listdir(tmp_path) == ["ceilings.json"]
 
@@ -59,9 +58,9 @@ def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     threads = torch.get_num_threads()
-    chip = ceilings.measure(detect(), stream=2**18)
+    chip = doctor.measure(detect(), stream=2**18)
     assert torch.get_num_threads() == threads
-    ceilings.keep(chip)
+    doctor.keep(chip)
     found = named("this")
     assert found.name == detect().name
     for rate in (found.bandwidth_bytes_s, found.exponentials_s, found.peak("bfloat16")):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 
-from tilewise.commands.plugins import plugin
+from tilewise.commands import plugin
 from tilewise.errors import TilewiseError
 
 # By name: what a command does, and how to get its function of the arguments.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tilewise.chips import CHIPS, Chip, named
-from tilewise.commands.plugins import plugin
+from tilewise.commands import plugin
 from tilewise.distributed import LINKS, Forecast, compare
 from tilewise.distributed.replay import link_named
 from tilewise.errors import InvalidArgument

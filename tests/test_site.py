@@ -23,7 +23,7 @@ import pytest
 import tilewise
 from tests.chromium import Visits, browser, visit
 from tests.test_floors import PUBLIC
-from tilewise.compat.stand_in import _PACKAGES
+from tilewise.compat import _PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"

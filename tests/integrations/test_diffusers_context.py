@@ -20,7 +20,6 @@ from torch import Tensor
 from tests.blocks import Block, block_of, executes, run
 from tests.distributed.ranks import Ranks
 from tilewise import compat
-from tilewise.compat.stand_in import installed
 from tilewise.errors import InvalidArgument, Unsupported
 
 pytestmark = [
@@ -45,7 +44,7 @@ def _two() -> Iterator[Ranks]:
 
 def ready() -> Any:
     """Return diffusers, whose backend xformers is tilewise, as docs/model-libraries.md does."""
-    if not installed("xformers"):
+    if not compat.installed("xformers"):
         compat.install("xformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

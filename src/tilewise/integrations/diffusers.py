@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.compat.stand_in import installed
+from tilewise.compat import installed
 from tilewise.distributed import context_parallel_attention, unshard
 from tilewise.distributed.layout import Schedule
 from tilewise.errors import InvalidArgument, Unsupported

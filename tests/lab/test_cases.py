@@ -12,7 +12,7 @@ from tilelab.bench.steps import Settings
 from tilelab.cases import table
 from tilelab.cases.case import Case, Goal, Use
 from tilelab.gate import cases as gate
-from tilelab.gpu_check import accuracy, timed
+from tilelab.gpu_check import accuracy, speed
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune import jobs
 
@@ -36,7 +36,7 @@ def rooms() -> dict[Use, list[str]]:
 
     def timed_in(use: Use) -> list[str]:
         kinds = {row.name for row in table.rows(use)}
-        return [case.name for case in timed.cases(setting.sizes) if case.kind in kinds]
+        return [case.name for case in speed.cases(setting.sizes) if case.kind in kinds]
 
     return {
         "tests": names(table.rows("tests")),

@@ -8,7 +8,7 @@ from typing import Any
 from tilelab.cases.case import Case
 from tilelab.cases.table import rows
 from tilelab.common.record import COMPLETE
-from tilelab.gpu_check import timed
+from tilelab.gpu_check import speed
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import REAL
 
@@ -18,7 +18,7 @@ MACHINE = {"chip": "Chip 9", "torch": "2.11", "triton": "3.6.0"}
 def timed_case(kind: str, width: int, length: int) -> Case:
     """A row of the table as the check times it."""
     found = [*rows("lengths"), *rows("widths"), *rows("one width")]
-    return timed.sized(REAL, next(row for row in found if row.name == kind), width, length)
+    return speed.sized(REAL, next(row for row in found if row.name == kind), width, length)
 
 
 def speed_row(case: Case, direction: str = "forward", rates: dict[str, float] | None = None) -> Row:
@@ -40,7 +40,7 @@ def speed_row(case: Case, direction: str = "forward", rates: dict[str, float] | 
             for name, each in rates.items()
         },
     }
-    step = "speed" if case in timed.with_goals(REAL) else "lengths"
+    step = "speed" if case in speed.with_goals(REAL) else "lengths"
     return Row(step, f"{direction} {case.name}", "ok", "", values)
 
 
@@ -59,7 +59,7 @@ def ceilings(matrix: float = 800.0, copy: float = 4.0) -> list[Row]:
 def whole() -> Record:
     """A record with something of everything."""
     rows = [Row("smoke", "machine", values=dict(MACHINE)), *ceilings()]
-    for case in timed.cases(REAL):
+    for case in speed.cases(REAL):
         rows.append(speed_row(case))
         if case.passes == "both":
             rows.append(speed_row(case, "backward", {"ours": 250.0, "flex": 300.0}))

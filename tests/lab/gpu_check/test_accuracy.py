@@ -15,7 +15,7 @@ from tilelab.cases.case import Case
 from tilelab.cases.inputs import build
 from tilelab.cases.table import find, rows
 from tilelab.common.exactness import judge
-from tilelab.gpu_check import accuracy, speed, timed
+from tilelab.gpu_check import accuracy, speed
 from tilelab.gpu_check.outcomes import refer, sized
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
@@ -165,9 +165,9 @@ def test_statistics_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["full", "causal", "alibi", "document", "window", "varlen"])
 def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled rows of the output and the gradients from them are held to the rule."""
-    name = next(case.name for case in timed.with_goals(TILED.sizes) if case.kind == kind)
+    name = next(case.name for case in speed.with_goals(TILED.sizes) if case.kind == kind)
     assert [row.status for row in speed.measure("speed", TILED, name)] == ["ok", "ok"]
-    ours = timed.ours
+    ours = speed.ours
 
     def wrong(case: Case) -> dict[str, Method]:
         def larger(method: Method) -> Method:
@@ -179,7 +179,7 @@ def test_a_wrong_case_is_not_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
         return {name: larger(method) for name, method in ours(case).items()}
 
-    monkeypatch.setattr(timed, "ours", wrong)
+    monkeypatch.setattr(speed, "ours", wrong)
     rows: list[Row] = list(speed.measure("speed", TILED, name))
     assert [row.status for row in rows] == ["wrong", "wrong"]
     assert "out: " in rows[0].note

@@ -11,7 +11,7 @@ import torch
 from tests.lab.gpu_check.records import ceilings, speed_row, timed_case
 from tilelab.cases.case import Case
 from tilelab.cases.variants import uneven
-from tilelab.gpu_check import timed
+from tilelab.gpu_check import speed
 from tilelab.gpu_check.record import Goal, best, fraction, goal_for, met, rate, summary
 from tilelab.gpu_check.setting import REAL, TINY, Setting
 from tilelab.peers.flex import flex_mask
@@ -39,11 +39,11 @@ def test_pairs_of_a_window_are_counted(length: int, width: int) -> None:
     assert window_pairs(length, width) == int(((n <= m) & (m - n < width)).sum())
 
 
-@pytest.mark.parametrize("case", timed.cases(TINY), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", speed.cases(TINY), ids=lambda case: case.name)
 def test_the_amount_is_that_of_the_visible_pairs(case: Case) -> None:
     """Causal parts count as half of their square; everything else pair by pair."""
     work = SELF_TEST.work(case, passes="forward")
-    found = timed.amount(work)
+    found = speed.amount(work)
     if case.kind == "decode":
         assert found == 2 * 8 * TINY.decode_keys * case.head_dim * 2  # bytes of k and v, float16
         return
@@ -57,17 +57,17 @@ def test_the_amount_is_that_of_the_visible_pairs(case: Case) -> None:
     if case.kind in ("causal", "alibi", "document", "varlen"):
         pairs -= case.keys / 2  # the diagonal, half of which the convention leaves out
     assert found == 4 * pairs * batch * heads * case.head_dim
-    assert timed.amount(SELF_TEST.work(case, passes="backward")) == 2.5 * found
+    assert speed.amount(SELF_TEST.work(case, passes="backward")) == 2.5 * found
 
 
 def test_every_case_is_there_once() -> None:
     for sizes in (REAL, TINY):
-        names = [case.name for case in timed.cases(sizes)]
+        names = [case.name for case in speed.cases(sizes)]
         assert len(set(names)) == len(names)
-        assert all(timed.find(sizes, name).name == name for name in names)
-    kinds = {case.kind for case in timed.with_goals(REAL)}
+        assert all(speed.find(sizes, name).name == name for name in names)
+    kinds = {case.kind for case in speed.with_goals(REAL)}
     assert kinds == {"full", "causal", "alibi", "document", "window", "varlen", "decode", "fp8"}
-    plain = [case for case in timed.cases(REAL) if case.kind in ("full", "causal")]
+    plain = [case for case in speed.cases(REAL) if case.kind in ("full", "causal")]
     assert {case.keys for case in plain} == {512, 1024, 2048, 4096, 8192, 16384}
     assert {case.head_dim for case in plain} == {64, 128, 256}
     assert len(plain) == 2 * 6 * 3

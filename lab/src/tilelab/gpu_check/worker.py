@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilelab.common import worker
-from tilelab.gpu_check import accuracy, host, sanitize, smoke, speed, timed, traffic, training
+from tilelab.gpu_check import accuracy, host, sanitize, smoke, speed, traffic, training
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
@@ -61,14 +61,14 @@ STEPS = (
     Step("ceilings", 25, 20, _always("matrix", "copy"), smoke.run_ceilings),
     Step("accuracy", 180, 60, accuracy.jobs, accuracy.run, parallel=True),
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
-    Step("speed", 150, 30, timed.names(timed.with_goals), partial(speed.measure, "speed")),
+    Step("speed", 150, 30, speed.names(speed.with_goals), partial(speed.measure, "speed")),
     Step("training", 60, 40, _models, training.run),
     Step("host", 60, 40, _always(*host.JOBS), host.run),
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
     Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),
     Step("traffic", 60, 40, _always(*traffic.JOBS), traffic.run),
-    Step("lengths", 200, 30, timed.names(timed.other_lengths), partial(speed.measure, "lengths")),
+    Step("lengths", 200, 30, speed.names(speed.other_lengths), partial(speed.measure, "lengths")),
 )
 
 # What the check leaves out, and the first half hour on a GPU does (``tilelab.tune.half_hour``).

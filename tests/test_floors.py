@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.plan",),
     ("tilewise._core",),
     ("tilewise.kernels",),
-    ("tilewise.engine", "tilewise.precision"),
+    ("tilewise.engine",),
     ("tilewise.cross_entropy", "tilewise.functional", "tilewise.head_rows", "tilewise.sparse"),
     ("tilewise.choice",),
     ("tilewise.indexer", "tilewise.merging", "tilewise.routes"),

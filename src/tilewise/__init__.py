@@ -24,9 +24,9 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
         visible_pairs,
     )
     from tilewise.indexer import TopKeys, top_keys
+    from tilewise.kernels.cpu.core import get_float32, set_float32
     from tilewise.merging import merge
     from tilewise.plan.plan import Plan
-    from tilewise.precision import get_float32, set_float32
     from tilewise.sparse.block_mask import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked

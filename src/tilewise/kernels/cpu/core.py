@@ -57,6 +57,9 @@ def core() -> ModuleType:
     return module
 
 
+_WAYS = ("torch", "exact", "tiles")
+
+
 class _Float32:
     """How float32 is computed where there are matrix tiles."""
 
@@ -65,13 +68,30 @@ class _Float32:
 
 
 def set_float32(way: str) -> None:
-    """Say how float32 is computed: "exact", in "tiles", or as "torch" is set."""
+    """Choose how the CPU backend computes float32, for the whole process.
+
+    ``"exact"`` multiplies float32 by float32. ``"tiles"`` lets processors with matrix tiles (AMX)
+    take each number as the exact sum of three bfloat16 pieces, and multiply these. That is faster,
+    and rounds no more: of the nine products of two numbers' pieces those three are left out that
+    are below the rounding of float32. Numbers below 2^-110 have fewer digits, and below 2^-126
+    count as zero. ``"torch"``, the default, is ``"tiles"`` after
+    ``torch.set_float32_matmul_precision("high")`` or ``"medium"`` (torch's setting
+    ``torch.backends.mkldnn.matmul.fp32_precision`` is "tf32" or "bf16"), else ``"exact"``.
+
+    Forward passes of more than 8 queries are computed so where no gradient may follow. All else,
+    and other processors, stay as they are.
+
+    Raises:
+        InvalidArgument: ``way`` is another word.
+    """
+    if way not in _WAYS:
+        raise InvalidArgument("way", repr(way), "'torch', 'exact' or 'tiles'")
     _Float32.way = way
     settle_float32()
 
 
-def float32_way() -> str:
-    """Return what ``set_float32`` said last."""
+def get_float32() -> str:
+    """Return what ``set_float32`` said last, or ``"torch"``."""
     return _Float32.way
 
 

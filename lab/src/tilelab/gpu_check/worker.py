@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilelab.common import worker
-from tilelab.gpu_check import accuracy, host, sanitize, smoke, speed, traffic, training
+from tilelab.gpu_check import accuracy, host, smoke, speed, training, watched
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
@@ -67,14 +67,14 @@ STEPS = (
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
     Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),
-    Step("traffic", 60, 40, _always(*traffic.JOBS), traffic.run),
+    Step("traffic", 60, 40, _always(*watched.JOBS), watched.traffic),
     Step("lengths", 200, 30, speed.names(speed.other_lengths), partial(speed.measure, "lengths")),
 )
 
 # What the check leaves out, and the first half hour on a GPU does (``tilelab.tune.half_hour``).
 MORE_STEPS = (
     Step(accuracy.NARROW, 240, 40, accuracy.every_narrowed, accuracy.narrow),
-    Step("sanitize", 200, 75, sanitize.jobs, sanitize.run),
+    Step("sanitize", 200, 75, watched.to_sanitize, watched.sanitize),
     Step(speed.DTYPES, 60, 30, speed.in_other_dtypes, speed.measure_dtype),
 )
 

@@ -195,13 +195,10 @@ def sdpa(name: str = "") -> Method:
 
         return attend
 
-    def why_not(work: Work) -> str:
-        return "it takes no score function" if work.score and added(work) is None else ""
-
     def matrices(work: Work) -> float:
         return 3.0 if name == "math" else 1.5 if work.mask not in ((), _CAUSAL) else 0.0
 
-    return Method(f"sdpa {name}".rstrip(), make, True, why_not, matrices)
+    return Method(f"sdpa {name}".rstrip(), make, True, no_score, matrices)
 
 
 def as_dense(work: Work, given: Given) -> tuple[bool, Tensor | None]:
@@ -213,10 +210,15 @@ def as_dense(work: Work, given: Given) -> tuple[bool, Tensor | None]:
         return True, None
     if work.mask:
         return False, shown(work, given, work.queries)
-    return False, added(work) if work.score else None
+    return False, _added(work) if work.score else None
 
 
-def added(work: Work) -> Tensor | None:
+def no_score(work: Work) -> str:
+    """Return that a work has a score that is more than a bias; empty if it has none."""
+    return "it takes no score function" if work.score and _added(work) is None else ""
+
+
+def _added(work: Work) -> Tensor | None:
     """Return the tensor that a score adds, where it does nothing else and there is no mask."""
     score = work.drawn_score
     if work.mask or not isinstance(score, Score):

@@ -21,9 +21,8 @@ from tilelab.stats.decide import (
     look_by_look,
     look_levels,
 )
-from tilelab.stats.errors import invalid
 from tilelab.stats.factorial import check, factor_effects, interactions
-from tilelab.stats.values import FactorEffect, Interaction, SeedResult, Status, Verdict
+from tilelab.stats.values import FactorEffect, Interaction, SeedResult, Status, Verdict, invalid
 
 Values = Mapping[int, float | None]
 

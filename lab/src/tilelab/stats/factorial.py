@@ -30,9 +30,15 @@ from itertools import chain, combinations
 from typing import Any, NamedTuple, Protocol
 
 from tilelab.stats.decide import NO_OTHERS, Examined, Rules, family_tests, size_text
-from tilelab.stats.errors import invalid
 from tilelab.stats.paired import equivalence, paired
-from tilelab.stats.values import FactorEffect, Interaction, InteractionLabel, SeedResult, p_text
+from tilelab.stats.values import (
+    FactorEffect,
+    Interaction,
+    InteractionLabel,
+    SeedResult,
+    invalid,
+    p_text,
+)
 
 Effect = tuple[str, ...]
 

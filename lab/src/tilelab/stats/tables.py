@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilelab.stats.errors import invalid
+from tilelab.stats.values import invalid
 
 Row = Mapping[str, Any]
 _BEFORE = ("params.", "config.", "metrics.", "summary.", "tags.", "history.")

@@ -1,4 +1,6 @@
-"""What the statistics give: values, and how sentences write them. None: what is not known.
+"""What the statistics give: values, how sentences write them, and the error of a wrong argument.
+
+None is what is not known.
 
 Effects are differences of a metric, arm minus baseline. An effect below zero is better for a loss;
 above zero is better for a metric that is to be high.
@@ -9,7 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tilewise.errors import InvalidArgument
 
 Label = Literal["better", "worse", "no difference", "undecided", "diverged", "incomplete"]
 InteractionLabel = Literal[
@@ -164,3 +169,14 @@ def listing(parts: Sequence[str]) -> str:
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def invalid(argument: str, came: str, required: str, fix: str = "") -> InvalidArgument:
+    """Return the ``tilewise.errors.InvalidArgument`` of these words.
+
+    Its module loads torch with its package, which takes seconds. So it is imported when something
+    is wrong, and not before.
+    """
+    from tilewise.errors import InvalidArgument
+
+    return InvalidArgument(argument, came, required, fix)

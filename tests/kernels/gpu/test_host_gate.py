@@ -18,8 +18,16 @@ from tests.kernels.gpu import variant_cases
 from tilelab.gate.__main__ import main
 from tilelab.gate.cases import CASES
 from tilelab.gate.compilers import compile_all, environment
-from tilelab.gate.loops import hidden_exponentials, hot, loops, sass
-from tilelab.gate.machine import buffers, needed_products, of_amdgcn, of_sass
+from tilelab.gate.machine import (
+    buffers,
+    hidden_exponentials,
+    hot,
+    loops,
+    needed_products,
+    of_amdgcn,
+    of_sass,
+    sass,
+)
 from tilelab.gate.record import (
     TARGETS,
     Case,

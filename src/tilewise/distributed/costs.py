@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tilewise.chips import Chip, named
 from tilewise.distributed.attention import check_starts, starts_of, whole_call
-from tilewise.distributed.events import KEYS, What, owner_of, reader_of, ring_events
 from tilewise.distributed.heads import Heads, block, share_heads
 from tilewise.distributed.layout import Layout, Schedule, check_schedule, fitting, shared_rows
 from tilewise.distributed.parts import Piece, Stated, Whole, stated
@@ -33,6 +32,7 @@ from tilewise.distributed.replay import (
     Wait,
     link_named,
 )
+from tilewise.distributed.ring import KEYS, What, owner_of, reader_of, ring_events
 from tilewise.engine import dispatch
 from tilewise.engine.call import build_problem, read_keywords
 from tilewise.errors import InvalidArgument

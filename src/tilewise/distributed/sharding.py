@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.distributed.events import GRADIENTS
 from tilewise.distributed.layout import Layout, Schedule
 from tilewise.distributed.mesh import Mesh, Standing, standing
 from tilewise.distributed.peers import Peers, refuse_second_derivatives
+from tilewise.distributed.ring import GRADIENTS
 from tilewise.errors import InvalidArgument
 from tilewise.variants.lower import statistics_dtype
 

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 import tilewise
 from tilelab.common.clock import interleave, seconds_of
+from tilelab.common.environment import write_runs
 from tilelab.common.memory import highest
-from tilelab.common.runs import write_runs
 from tilewise import masks
 
 SINGLE, HALF = torch.float32, torch.bfloat16

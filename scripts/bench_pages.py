@@ -21,7 +21,7 @@ from torch import Tensor
 
 import tilewise
 from tilelab.common.clock import interleave, seconds_of
-from tilelab.common.runs import write_runs
+from tilelab.common.environment import write_runs
 from tilelab.peers.packages import operators
 from tilewise import masks
 from tilewise.errors import Unsupported

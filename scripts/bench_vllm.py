@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tilelab.common.runs import write_runs
+from tilelab.common.environment import write_runs
 
 WHO = ("vllm", "tilewise")
 BATCHES = {"4,096": (4096,), "8 x 512": (512,) * 8}

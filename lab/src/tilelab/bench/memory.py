@@ -19,6 +19,7 @@ from tilewise.plan.traffic.memory import plain_held, tiled_held
 
 DOUBLE = "plain attention, step by step"
 CURE = "plain attention, some rows at a time"
+WAYS: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
 _FIXED = 2048  # the longest of what is shown at one length
 _CHUNKS = (1, 16, 256)
 
@@ -30,8 +31,7 @@ def steps(settings: Settings) -> list[Step]:
     for length in settings.lengths:
         for dtype in settings.dtypes:
             base = settings.work("memory", Case(""), length, dtype)
-            ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
-            works = [replace(base, passes=passes, name=name) for passes, name in ways]
+            works = [replace(base, passes=passes, name=name) for passes, name in WAYS]
             found.append(Step(f"memory, {length}, {dtype}", partial(weigh, works, methods)))
     length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
     fixed = settings.work("memory", Case(DOUBLE), length, settings.dtypes[0])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilelab.bench.goals import CaseResult, cases, key_of, measure
-from tilelab.bench.memory import weigh
+from tilelab.bench.memory import WAYS, weigh
 from tilelab.bench.points import Point
 from tilelab.bench.steps import Budget, Settings, Step, attempted, timed
 from tilelab.cases.case import Case, Pass
@@ -185,14 +185,13 @@ _SHORT_MODEL = 1024  # every model is measured up to here, before any at its own
 
 def models(settings: Settings) -> list[Step]:
     """Return every model at a short length, then those whose own length is within the sweep."""
-    passes: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
     longest, known = max(settings.lengths), {name: known_model(name) for name in settings.models}
     sizes = [(name, min(each.length, _SHORT_MODEL, longest)) for name, each in known.items()]
     sizes += [(name, each.length) for name, each in known.items() if each.length <= longest]
     works = [
         _of_model(known[name], f"{name}, {words}", length, dtype, way, settings.device)
         for (name, length), dtype, (way, words) in product(
-            dict.fromkeys(sizes), settings.dtypes, passes
+            dict.fromkeys(sizes), settings.dtypes, WAYS
         )
     ]
     return timed(works, exact(settings.device, with_flex=settings.flex), layer)
@@ -287,10 +286,9 @@ def doors(settings: Settings) -> list[Step]:
     """Return calls as other code makes them, through the door: one query, and as many as keys."""
     longest = max(settings.lengths)
     sizes = [(1, keys) for keys in _DOOR_KEYS] + [(each, each) for each in _DOOR_LENGTHS]
-    ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
     works = []
     for dtype, (heads, kv_heads, width) in product(settings.dtypes, _DOOR_HEADS):
-        for (way, words), (queries, keys) in product(ways, sizes):
+        for (way, words), (queries, keys) in product(WAYS, sizes):
             if keys > longest or (way == "both" and queries == 1):
                 continue
             case = Case(f"{words}, {queries} queries, {heads}:{kv_heads} heads", passes=way)
@@ -333,13 +331,12 @@ LIST_MEMORY_HEADS = 4  # that share a key head and lists
 def list_memory(settings: Settings) -> list[Step]:
     """Return steps that weigh key lists of one width, along the length: four heads of width 64."""
     methods = [by_drawn_lists(), over_all_keys(), masked_by_lists()]
-    ways: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("both", "training"))
     found = []
     for length, dtype in product(settings.lengths, settings.dtypes):
         sizes = {"heads": LIST_MEMORY_HEADS, "kv_heads": 1, "listed": LISTED}
         works = [
             settings.work("list-memory", Case(words, passes=way), length, dtype, **sizes)
-            for way, words in ways
+            for way, words in WAYS
         ]
         found.append(Step(f"lists' memory, {length}, {dtype}", partial(weigh, works, methods)))
     return found

@@ -1,11 +1,15 @@
-"""Describe where something is measured, for records: no host name, no path."""
+"""Describe where something is measured, for records: no host name, no path.
+
+``write_runs`` writes the runs of a script beside it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,3 +104,21 @@ def _git(folder: Path, *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def write_runs(
+    runs: Iterable[Mapping[str, Any]], line: Callable[[Any], str], path: Path | None
+) -> None:
+    """Print a line for each run as it is found, and write all of them with the machine.
+
+    Args:
+        runs: what a script measures on one thread, in JSON's types.
+        line: of a run.
+        path: of the file; None for none.
+    """
+    record: dict[str, Any] = {"machine": describe(1), "runs": []}
+    for run in runs:
+        print(line(run), flush=True)
+        record["runs"].append(run)
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")

@@ -10,9 +10,8 @@ import pytest
 
 from tests.lab.gpu_check.records import whole
 from tilelab.gpu_check import accuracy, watched
-from tilelab.gpu_check.record import FAILURES
+from tilelab.gpu_check.record import FAILURES, table
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.table import table
 from tilelab.gpu_check.watched import CannotWatch
 
 HEAD = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from tilelab.common.record import COMPLETE
-from tilelab.gpu_check.record import ONLY, Record, Row
+from tilelab.gpu_check.record import ONLY, Record, Row, table
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.table import table
 from tilelab.gpu_check.worker import STEPS, Step, Team, Worker, processes
 
 RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"

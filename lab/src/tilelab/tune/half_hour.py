@@ -29,9 +29,8 @@ import torch
 from tilelab.common.record import COMPLETE, NOT_FINISHED
 from tilelab.gpu_check.accuracy import job_of, narrowed
 from tilelab.gpu_check.command import RESULTS, TABLE, conduct
-from tilelab.gpu_check.record import ONLY, Record
+from tilelab.gpu_check.record import ONLY, Record, table
 from tilelab.gpu_check.setting import Setting
-from tilelab.gpu_check.table import table
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS, Step
 from tilelab.tune.command import main as tune
 from tilewise.errors import InvalidArgument, Unsupported

@@ -15,9 +15,8 @@ from tests.lab.tune.team import FAMILY, FakeTeam, gain
 from tilelab.common.clock import Spread
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune.command import lines_of, plan_of, summary
+from tilelab.tune.command import MOST, Finding, Team, beats, lines_of, plan_of, summary, tune
 from tilelab.tune.jobs import Job, candidates, read_job, table_blocks
-from tilelab.tune.trials import MOST, Finding, Team, beats, tune
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
 
 JOB = Job("forward", "bfloat16", 128, "plain")

@@ -31,8 +31,15 @@ from tilelab.cases.case import Case
 from tilelab.cases.table import rows
 from tilelab.cases.variants import seen_by
 from tilelab.common.record import COMPLETE, INTERRUPTED
-from tilelab.peers.flex import flex_mask, flex_score
-from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, own_masks, rivals
+from tilelab.peers.methods import (
+    OURS,
+    by_drawn_lists,
+    flex_mask,
+    flex_score,
+    masked_by_lists,
+    own_masks,
+    rivals,
+)
 from tilelab.peers.work import Work, draw, flops, work_of
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError

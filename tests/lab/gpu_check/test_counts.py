@@ -14,7 +14,7 @@ from tilelab.cases.variants import uneven
 from tilelab.gpu_check import speed
 from tilelab.gpu_check.record import Goal, best, fraction, goal_for, met, rate, summary
 from tilelab.gpu_check.setting import REAL, TINY, Setting
-from tilelab.peers.flex import flex_mask
+from tilelab.peers.methods import flex_mask
 from tilelab.peers.work import causal_pairs, flops, window_pairs
 from tilewise import visible_pairs
 

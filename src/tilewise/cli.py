@@ -1,4 +1,4 @@
-"""The ``tilewise`` command: its subcommands.
+"""The ``tilewise`` command: its subcommands, and the script that completes them in a shell.
 
 Each subcommand is imported when it is called, so that a package that only one of them needs is no
 trouble for the others.
@@ -6,19 +6,24 @@ trouble for the others.
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tilewise import __version__
 from tilewise.commands import plugin
 from tilewise.commands.visible import visible
 from tilewise.errors import TilewiseError
 from tilewise.loading import INTERRUPTED, ending_at_once
+
+_Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
 
 class _Command(NamedTuple):
@@ -34,8 +39,26 @@ _COMMANDS = (
     _Command("demo", "the study of the kernels, for short"),
     _Command("bench", "measure against torch's own attention"),
     _Command("tune", "measure blocks for the GPU that is there"),
-    _Command("completion", "a script for the shell's TAB key", "tilewise.commands.completion"),
+    _Command("completion", "a script for the shell's TAB key", __name__),
 )
+_SHELLS = ("bash", "zsh", "fish")
+_BASH = """\
+_tilewise() {{
+  local words=""
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    words="{commands}"
+  else
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _tilewise tilewise"""
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit -i; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def _usage() -> str:
@@ -44,14 +67,11 @@ def _usage() -> str:
     return "\n".join([*lines, "", "tilewise COMMAND --help tells more."])
 
 
-def _load(command: _Command) -> Callable[[Sequence[str]], int | None]:
-    main: Callable[[Sequence[str]], int | None]
+def _load(command: _Command) -> _Main:
+    if command.module == __name__:
+        return _complete
+    main: _Main
     main = import_module(command.module).main if command.module else plugin(command.name)
-    if command.name == "completion":  # it asks the others for their options
-        others = [each for each in _COMMANDS if each is not command]
-        return partial(
-            main, commands={each.name: (each.help, partial(_load, each)) for each in others}
-        )
     return main
 
 
@@ -92,3 +112,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _complete(argv: Sequence[str]) -> int:
+    """Print the script of a shell; it needs no further program when it runs."""
+    parser = argparse.ArgumentParser(
+        prog="tilewise completion",
+        description="Print a script that completes commands, options, suites and recipes. Put it "
+        "where your shell looks: for bash ~/.local/share/bash-completion/completions/tilewise, for "
+        "fish ~/.config/fish/completions/tilewise.fish. For zsh, source it in ~/.zshrc.",
+    )
+    parser.add_argument("shell", choices=_SHELLS)
+    shell = parser.parse_args(argv).shell
+    known = _words()
+    print(_fish(known) if shell == "fish" else _bash(known, shell))
+    return 0
+
+
+def _words() -> dict[str, list[str]]:
+    """Return, by command, the names and options that may follow it; of commands that are there."""
+    names: dict[str, list[str]] = {}
+    with suppress(TilewiseError):
+        names = plugin("completion-names")()
+    found = {"completion": list(_SHELLS)}
+    for command in _COMMANDS:
+        if command.name not in found:
+            with suppress(TilewiseError):
+                found[command.name] = [*names.get(command.name, ()), *_options(_load(command))]
+    return found
+
+
+def _options(command: _Main) -> list[str]:
+    """Return the options that a command's help names."""
+    said = io.StringIO()
+    with redirect_stdout(said), suppress(SystemExit):
+        command(["--help"])
+    named = re.findall(r"^ +(?:-\w, )?(--[a-z][\w-]*)", said.getvalue(), re.MULTILINE)
+    return list(dict.fromkeys(named))
+
+
+def _bash(known: dict[str, list[str]], shell: str) -> str:
+    cases = "\n".join(f'      {name}) words="{" ".join(each)}" ;;' for name, each in known.items())
+    script = _BASH.format(commands=" ".join(known), cases=cases)
+    return script if shell == "bash" else _ZSH + script
+
+
+def _fish(known: dict[str, list[str]]) -> str:
+    lines, helps = [], {command.name: command.help for command in _COMMANDS}
+    for name, each in known.items():
+        first = f"complete -c tilewise -n __fish_use_subcommand -f -a {name}"
+        lines.append(f'{first} -d "{helps[name]}"')
+        after = f"complete -c tilewise -n '__fish_seen_subcommand_from {name}'"
+        lines += [
+            f"{after} -l {word[2:]}" if word.startswith("--") else f"{after} -a {word}"
+            for word in each
+        ]
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import VOCABULARY, parameters
 from tilelab.study.tasks import scores
 from tilelab.study.tasks.examples import Examples
-from tilelab.study.tasks.listops import tokens_of
+from tilelab.study.tasks.long import tokens_of
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import InvalidArgument, Unsupported
 

@@ -61,7 +61,7 @@ def listops(
     pooling: Pooling = "first",
 ) -> Any:
     """The value of a nested expression, with a BERT: the Long Range Arena's, or shorter ones."""
-    from tilelab.study.tasks.listops import ListOps
+    from tilelab.study.tasks.long import ListOps
 
     return ListOps(form, longest, pooling)
 
@@ -100,7 +100,7 @@ def text_classification(
     *, classes: Classes = 2, passage: CountOrZero = 0, pooling: Pooling = "first"
 ) -> Any:
     """The label of a text from its bytes or word pieces, with a BERT: IMDb's reviews, or others."""
-    from tilelab.study.tasks.texts import TextClassification
+    from tilelab.study.tasks.long import TextClassification
 
     return TextClassification(classes, passage, pooling)
 
@@ -114,6 +114,6 @@ def documents(
     pooling: Pooling = "first",
 ) -> Any:
     """When, or by which party, a long address to the Congress was given, with a BERT."""
-    from tilelab.study.tasks.texts import Documents
+    from tilelab.study.tasks.long import Documents
 
     return Documents(label, split, passage, pooling)

@@ -1,6 +1,6 @@
 """Classification of sequences (or a number for each) with a BERT: the base of such tasks.
 
-A subclass says where examples come from and what counts (``TextClassification`` in ``texts.py`` is
+A subclass says where examples come from and what counts (``TextClassification`` in ``long.py`` is
 one)::
 
     class Tones(Classification):

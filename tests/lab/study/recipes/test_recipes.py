@@ -19,7 +19,7 @@ from tilelab.study.ask.config import (
 )
 from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
-from tilelab.study.recipes.kernels import plain_attention_bytes
+from tilelab.study.recipes.arms import plain_attention_bytes
 from tilelab.study.verdict.detect import check_designs
 from tilelab.study.verdict.stages import combined
 from tilewise.chips import CHIPS

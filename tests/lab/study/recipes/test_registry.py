@@ -50,7 +50,7 @@ def mine(tmp_path: Path) -> Path:
 
 def test_the_packages_recipes_by_name() -> None:
     by_length = ("listops", "long-documents")
-    others = ("kernels", "ladder", "laptop", "laptop-full", "wikitext", "longer-context")
+    others = ("ladder", "kernels", "laptop", "laptop-full", "wikitext", "longer-context")
     factors = ("gpt2-factorial", "screening")
     assert recipes.names() == (*others, *factors, "fine-tuning", *by_length, "h200", "gpu30")
     found = recipes.find("longer-context")

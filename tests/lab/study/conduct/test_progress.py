@@ -14,11 +14,9 @@ from rich.console import Console
 from tests.lab.study.records_of import Behaviour, experiment_of, record_of, records_of, study_of
 from tilelab.common.terminal import in_words
 from tilelab.study.ask.config import Arm, Study, Sweep
-from tilelab.study.conduct import board as boards
 from tilelab.study.conduct import progress
 from tilelab.study.conduct import progress as progresses
-from tilelab.study.conduct.board import Board, makespan
-from tilelab.study.conduct.progress import LineProgress, LiveProgress, showing
+from tilelab.study.conduct.progress import Board, LineProgress, LiveProgress, makespan, showing
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.report.clock import speeds_of
@@ -38,7 +36,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(boards, "time", clock)
     monkeypatch.setattr(progresses, "time", clock)
     return clock
 

@@ -22,7 +22,6 @@ from tilelab.study.ask.config import Experiment, Study
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec, final_name
 from tilelab.study.conduct import progress
-from tilelab.study.conduct.board import Board
 from tilelab.study.conduct.checks import (
     available_bytes,
     check_checkpoints,
@@ -208,7 +207,7 @@ class Conductor:
             else:
                 jobs = self._jobs(todo, console)
             forecast = _forecast(execution, agenda, todo, console)
-            board = Board(agenda, forecast, jobs)
+            board = progress.Board(agenda, forecast, jobs)
             expected = board.left_s() if forecast else None
             say(console, progress.start(todo, len(runs), jobs, execution.threads, expected))
             long = expected is not None and expected > _LONG_S

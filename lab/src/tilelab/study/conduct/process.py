@@ -33,7 +33,6 @@ from tilewise.folders import NotPrivate, private_folder, runtime_folder
 
 _CHILD = "tilelab.study.train.child"
 _SCRIPT = "tilelab.study.conduct.script"
-_LAUNCH = "tilelab.study.train.launch"  # which starts several children
 _LAST_LINES = 12
 # glibc gives the memory of a step back to the system, which fills it with zeros for the next step:
 # a quarter of the processor time of a small model. With these it keeps blocks of up to 32 MiB (the
@@ -66,7 +65,7 @@ class Process:
         threads, working = str(execution.threads), execution.working
         several = execution.processes > 1
         own = execution.module or (_SCRIPT if run.config.learning.external else _CHILD)
-        modules = [*([_LAUNCH] if several else []), own, *(["serve"] if serves else [])]
+        modules = [*([_CHILD, "launch"] if several else []), own, *(["serve"] if serves else [])]
         # Kernels are compared as users meet them, and a script of somebody's own is theirs.
         kept = {} if run.alone or run.config.learning.external else _KEEP_MEMORY
         environment = {

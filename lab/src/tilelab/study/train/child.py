@@ -1,8 +1,8 @@
-"""The process of one run: ``python -m tilelab.study.train.child``, of several with ``serve``.
+"""The processes of runs: ``python -m tilelab.study.train.child``, with ``serve`` or ``launch``.
 
-It reads one line of JSON from standard input, a ``RunSpec``, and writes to the folder of its run.
-It ends when its work is done, and at once when its standard input closes. So a parent that is gone,
-killed or not, leaves no process behind.
+**Alone** it does one run. It reads one line of JSON from standard input, a ``RunSpec``, and writes
+to the folder of its run. It ends when its work is done, and at once when its standard input closes.
+So a parent that is gone, killed or not, leaves no process behind.
 
 Exit status:
 
@@ -10,7 +10,7 @@ Exit status:
 * 3: an error that its user can put right, said in the last line of standard error;
 * anything else: a crash.
 
-With ``serve`` it does several runs, one after the other. It reads a line for each, and writes a
+With **serve** it does several runs, one after the other. It reads a line for each, and writes a
 line of JSON to standard output when that run is over, or time is up. Everything else that is
 printed goes to standard error. It ends after a run that failed: what a failed run leaves behind is
 not to meet the next one.
@@ -18,6 +18,11 @@ not to meet the next one.
 Runs whose configs differ in optimizer, schedule, length or evaluation alone share what
 ``torch.compile`` made for the first of them: it compiles once. Before any other run the compiler
 forgets everything. So a run computes what it computes in a process of its own, to the bit.
+
+With **launch CHILD** it does a run in several processes of the module CHILD. It reads the same job,
+ends at once when standard input closes, and has the same exit status. In between it starts the
+processes as ``torchrun --standalone`` does, with torch's own agent: that one names them, watches
+them, and ends all when one fails.
 """
 
 from __future__ import annotations
@@ -28,14 +33,16 @@ import gc
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import cuda
@@ -51,11 +58,15 @@ from tilelab.study.train.team import check, device_of, joined
 from tilelab.study.train.trainer import Trainer
 from tilewise.errors import TilewiseError
 
+if TYPE_CHECKING:  # most runs have one process
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
 EXPECTED_ERROR = 3
 ORPHANED = 4
 JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes for one input
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
+_MONITOR_S = 0.1
 _COMPILED = ("model", "attention", "training", "data", "task")  # what graphs and shapes follow from
 
 
@@ -277,7 +288,67 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
     os._exit(ORPHANED)
 
 
+def launch(module: str) -> int:
+    """Do the job on standard input in processes of a module; return the exit status."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    line = sys.stdin.readline()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ[JOB] = line  # standard input is for all of them to see that it closes
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=json.loads(line)["execution"]["processes"],
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module)
+    except ChildFailedError as error:
+        return _reported(error)
+    return 0
+
+
+def _reported(error: ChildFailedError) -> int:
+    """Say which process failed first and why; the exit status is its own."""
+    rank, failure = min(error.failures.items(), key=lambda each: _order(each[1]))
+    if failure.exitcode == EXPECTED_ERROR:
+        print(failure.message, file=sys.stderr)
+        return EXPECTED_ERROR
+    if failure.exitcode < 0:
+        print(f"process {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        # To end the same way: whoever started this one tells a signal from an error.
+        if failure.exitcode != -signal.SIGKILL:
+            signal.signal(-failure.exitcode, signal.SIG_DFL)
+        os.kill(os.getpid(), -failure.exitcode)
+    print(f"process {rank} ended with status {failure.exitcode}", file=sys.stderr)
+    print(failure.message, file=sys.stderr)
+    return failure.exitcode
+
+
+def _order(failure: ProcessFailure) -> tuple[int, int]:
+    """Return a sort key with the cause first: when a process dies, others fail waiting for it.
+
+    A signal came from outside, but for the one by which the agent ends the rest.
+    """
+    code = failure.exitcode
+    if code == -signal.SIGTERM:
+        rank = 3
+    elif code < 0:
+        rank = 0
+    else:
+        rank = 1 if code == EXPECTED_ERROR else 2
+    return rank, failure.timestamp
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        sys.exit(serve())
+    match sys.argv[1:]:
+        case ["serve"]:
+            sys.exit(serve())
+        case ["launch", child]:
+            sys.exit(launch(child))
     leave(main())

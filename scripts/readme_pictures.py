@@ -42,7 +42,7 @@ from tilelab.common.svg import (
 )
 from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_all_keys
 from tilelab.study.recipes.ladder import EFFECT_BITS_PER_BYTE
-from tilelab.study.report.content import gather
+from tilelab.study.report import gather
 from tilelab.study.report.ladders import effect_chart
 from tilewise import masks
 from tilewise.chips import CHIPS

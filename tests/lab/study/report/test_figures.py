@@ -137,7 +137,7 @@ def test_a_floor_is_drawn_where_the_frame_need_not_grow_much_for_it() -> None:
     drawn = [Series("baseline", 0, (0.0, 10.0), falls, falls, falls, 1, broken=False)]
 
     def chart(value: float, metric: str = "bits_per_byte") -> Chart:
-        floor = FloorResult("byte table", "seen", 9, value, metric, None, True, ())
+        floor = FloorResult("byte table", "seen", 9, value, metric, decides=True, beaten_by=())
         return known(loss_chart(drawn, "tokens", "bits_per_byte", "curve", floor))
 
     plain = known(loss_chart(drawn, "tokens", "bits_per_byte", "curve"))

@@ -47,7 +47,7 @@ def test_word_perplexities_stand_beside_that_of_gpt2() -> None:
             for arm, at in ends.items()
         },
     )
-    floors = tuple(each._replace(word_perplexity=90.0) for each in TABLES)
+    floors = tuple(replace(each, word_perplexity=90.0) for each in TABLES)
     table = floors_table(
         judge(study, records, {"optimizers": floors}).experiments[0], study.experiments[0]
     )

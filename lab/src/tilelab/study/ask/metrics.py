@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def value_in(evaluation: Mapping[str, Any], metric: str) -> float | None:
     return own if metric in evaluation else (evaluation.get("metrics") or {}).get(metric)
 
 
-class Floor(NamedTuple):
+@dataclass(frozen=True)
+class Floor:
     """What something much simpler than a model scores on the same held-out data."""
 
     name: str  # e.g. ``"byte table of order 4"``

@@ -169,12 +169,12 @@ def record_after(run: RunSpec, outcome: Outcome) -> RunRecord:
 
 def _record_here(run: RunSpec, outcome: Outcome) -> RunRecord:
     """As ``record_after``; a process that was killed is no loss but a failure: the machine is."""
-    if outcome.code < 0:
-        ended = f"the process of {run.name} was ended by signal {-outcome.code}"
-        if outcome.code == -signal.SIGKILL:
-            ended += ": out of memory? The same command goes on; fewer --jobs need less"
-        raise RunError("\n".join([ended, *outcome.lines]))
-    return record_after(run, outcome)
+    try:
+        return record_after(run, outcome)
+    except Lost as lost:
+        killed = outcome.code == -signal.SIGKILL
+        hint = ": out of memory? The same command goes on; fewer --jobs need less" if killed else ""
+        raise RunError("\n".join([f"{lost}{hint}", *outcome.lines])) from None
 
 
 class Follower:

@@ -28,6 +28,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -135,14 +136,14 @@ def floors(tokens: Tokens, seen: Pieces, cache: Path) -> tuple[Floor, ...]:
         if name not in found:
             made = make()
             found = {**_read(path), name: made}  # another study may have added to it
-            write_atomically(path, json.dumps(found, indent=1) + "\n")
+            write_atomically(path, json.dumps(found, indent=1, default=astuple) + "\n")
         return found[name]
 
     def after(pieces: Pieces, which: Literal["seen", "all"]) -> list[Floor]:
         # What is kept does not depend on whether a run happened to see all.
         name = hashlib.sha256(np.ascontiguousarray(pieces, np.int64).data).hexdigest()[:16]
         made = kept(name, lambda: _after(tokens, text(), pieces))
-        return [each._replace(text=which) for each in made]
+        return [replace(each, text=which) for each in made]
 
     found = [*kept("alone", lambda: _alone(text()[1])), *after(seen, "seen")]
     if tokens.train_bytes <= MOST_BYTES:

@@ -332,5 +332,5 @@ def read_floors(folder: Path) -> dict[str, tuple[Floor, ...]]:
 
 def write_floors(folder: Path, floors: Floors) -> None:
     """Write the floors of a study into its folder."""
-    said = {name: [each._asdict() for each in found] for name, found in floors.items()}
+    said = {name: [vars(each) for each in found] for name, found in floors.items()}
     write_atomically(folder / FLOORS, json.dumps(said, indent=1) + "\n")

@@ -62,8 +62,7 @@ def spelled(value: object) -> str:
 
 def forest_of(experiment: ExperimentVerdict) -> Forest | None:
     """Return the scale, always with zero and the smallest effect; None where there is no effect."""
-    reach = [each for arm in experiment.arms if (each := _reach(arm)) is not None]
-    if not reach:
+    if all(arm.effect is None for arm in experiment.arms):
         return None
     low, high = _domain(experiment)
     step = _round_step((high - low) / 4.6)

@@ -13,6 +13,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,10 +197,11 @@ class LanguageModelling(AbstractTask):
         """Return the floors of ``data/floors.py``, of WikiText with their word perplexity."""
         size, tokens = data.held_out_bytes, len(data.held_out)
         return tuple(
-            each._replace(
+            replace(
+                each,
                 word_perplexity=word_perplexity(
                     Score(each.value * math.log(2) * size, tokens, size), data
-                )
+                ),
             )
             for each in floors(data, order.RunRows(config, data, seed).seen(), cache)
         )

@@ -161,11 +161,8 @@ def sensitivity(
     design = _design(experiment, family.size, pooled=pooled)._replace(share=1.0)
     seen = math.sqrt(sum(each**2 for each in spreads) / len(spreads)) if spreads else None
     found = None if not seen else design.detects(seen)
-    return Sensitivity(design.comparisons, _finite(design.critical), seen, found)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    critical = design.critical if math.isfinite(design.critical) else None
+    return Sensitivity(design.comparisons, critical, seen, found)
 
 
 def planned_words(experiment: Experiment, comparisons: int) -> str:

@@ -36,7 +36,7 @@ def with_floors(
     learnt = {} if chosen is None else {each.name: _beats(each, chosen) for each in arms}
     results = tuple(
         FloorResult(
-            **floor._asdict(),
+            **vars(floor),
             decides=floor == chosen,
             beaten_by=tuple(each.name for each in arms if _beats(each, floor)),
         )
@@ -52,7 +52,7 @@ def with_floors(
     return replace(verdict, baseline=base, arms=judged, floors=results, notes=notes)
 
 
-def not_learnt(arm: Baseline | ArmVerdict, floor: FloorResult) -> str:
+def not_learnt(arm: Baseline | ArmVerdict, floor: Floor) -> str:
     """Say that an arm has not learnt: how it ended, and what the floor is."""
     score = arm.measures.mean(floor.metric)
     assert score is not None
@@ -66,9 +66,8 @@ def _judged(arm: ArmVerdict, base: Baseline, chosen: Floor | None) -> ArmVerdict
     # A comparison of kernels asks whether steps are the same, not what is learnt in them.
     if chosen is None or arm.learnt is not False or arm.kind != "training":
         return arm
-    floor = FloorResult(**chosen._asdict(), decides=True, beaten_by=())
     if base.learnt is not False:
-        return replace(arm, notes=(*arm.notes, not_learnt(arm, floor)))
+        return replace(arm, notes=(*arm.notes, not_learnt(arm, chosen)))
     least = f"{plain(chosen.value, _DIGITS)} {METRICS[chosen.metric].unit}"
     said = f"Neither it nor {base.name} has learnt more than the {chosen.name} ({least})."
     return replace(arm, neither_learnt=True, reason=f"{arm.reason} {said}")
@@ -76,7 +75,7 @@ def _judged(arm: ArmVerdict, base: Baseline, chosen: Floor | None) -> ArmVerdict
 
 def _deciding(floors: Sequence[Floor], metric: str) -> Floor | None:
     if metric in _OF_TEXT:
-        return next((each for each in floors if each[:2] == _DECIDES), None)
+        return next((each for each in floors if (each.name, each.text) == _DECIDES), None)
     return next((each for each in floors if each.metric == metric), None)
 
 

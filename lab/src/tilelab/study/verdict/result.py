@@ -25,6 +25,7 @@ from tilelab.stats.values import SeedResult as SeedResult
 from tilelab.stats.values import Status as Status
 from tilelab.stats.values import Summary as Summary
 from tilelab.stats.values import Verdict as Verdict
+from tilelab.study.ask.metrics import Floor
 from tilelab.study.records.events import Memory, finite
 
 
@@ -213,16 +214,10 @@ class SweepResult:
         return best.point or {self.path: self.chosen}
 
 
-@dataclass(frozen=True)
-class FloorResult:
-    """A floor, and the arms that are better: fields as of ``ask.metrics.Floor``."""
+@dataclass(frozen=True, kw_only=True)
+class FloorResult(Floor):
+    """A floor, and the arms that are better."""
 
-    name: str
-    text: Literal["none", "seen", "all"]
-    bytes_seen: int
-    value: float
-    metric: str
-    word_perplexity: float | None
     decides: bool  # an arm that is not better has not learnt
     beaten_by: tuple[str, ...]  # arms, the baseline among them
 

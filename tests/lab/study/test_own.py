@@ -188,12 +188,51 @@ def test_lines_may_be_in_a_file(place: Path) -> None:
         ("print('{\"loss\": 1}')", "no line of it has 'val'; they had loss"),
         ('print(\'{"val": "low"}\')', "has val 'low': it has to be a number"),
         ('print(\'{"step": 2}\\n{"step": 1}\')', "has step 1 after step 2"),
+        ("print('{\"val\": null}')", "has val null: leave it out of a line without one; NaN is"),
+        (
+            'print(\'{"tokens": 9}\\n{"tokens": 8}\')',
+            "has tokens 8 after tokens 9: tokens are whole",
+        ),
+        ("print('{\"tokens\": -1}')", "has tokens -1 after tokens 0"),
+        ("print('{\"tokens\": 1.5}')", "has tokens 1.5 after tokens 0"),
     ],
 )
 def test_lines_that_say_nothing(place: Path, body: str, message: str) -> None:
     (place / "bad.py").write_text(body)
     with pytest.raises(TilewiseError, match=re.escape(message)):
         script.work(spec(place, f"python {place / 'bad.py'} {{seed}}"))
+
+
+def evaluations(place: Path, body: str) -> list[tuple[int, list[float | None]]]:
+    (place / "script.py").write_text(f"import json, os, subprocess, sys, time\n{body}")
+    found = spec(place, f"python {place / 'script.py'} {{seed}}")
+    script.work(found)
+    record = RunRecord.read(found.record)
+    return [(each.step, list(each.metrics.values())) for each in record.evaluations]
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ('"\\r 9 %\\r" + json.dumps({"val": 1})', [(1, [1.0])]),  # after a bar on the same line
+        ('json.dumps({"loss": None, "val": 1})', [(1, [1.0])]),
+        ("'{\"a\": ' + '[' * 100_000 + '\\n{\"val\": 1}'", [(1, [1.0])]),
+        ('\'{"lr": 1}\\n{"step": 0, "val": 1}\'', [(0, [1.0])]),  # after its own settings
+        ("'{\"val\": 1' + '0' * 400 + '}'", [(1, [None])]),  # larger than any float: diverged
+    ],
+)
+def test_lines_of_odd_scripts(
+    place: Path, printed: str, expected: list[tuple[int, list[float | None]]]
+) -> None:
+    assert evaluations(place, f"print({printed})") == expected
+
+
+def test_what_a_command_leaves_running_is_not_waited_for(place: Path) -> None:
+    """A tracker's service, say, which keeps the standard output open."""
+    begun = time.monotonic()
+    body = "subprocess.Popen(['sleep', '30'])\nprint(json.dumps({'val': 1}))"
+    assert evaluations(place, body) == [(1, [1.0])]
+    assert time.monotonic() - begun < 15
 
 
 @pytest.mark.parametrize(

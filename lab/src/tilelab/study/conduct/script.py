@@ -10,7 +10,8 @@ that its function yields or logs. In a line
 * ``step`` is a whole number that does not fall (the next one, where it is not there);
 * ``loss`` is the training loss, ``lr`` the learning rate, ``tokens`` how many were learnt from
   since the run began (the steps stand for them, where no line has them);
-* a metric or a loss that is not finite ends the run: it has diverged. Other values are ignored.
+* a metric or a loss that is not finite ends the run: it has diverged. Other values are ignored, and
+  so is a line that has none of these but a learning rate.
 
 A line is charged with all wall and CPU time since the one before it, the first with the start of
 the script too, the last with its end.
@@ -36,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.run import RunSpec
@@ -49,6 +50,7 @@ from tilewise.errors import InvalidArgument, TilewiseError
 FILES, OUTPUT = "files", "output.txt"  # in the folder of a run: the script's own, what it printed
 _POLL_S = 0.1
 _GRACE_S = 5.0
+_QUIET_S = 2.0  # after the end of a command, for what it left running with its standard output
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -161,17 +163,21 @@ def _lines(
     printed: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     assert process.stdout is not None
 
-    def read(stream: Iterable[bytes]) -> None:
-        for line in stream:
-            printed.put(line)
+    def read(stream: IO[bytes]) -> None:
+        with stream:  # closed here: elsewhere it would wait for a line of what was left running
+            for line in stream:
+                printed.put(line)
         printed.put(None)
 
     threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
-    open_ = True
+    open_, heard = True, time.monotonic()
     while open_:
+        if process.poll() is None:
+            heard = time.monotonic()
+        open_ = time.monotonic() - heard < _QUIET_S
         with suppress(queue.Empty):
             line = printed.get(timeout=_POLL_S)
-            open_ = line is not None
+            open_, heard = line is not None, time.monotonic()
             keep(line or b"")
             if tail is None and (found := _parsed(line or b"")) is not None:
                 yield found
@@ -191,11 +197,12 @@ class _Failed(Exception):  # noqa: N818  reads as what happened
 
 def _parsed(line: bytes) -> Mapping[str, Any] | None:
     """Return the object of a line; None for any other line, such as a progress bar's."""
+    line = line.rstrip().rpartition(b"\r")[2]  # a bar may be before it
     if not line.lstrip().startswith(b"{"):
         return None
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -274,6 +281,9 @@ class _Book:
         """
         if not isinstance(line, Mapping):
             raise ScriptError(f"a line of {self._what} is {line!r}: it has to be a dictionary")
+        self._seen.update(dict.fromkeys(line))
+        if not {self.script.key, "step", "loss", "tokens"} & line.keys():
+            return  # of something else, such as the settings of the script
         step = self._number(line, "step")
         if not self._begun:
             self._resume(step)
@@ -283,17 +293,25 @@ class _Book:
                 f"a line of {self._what} has step {line['step']!r} after step {self._step}: steps "
                 "are whole numbers that do not fall"
             )
-        self._seen.update(dict.fromkeys(line))
         said = self._number(line, "tokens")
+        if said is not None and (said < self._tokens * self._counted or said < 0 or said % 1):
+            before = self._tokens if self._counted else 0
+            raise ScriptError(
+                f"a line of {self._what} has tokens {line['tokens']!r} after tokens {before}: "
+                "tokens are whole numbers that do not fall"
+            )
         self._counted |= said is not None
         tokens = int(said) if said is not None else self._tokens if self._counted else now
         learnt, self._step, self._tokens = max(0, tokens - self._tokens), now, tokens
         loss, key = self._number(line, "loss"), self.script.key
         self._charge(loss, self._number(line, "lr"), learnt)
         if key in line:
+            if line[key] is None:
+                fix = "leave it out of a line without one; NaN is for a run that diverged"
+                raise ScriptError(f"a line of {self._what} has {key} null: {fix}")
             self._evaluate(self._number(line, key))
-        lost = [name for name in ("loss", key) if name in line and self._number(line, name) is None]
-        if lost:
+        there = [name for name in ("loss", key) if line.get(name) is not None]
+        if lost := [name for name in there if self._number(line, name) is None]:
             raise _Diverged(f"{lost[0]} after step {now} is {line[lost[0]]}")
 
     @property
@@ -309,7 +327,10 @@ class _Book:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ScriptError(f"a line of {self._what} has {name} {value!r}: it has to be a number")
-        return value if math.isfinite(value) else None
+        try:
+            return value if math.isfinite(value) else None
+        except OverflowError:  # of an integer that no float can hold
+            return None
 
     def _charge(self, loss: float | None = None, lr: float | None = None, learnt: int = 0) -> None:
         wall, cpu = time.perf_counter(), self._cpu_s()
@@ -395,8 +416,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _end_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -202,13 +203,9 @@ def test_the_page_has_the_table() -> None:
 @pytest.mark.thorough
 def test_the_picture_is_drawn_the_same_every_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    drawn = runpy.run_path(str(ROOT / "scripts" / "io_model.py"))
     for name in ("one.svg", "two.svg"):
-        command_line = [
-            sys.executable,
-            str(ROOT / "scripts" / "counted_plot.py"),
-            str(tmp_path / name),
-        ]
-        subprocess.run(command_line, check=True)
+        drawn["draw_counted"](tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     assert b"<svg" in (tmp_path / "one.svg").read_bytes()
 

@@ -21,7 +21,6 @@ from tilewise.engine.autograd import differentiable
 from tilewise.engine.call import (
     Keywords,
     build_problem,
-    ragged_extent,
     read_keywords,
     read_seed,
     reads_on_device,
@@ -36,10 +35,7 @@ from tilewise.reference.merge import merge_partial
 from tilewise.reference.philox import seed_tensor
 from tilewise.torch_private import left_alone
 from tilewise.validation import check_cu_seqlens, check_cu_tensors, lower_sinks
-from tilewise.variants.lower import Extent, lower_mask, lower_score
-from tilewise.variants.outside import refuse_outside
 from tilewise.variants.placing import Place, placed
-from tilewise.variants.program import fitted
 from tilewise.variants.values import Mask, Score
 
 _HALF = 0xFFFF_FFFF
@@ -158,7 +154,7 @@ def context_parallel_attention(
         on_device = problem.device != "cpu" or reads_on_device(keywords.backend)
         draws = problem.dropout_p and on_device
         drawn = seed_tensor(shared_seed, q.device) if draws else shared_seed
-        whole = whole_call(problem, keywords, starts, drawn, q.device)
+        whole = Whole.of(problem, keywords, starts, drawn, q.device)
         everything = whole.everything()
         placed(everything.problem.score, "score", everything.place)
         plan_of(everything.problem, whole.backend)
@@ -252,39 +248,6 @@ def _lists(stands: Standing, keys: KeyLists, starts: Starts | None) -> KeyBlocks
             fix="cut the sequence by shard(..., 'gather') and pass schedule='gather'",
         )
     return read_key_lists(keys)
-
-
-def whole_call(
-    problem: Problem,
-    keywords: Keywords,
-    starts: Starts | None,
-    seed: int | Tensor,
-    device: torch.device,
-) -> Whole:
-    """Return the call over the whole sequence, with all heads.
-
-    Args:
-        problem: of the whole sequence, without sinks.
-        keywords: of the call.
-        starts: of packed sequences, or None.
-        seed: of dropout.
-        device: of q.
-    """
-    extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
-    if starts is not None:
-        extent = ragged_extent(problem, *starts)
-    mask, score = keywords.mask, keywords.score
-    refuse_outside(mask.program, score.program, mask.captured, score.captured, extent)
-    checks = extent if problem.device == "cpu" else extent._replace(check_values=False)
-    return Whole(
-        problem._replace(mask=fitted(mask.program), score=fitted(score.program)),
-        range(problem.heads),
-        lower_mask(mask.program, mask.captured, checks, device, problem.dtype),
-        lower_score(score.program, score.captured, extent, problem.dtype, device),
-        seed,
-        keywords.backend,
-        starts,
-    )
 
 
 class _Call(NamedTuple):

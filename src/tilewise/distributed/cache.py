@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tilewise.distributed.agreement import agreed, in_words, refusals_told
-from tilewise.distributed.attention import shared_facts, whole_call
+from tilewise.distributed.attention import shared_facts
 from tilewise.distributed.mesh import Mesh, groups_of, standing
-from tilewise.distributed.parts import Part, Running, plan_of
+from tilewise.distributed.parts import Part, Running, Whole, plan_of
 from tilewise.distributed.peers import Peers
 from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
 from tilewise.engine.pages import Pages
@@ -148,7 +148,7 @@ def _of_one_piece(
     """Return out and lse over this process's keys; ``counts`` says how many each process has."""
     starts = list(accumulate(counts, initial=0))
     problem = problem._replace(keys=starts[-1])
-    whole = whole_call(problem, keywords, None, 0, q.device)
+    whole = Whole.of(problem, keywords, None, 0, q.device)
     running = Running(q, problem.value_dim, whole.floats)
     columns = range(*starts[peers.position : peers.position + 2])
     for piece in whole.pieces(range(problem.queries), columns):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.chips import Chip, named
-from tilewise.distributed.attention import check_starts, starts_of, whole_call
+from tilewise.distributed.attention import check_starts, starts_of
 from tilewise.distributed.heads import Heads, block, share_heads
 from tilewise.distributed.layout import Layout, Schedule, check_schedule, fitting, shared_rows
 from tilewise.distributed.parts import Piece, Stated, Whole, stated
@@ -189,7 +189,7 @@ def forecast(
     problem = build_problem(q, k, v, keywords)._replace(sinks=False, device="cpu")
     check_starts(starts, problem.queries, problem.keys)
     device = torch.device("cpu") if q.device.type == "meta" else q.device
-    whole = whole_call(problem, keywords, starts, 0, device)
+    whole = Whole.of(problem, keywords, starts, 0, device)
     if chip.kind == "gpu":
         whole = whole._replace(problem=whole.problem._replace(device="cuda"))
     split = _Split(whole, _mesh(mesh, schedule), schedule, chip, training and trains(problem))

@@ -4,18 +4,33 @@ A sequence is cut into **chunks**, runs of neighbouring rows. A **position** is 
 among those that share the sequence. It holds one or more chunks, one after the other in the order
 of the sequence. The layout alone decides what is computed and in which order, not which process
 holds which position.
+
+``layout_of`` is for schedules; ``balanced_layout`` shares the work of a mask evenly, by the mask's
+own count of pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import torch
+from torch import Tensor
+
+from tilewise.checks import check_whole
+from tilewise.distributed.parts import Starts, Whole
+from tilewise.engine.call import read_keywords
 from tilewise.errors import InvalidArgument
+from tilewise.functional import MaskLike
+from tilewise.problem import Problem
+from tilewise.validation import check_cu_seqlens, check_cu_tensors
+from tilewise.variants.values import Mask, as_mask
 
 Schedule: TypeAlias = Literal["ring", "zigzag", "gather", "ulysses"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+_MOST_TILES = 128  # of rows, and of keys, that are looked at
 
 
 class Layout(NamedTuple):
@@ -109,16 +124,8 @@ def even_bounds(length: int, parts: int) -> tuple[int, ...]:
     return tuple([part * length // parts for part in range(parts + 1)])
 
 
-def assigned(work: Sequence[float], positions: int) -> tuple[int, ...]:
-    """Return the position of each chunk: as many chunks for each, and about the same work.
-
-    The heaviest chunk goes to the position with the least work so far that still has room; of
-    equals, to the first.
-
-    Args:
-        work: of each chunk, a multiple of the positions.
-        positions: how many.
-    """
+def _assigned(work: Sequence[float], positions: int) -> tuple[int, ...]:
+    """Return the position of each chunk by its work; of equals the first comes first."""
     room = len(work) // positions
     owners, loads, counts = [0] * len(work), [0.0] * positions, [0] * positions
     for chunk in sorted(range(len(work)), key=lambda c: (-work[c], c)):
@@ -128,3 +135,75 @@ def assigned(work: Sequence[float], positions: int) -> tuple[int, ...]:
         loads[position] += work[chunk]
         counts[position] += 1
     return tuple(owners)
+
+
+def balanced_layout(
+    length: int,
+    positions: int,
+    *,
+    mask: MaskLike = None,
+    cu_seqlens: Tensor | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    chunks: int = 4,
+) -> Layout:
+    """Return a layout in which all positions have about the same work under a mask.
+
+    The sequence is cut into ``chunks`` runs of rows for each position. The work of a run is the
+    number of pairs that its rows see, counted over at most 128 x 128 tiles; a tile of which the
+    mask hides some pairs counts half. The heaviest run goes to the position with the least work so
+    far that has room for it (Graham, 1969).
+
+    Args:
+        length: rows of the sequence, and keys.
+        positions: how many share it.
+        mask: as in ``attention``, with its tensors for the whole sequence.
+        cu_seqlens: int32 or int64 [sequences + 1] of packed sequences, as in ``attention_varlen``;
+            None for a dense call.
+        batch: B, where the mask tells batch items apart.
+        heads: Hq, where it tells heads apart.
+        chunks: of each position. More of them share the work better, and make smaller calls.
+
+    Raises:
+        InvalidArgument, InvalidType: as ``attention``; counts below 1.
+    """
+    check_whole("length", length, 0)
+    runs = check_whole("chunks", chunks, 1) * check_whole("positions", positions, 1)
+    whole = _whole(length, mask, cu_seqlens, batch, heads)
+    bounds = even_bounds(length, runs)
+    columns = even_bounds(length, min(_MOST_TILES, max(length, 1)))
+    work = []
+    for run in range(runs):
+        tiles = -(-_MOST_TILES // runs)
+        rows = [bounds[run] + each for each in even_bounds(bounds[run + 1] - bounds[run], tiles)]
+        work.append(sum(_pairs(whole, m, n) for m in _spans(rows) for n in _spans(columns)))
+    return Layout(bounds, _assigned(work, positions), positions)
+
+
+def _spans(bounds: Sequence[int]) -> list[range]:
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+def _pairs(whole: Whole, rows: range, columns: range) -> float:
+    """Return about how many pairs some rows see of some keys."""
+    return sum(
+        piece.problem.queries * piece.problem.keys / (2 if piece.problem.mask else 1)
+        for piece in whole.pieces(rows, columns)
+    )
+
+
+def _whole(length: int, mask: MaskLike, cu_seqlens: Tensor | None, batch: int, heads: int) -> Whole:
+    read = Mask(()) if mask is None else as_mask(mask)
+    starts = None
+    if cu_seqlens is not None:
+        check_cu_tensors(cu_seqlens, cu_seqlens)
+        found = tuple(check_cu_seqlens("cu_seqlens", cu_seqlens, length))
+        starts, batch = Starts(found, found), len(found) - 1
+    problem = Problem(
+        *(batch, heads, 1, length, length, 1, 1, torch.float32, "cpu"),
+        "dense" if starts is None else "varlen",
+        *(read.program, (), 1.0, 0.0, False),
+    )
+    here = Mask(read.program, tuple([each.cpu() for each in read.captured]))
+    keywords = read_keywords(here, None, None, 0.0, None, None)
+    return Whole.of(problem, keywords, starts, 0, torch.device("cpu"))

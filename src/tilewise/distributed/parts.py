@@ -10,16 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import reads_on_device
+from tilewise.engine.call import Keywords, ragged_extent, reads_on_device
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.kernels.base import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
-from tilewise.variants.lower import statistics_dtype
+from tilewise.variants.lower import Extent, lower_mask, lower_score, statistics_dtype
+from tilewise.variants.outside import refuse_outside
 from tilewise.variants.placing import Place, Placed, placed
-from tilewise.variants.program import Program
+from tilewise.variants.program import Program, fitted
 
 
 class Starts(NamedTuple):
@@ -69,6 +70,40 @@ class Whole(NamedTuple):
     seed: int | Tensor
     backend: str | None
     starts: Starts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        keywords: Keywords,
+        starts: Starts | None,
+        seed: int | Tensor,
+        device: torch.device,
+    ) -> Whole:
+        """Return the call over the whole sequence, with all heads.
+
+        Args:
+            problem: of the whole sequence, without sinks.
+            keywords: of the call.
+            starts: of packed sequences, or None.
+            seed: of dropout.
+            device: of q.
+        """
+        extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
+        if starts is not None:
+            extent = ragged_extent(problem, *starts)
+        mask, score = keywords.mask, keywords.score
+        refuse_outside(mask.program, score.program, mask.captured, score.captured, extent)
+        checks = extent if problem.device == "cpu" else extent._replace(check_values=False)
+        return cls(
+            problem._replace(mask=fitted(mask.program), score=fitted(score.program)),
+            range(problem.heads),
+            lower_mask(mask.program, mask.captured, checks, device, problem.dtype),
+            lower_score(score.program, score.captured, extent, problem.dtype, device),
+            seed,
+            keywords.backend,
+            starts,
+        )
 
     @property
     def floats(self) -> torch.dtype:

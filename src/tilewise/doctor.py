@@ -84,9 +84,10 @@ def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
     return sorted(path for path in paths if Path(path).name.startswith(_OPENMP_NAMES))
 
 
-def examine(chip: Chip | None = None) -> list[Check]:
+def examine() -> list[Check]:
     """Everything the doctor looks at, in the order of the report."""
-    checks = [*_core_checks(), _chip_check(chip or detect()), _cache_check(chip or detect())]
+    chip = detect()
+    checks = [*_core_checks(), _chip_check(chip), _cache_check(chip)]
     checks.append(Check("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes it)"))
     checks += [_backend_check(name) for name in dispatch.BACKEND_NAMES]
     checks += [_openmp_check(openmp_runtimes()), _versions()]

@@ -19,7 +19,7 @@ from tilelab.study.conduct import progress as progresses
 from tilelab.study.conduct.progress import Board, LineProgress, LiveProgress, makespan, showing
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
-from tilelab.study.report.clock import speeds_of
+from tilelab.study.verdict.clocks import speeds_of
 from tilelab.study.verdict.judge import judge
 
 STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}

@@ -27,7 +27,7 @@ from tilelab.study import report
 from tilelab.study.ask.config import Arm, Sequential, Study, Sweep
 from tilelab.study.records.events import Sample, Step
 from tilelab.study.report import gather, write
-from tilelab.study.report.clock import speeds_of
+from tilelab.study.verdict.clocks import speeds_of
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 

@@ -17,9 +17,9 @@ from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
 from tilelab.study.ask.run import finals
 from tilelab.study.recipes.arms import compare_kernels
 from tilelab.study.records.events import RunRecord
-from tilelab.study.report.clock import speeds_of
 from tilelab.study.report.verdicts import meaning
 from tilelab.study.tasks.families import bert_of, gpt2_of
+from tilelab.study.verdict.clocks import speeds_of
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict
 from tilewise.errors import InvalidArgument

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -25,6 +25,7 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.clocks import Speed, Speeds
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ExperimentVerdict,
@@ -33,9 +34,6 @@ from tilelab.study.verdict.result import (
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
 from tilewise.commands.visible import visible
-
-if TYPE_CHECKING:  # importing it needs matplotlib and jinja2, which runs do without
-    from tilelab.study.report.clock import Speed, Speeds
 
 Status = Literal["waiting", "running", "done", "diverged"]
 _RECENT = 16  # steps whose median is the pace

@@ -35,7 +35,6 @@ from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
 from tilelab.study.report.attention import attention_charts, attention_table, layers_of
-from tilelab.study.report.clock import Speeds, moved, speeds_of
 from tilelab.study.report.costs import (
     memory_chart,
     pareto_chart,
@@ -61,6 +60,7 @@ from tilelab.study.report.tables import (
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import answer, baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.clocks import Speeds, moved, speeds_of
 from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt

@@ -9,13 +9,13 @@ from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.need import Need, need
 from tilelab.study.records.store import flat
-from tilelab.study.report.clock import Speeds, moved
 from tilelab.study.report.costs import PARTS, pareto_table, parts_of, survival_table
 from tilelab.study.report.lines import Series
 from tilelab.study.report.page import NONE, Cell, Table
 from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.clocks import Speeds, moved
 from tilelab.study.verdict.measures import MEASURES, Measure
 from tilelab.study.verdict.result import (
     ArmMeasures,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.report.clock import Speed, Speeds
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.clocks import Speed, Speeds
 from tilelab.study.verdict.floors import not_learnt
 from tilelab.study.verdict.result import (
     ArmVerdict,

@@ -33,8 +33,8 @@ from tilelab.study.verdict.caveats import (
     pairing_note,
     rounding,
 )
+from tilelab.study.verdict.clocks import at_first_end
 from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
-from tilelab.study.verdict.equal_time import at_first_end
 from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (

@@ -33,7 +33,7 @@ from tilelab.study.ask.config import Experiment, size_of
 from tilelab.study.ask.metrics import rank
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import RunRecord, is_over
-from tilelab.study.verdict.equal_time import equal_time
+from tilelab.study.verdict.clocks import equal_time
 from tilelab.study.verdict.measures import final_metric, learnt
 from tilelab.study.verdict.result import (
     ArmVerdict,

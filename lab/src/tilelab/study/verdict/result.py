@@ -111,7 +111,7 @@ Clock = Literal["cpu", "wall"]
 
 @dataclass(frozen=True)
 class EqualTime:
-    """The effect of an arm at equal time: ``equal_time.py``."""
+    """The effect of an arm at equal time: ``clocks.py``."""
 
     rung: str  # at whose end by the baseline; empty without a ladder: the earlier of both ends
     clock: Clock

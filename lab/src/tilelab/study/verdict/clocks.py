@@ -1,4 +1,6 @@
-"""The effects of arms at equal time, beside those at equal tokens.
+"""Comparisons by the clock: the effects of arms at equal time, and the speed that a report shows.
+
+**Effects at equal time** stand beside those at equal tokens.
 
 In an experiment without a ladder, an arm and the baseline that end at other times are compared when
 the earlier of the two has ended, seed by seed. The other one's metric is read off its evaluations,
@@ -18,15 +20,26 @@ There is no difference where x lies before the arm's first end or after its last
 extrapolated. An arm that is faster by less than 5 % is read at its last end, which is against it.
 Loss falls ever more slowly with the logarithm of x, so the straight line lies above the curve. That
 is against the arm too, the more so the further its ends are apart.
+
+**The speed** of an arm is shown by the clock that speaks. On one thread of a CPU, a step's wall
+time is its processor time plus what other work took away. So the wall clock of an arm was moved by
+load
+
+* where its timed steps' wall time over processor time is more than 5 % off the baseline's, or
+* where the interval of its speed ratio by wall time is wider than x/÷1.05.
+
+Its speed is then shown by processor time. A ratio whose interval is wider than x/÷1.05 by the clock
+that speaks is withheld. With several threads, or on a GPU, wall time over processor time says
+nothing about load: there the wall clock speaks always.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
@@ -34,7 +47,7 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.verdict.measures import final_metric, learnt, metric_of
-from tilelab.study.verdict.result import Clock, EqualTime
+from tilelab.study.verdict.result import ArmVerdict, Clock, EqualTime, ExperimentVerdict, Ratio
 from tilelab.study.verdict.text import duration, effect_text, interval_text
 
 _CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
@@ -194,3 +207,57 @@ def _at(curve: Sequence[_End], x: float) -> float | None:
     low, high = curve[at - 1], curve[at]
     share = math.log(x / low.x) / math.log(high.x / low.x)
     return low.metric + share * (high.metric - low.metric)
+
+
+_MOST_APART = 0.05  # of wall over processor time, against the baseline's
+_WIDEST = 1.05  # an interval from the ratio divided by this to the ratio times this
+
+
+class Speed(NamedTuple):
+    """The speed of an arm against the baseline, by the clock that speaks."""
+
+    ratio: Ratio | None  # None: not known, or withheld
+    by: Literal["wall", "processor"]
+    why: str = ""  # of another clock than the wall's, or of a ratio that is withheld
+
+
+Speeds = Mapping[str, Speed]  # arm -> its speed
+
+
+def speeds_of(experiment: ExperimentVerdict, records: Iterable[RunRecord]) -> Speeds:
+    """Return the speed of every arm; ``records`` are those of the experiment."""
+    one_thread = all(record.one_thread for record in records)
+    return {arm.arm: _speed(arm, experiment, one_thread) for arm in experiment.arms}
+
+
+def _speed(arm: ArmVerdict, experiment: ExperimentVerdict, one_thread: bool) -> Speed:
+    wall, processor = arm.measures.speed_ratio, arm.measures.cpu_ratio
+    if wall is None or arm.speed_withheld:
+        return Speed(None, "wall")
+    if not one_thread or processor is None:
+        return _unless_wide(Speed(wall, "wall"))
+    # Wall over processor time against the baseline's: the arm's ratios say it.
+    apart = abs(processor.value / wall.value - 1) > _MOST_APART
+    if not apart and not _wide(wall):
+        return Speed(wall, "wall")
+    why = "by processor time: other work slowed the runs down"
+    return _unless_wide(Speed(processor, "processor", why))
+
+
+def _unless_wide(speed: Speed) -> Speed:
+    if speed.ratio is None or not _wide(speed.ratio):
+        return speed
+    times = f"\N{MULTIPLICATION SIGN}/\N{DIVISION SIGN}{_WIDEST:g}"
+    return Speed(None, speed.by, f"its interval is wider than {times}")
+
+
+def _wide(ratio: Ratio) -> bool:
+    """Return whether the interval of a ratio says too little; not for one seed, which has none."""
+    return ratio.interval is not None and (
+        ratio.interval.low <= 0 or ratio.interval.high / ratio.interval.low > _WIDEST**2
+    )
+
+
+def moved(speeds: Speeds) -> list[str]:
+    """Return the arms whose wall clock load has moved."""
+    return [arm for arm, speed in speeds.items() if speed.by == "processor"]

@@ -26,11 +26,13 @@ def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) 
         InvalidArgument: a checkpoint is not there, or is not of the model that the config says.
         Unsupported: it computes something else.
     """
-    seen = {""}
+    seen = set()
     for run in runs:
         config = run.config
-        key = _checkpoint_key(config)
-        if key in seen:
+        # Everything that loading depends on.
+        model = config.model.model_dump_json(exclude={"dropout", "nudge"})
+        key = model, data_key(config)
+        if not config.model.checkpoint or key in seen:
             continue
         seen.add(key)
         arm = f"{run.experiment}/{run.arm}"
@@ -43,13 +45,6 @@ def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) 
         except Unsupported as error:
             what = f"{arm}: {config.model.checkpoint}: {error.what}"
             raise Unsupported(what, error.reasons, error.fix) from None
-
-
-def _checkpoint_key(config: RunConfig) -> str:
-    """Return a key of everything that loading depends on; empty without a checkpoint."""
-    if not config.model.checkpoint:
-        return ""
-    return f"{config.model.model_dump_json(exclude={'dropout', 'nudge'})} {data_key(config)}"
 
 
 def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -> None:

@@ -97,11 +97,6 @@ def bits_of(tables: Sequence[Table], text: Symbols, vocabulary: int) -> list[flo
     return found
 
 
-def gzip_bytes(text: bytes) -> int:
-    """Return the size of a text that ``gzip -9`` has compressed."""
-    return len(gzip.compress(text, 9, mtime=0))
-
-
 def xz_bytes(text: bytes) -> int:
     """Return the size of a text that ``xz -9e`` has compressed, with a dictionary that holds it."""
     size = max(1 << 16, 1 << (len(text) - 1).bit_length()) if text else 1 << 16
@@ -152,7 +147,8 @@ def floors(tokens: Tokens, seen: Pieces, cache: Path) -> tuple[Floor, ...]:
 
 
 def _alone(held_out: bytes) -> list[Floor]:
-    sizes = {"gzip -9": gzip_bytes(held_out), "xz -9e": xz_bytes(held_out)}
+    packed = len(gzip.compress(held_out, 9, mtime=0))
+    sizes = {"gzip -9": packed, "xz -9e": xz_bytes(held_out)}
     return [Floor(name, "none", 0, 8 * size / len(held_out)) for name, size in sizes.items()]
 
 

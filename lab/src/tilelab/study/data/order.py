@@ -41,7 +41,8 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 def drawn(seed: int, epoch: int, count: int, first: int = 0) -> NDArray[np.uint64]:
     """Draw numbers ``first`` to ``first + count`` of 64 bits, the same on every machine."""
-    key = _mixed(np.array([seed & _MASK], np.uint64), _mixed_int(epoch))[0]
+    (of_epoch,) = _mixed(np.array([epoch], np.uint64), 0)
+    key = _mixed(np.array([seed & _MASK], np.uint64), int(of_epoch))[0]
     return _mixed(np.arange(first, first + count, dtype=np.uint64), int(key))
 
 
@@ -55,10 +56,6 @@ def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     out: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
     return out
-
-
-def _mixed_int(value: int) -> int:
-    return int(_mixed(np.array([value], np.uint64), 0)[0])
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:

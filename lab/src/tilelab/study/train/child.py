@@ -67,6 +67,7 @@ JOB = "TILEWISE_STUDY_JOB"  # holds the line where there are several processes f
 _LOCK = ".lock"
 _LOCK_WAIT_S = 10.0  # for a process that is just ending
 _MONITOR_S = 0.1
+_NO_MEMORY = "can't allocate memory"  # what torch says on a CPU
 _COMPILED = ("model", "attention", "training", "data", "task")  # what graphs and shapes follow from
 
 
@@ -85,7 +86,7 @@ def attempt(line: str, do: Callable[[RunSpec], None]) -> int:
     except TilewiseError as error:
         return _refuse(str(error))
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
             _tell_agent(traceback.format_exc())
             raise
         return _refuse(
@@ -198,11 +199,6 @@ def locked(folder: Path) -> Iterator[None]:
                     raise TilewiseError(message) from None
                 time.sleep(0.05)
         yield
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    words = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words
 
 
 def _refuse(words: str) -> int:

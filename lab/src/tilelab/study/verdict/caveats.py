@@ -158,7 +158,9 @@ def rounding(experiment: Experiment, arm: Arm, finals: Finals) -> tuple[bool | N
     narrow = precision != "float32" or experiment.baseline.learning.external
     if arm.kind == "training" or narrow or drift is None:
         return None, ""
-    controls = [each.name for each in experiment.arms if _only_nudged(experiment, each)]
+    nudged = change(experiment.baseline, {"model.nudge": True})
+    names = [] if nudged == experiment.baseline else [each.name for each in experiment.arms]
+    controls = [name for name in names if experiment.config_of(name) == nudged]
     drifts = [_drift(finals[name], baseline) for name in controls]
     limit = max([MOST_DRIFT, *(each for each in drifts if each is not None)])
     agrees = None
@@ -189,18 +191,13 @@ _FAULTS = {
 
 def control_notes(experiment: Experiment, arms: Iterable[ArmVerdict]) -> tuple[str, ...]:
     """Say which faults a comparison could not have seen: those of controls that it did not flag."""
+    missed = [arm.arm for arm in arms if arm.flagged is False]
+    faults = {arm: experiment.config_of(arm).attention.fault for arm in missed}
     return tuple(
-        f"This comparison could not have seen {fault_of(experiment, arm.arm)}: the control "
-        f"{arm.arm}, which has it, was not flagged."
-        for arm in arms
-        if arm.flagged is False
+        f"This comparison could not have seen {_FAULTS.get(fault, f'what {arm} changes')}: the "
+        f"control {arm}, which has it, was not flagged."
+        for arm, fault in faults.items()
     )
-
-
-def fault_of(experiment: Experiment, arm: str) -> str:
-    """Return in words what a control computes wrongly."""
-    fault = experiment.config_of(arm).attention.fault
-    return _FAULTS.get(fault, f"what {arm} changes")
 
 
 def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
@@ -229,11 +226,6 @@ def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> f
             if step.step <= FIRST_STEPS and step.loss is not None and other:
                 found.append(abs(step.loss - other) / other)
     return max(found, default=None)
-
-
-def _only_nudged(experiment: Experiment, arm: Arm) -> bool:
-    nudged = change(experiment.baseline, {"model.nudge": True})
-    return not experiment.baseline.model.nudge and experiment.config_of(arm.name) == nudged
 
 
 def _beginning(config: Mapping[str, Any]) -> tuple[Any, ...]:

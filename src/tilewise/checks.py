@@ -49,7 +49,7 @@ def check_tensor(
         raise InvalidType(name, named(value), required, fix)
     if value.layout not in _DENSE:
         dense = "Call its to_dense() first."
-        raise InvalidArgument(name, f"layout {value.layout}", required, fix or dense)
+        raise InvalidArgument(name, f"layout {value.layout}", required, dense)
     if dtypes is not None:
         fits = value.is_floating_point() if isinstance(dtypes, str) else value.dtype in dtypes
         if not fits:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu import absence, core
 
 _PREFERENCES = ("speed", "tilewise")
 

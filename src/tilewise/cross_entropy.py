@@ -30,7 +30,7 @@ from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.ops import define
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.kernels.cpu.core import DTYPES, absence
+from tilewise.kernels.cpu import DTYPES, absence
 from tilewise.kernels.cpu.rows import InCore
 from tilewise.kernels.cross_entropy import (
     InTorch,

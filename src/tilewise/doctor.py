@@ -25,7 +25,7 @@ import torch
 from tilewise.chips import Chip, ceilings_file, detect
 from tilewise.engine import dispatch
 from tilewise.inspect import peaks
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu import absence, core
 
 _WIDENED = "widened to float32 first, which saves memory and not time"
 # What is fast on a processor and what is not, by the instruction set that runs.

@@ -20,7 +20,7 @@ from tilewise.engine.modes import readable
 from tilewise.engine.ops import define, schema
 from tilewise.engine.run import road
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import DTYPES, absence
+from tilewise.kernels.cpu import DTYPES, absence
 from tilewise.kernels.cpu.rows import HeadRows, backward, forward, like
 from tilewise.torch_private import FakeTensor, constant_while_compiling, has_batch
 

@@ -133,7 +133,7 @@ class Result(NamedTuple):
         lse: natural-log sum of exponentials of each row, sink included, [B, Hq, M] (varlen
             [Hq, Tq]), float32 (float64 for float64); -inf for a row that sees nothing.
         stats: ``[2, *lse.shape]`` in lse's dtype, before sinks: row_max, the score that a row
-            subtracts, in the backend's own unit (``kernels.base.Prepared.row_max_unit``): the
+            subtracts, in the backend's own unit (``kernels.Prepared.row_max_unit``): the
             largest, or one near it; and row_sum = sum of exp(score - row_max). For the backward
             pass of the same backend. With statistics
             ``[3, *lse.shape]``: row_mean too, the mean under the probabilities (the sink's among

@@ -17,7 +17,7 @@ from tilewise import masks
 from tilewise.engine import dispatch
 from tilewise.engine.dispatch import PLANS, Cache
 from tilewise.errors import SlowPathWarning, Unsupported
-from tilewise.kernels.base import Backend, Prepared
+from tilewise.kernels import Backend, Prepared
 from tilewise.plan.plan import Candidate, Plan, Tiles, choose
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 

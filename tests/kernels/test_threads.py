@@ -21,7 +21,7 @@ from tests.contract import assert_same_bits
 from tests.kernels.targets import Target, only_cpu
 from tests.oracle import assert_same, attend, send
 from tilewise import masks, scores
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 
 WIDTH: dict[str, Any] = {"batch": 1, "head_dim": 16, "value_dim": 16}
 CHUNKS = [

@@ -19,7 +19,7 @@ from tilelab.peers.plain import Measured
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 Stored = Callable[..., str]

@@ -11,7 +11,7 @@ import torch
 
 from tilewise import chips, doctor
 from tilewise.chips import Chip, ceilings_file, detect, measured, named
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 
 MADE_UP = Chip(
     "made up",

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.variants.drawn import EXTENTS, SHAPES, Extents, expressions, program_of, quarters, run
 from tilewise import attention
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 from tilewise.reference.expressions import load_indices
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, Graph, encode

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from tilewise.errors import InvalidArgument, InvalidType, SlowPathWarning, Unsupported
-from tilewise.kernels.base import Backend, Reader
+from tilewise.kernels import Backend, Reader
 from tilewise.plan.plan import Candidate, Choice, Plan, choose
 from tilewise.problem import Problem
 from tilewise.variants.program import encode

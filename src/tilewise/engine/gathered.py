@@ -5,7 +5,7 @@ are those of the list. So every mask, score and statistic is there, on every bac
 kernels do the work. Memory is O(M K) for the lists, and no M x N is anywhere.
 
 * Forward, a list is the block table of a paged call: kernels read its keys where they lie.
-* Backward, a backend that can reads them in place too (``kernels.base.Prepared.in_place``).
+* Backward, a backend that can reads them in place too (``kernels.Prepared.in_place``).
 * For the others keys and values are copied together for a few lists at a time. The gradients of the
   copies are added up list after list, in the order of the rows. So they do not depend on the number
   of threads. Either way the sums are in the dtype of the statistics.
@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewise.engine.dispatch import PLANS, check_name, plan_problem
 from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Places
+from tilewise.kernels import Places
 from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
 from tilewise.plan.plan import Plan
 from tilewise.problem import UNSEEN, Grads, Needs, Operands, Problem, Result, Statistics
@@ -453,7 +453,7 @@ class Gathering:
     def placed(
         self, lists: slice, tables: tuple[Table, Table], by_k: Tensor | None, by_v: Tensor | None
     ) -> tuple[Problem, Operands, Places]:
-        """Return the call of ``kernels.base.Prepared.in_place`` for some lists.
+        """Return the call of ``kernels.Prepared.in_place`` for some lists.
 
         ``by_k`` and ``by_v`` are the sums that gradients are added to; None where not wanted.
         """

@@ -29,7 +29,7 @@ from tilewise.engine.modes import (
     transforms_active,
 )
 from tilewise.engine.pages import Pages
-from tilewise.kernels.base import stats_of
+from tilewise.kernels import stats_of
 from tilewise.plan.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.philox import seed_tensor

@@ -11,7 +11,7 @@ from tilewise.chips import Chip
 from tilewise.engine import dispatch
 from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.kernels.base import Backend
+from tilewise.kernels import Backend
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, WIDEST_KEYS
 from tilewise.plan.plan import Tiles
 from tilewise.plan.traffic.account import Account, account

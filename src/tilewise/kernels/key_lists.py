@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import DTYPES, absence, core, threads
+from tilewise.kernels.cpu import DTYPES, absence, core, threads
 
 
 class Located(NamedTuple):

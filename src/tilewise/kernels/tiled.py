@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.kernels.base import Backend, Prepared, raw_reasons
+from tilewise.kernels import Backend, Prepared, raw_reasons
 from tilewise.plan.plan import Tiles
 from tilewise.problem import Problem
 from tilewise.reference import tiled

@@ -34,14 +34,14 @@ class Plan(NamedTuple):
         tiles: in which blocks.
         reasons: why each backend asked before it was not chosen, as (name, reasons) pairs.
         forward, backward, output: the backend's kernels bound to the problem
-            (``kernels.base.Prepared``): what makes a held plan quick to run.
+            (``kernels.Prepared``): what makes a held plan quick to run.
         mask_text, score_text: the programs as text: a held plan is matched by these.
         signature: shapes, dtypes and devices of q, k, v that a held plan is for, as
             ``engine.call.reader`` reads them.
         shown: the same and the layouts, as ``engine.call.shown`` does.
         bare: a call by this plan needs no keyword beside it.
         loops: which loops the backend runs, for the account of bytes.
-        row_max_unit, in_place: see ``kernels.base.Prepared``.
+        row_max_unit, in_place: see ``kernels.Prepared``.
     """
 
     problem: Problem

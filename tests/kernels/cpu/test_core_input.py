@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import absence
-from tilewise.kernels.cpu.core import core as _loaded
+from tilewise.kernels.cpu import absence
+from tilewise.kernels.cpu import core as _loaded
 
 if absence() is not None:
     pytest.skip(f"no core: {absence()}", allow_module_level=True)

@@ -14,7 +14,7 @@ from tilewise import KeyBlocks, masks
 from tilewise.engine import key_lists
 from tilewise.engine.key_lists import Groups, Lists, Paging, Table, listed
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.cpu.core import absence, core
+from tilewise.kernels.cpu import absence, core
 
 if absence() is not None:
     pytest.skip(f"no core: {absence()}", allow_module_level=True)

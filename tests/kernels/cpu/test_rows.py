@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contract import assert_same_bits
-from tilewise.kernels.cpu.core import core
+from tilewise.kernels.cpu import core
 from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
 
 pytestmark = pytest.mark.usefixtures("isa")

@@ -27,7 +27,7 @@ from tilelab.peers.packages import Package, first_line, packages
 from tilelab.peers.plain import compare
 from tilelab.peers.work import Given, Prepared, Work, draw, work_of
 from tilewise.errors import Unsupported
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 SMALL = Case("small", 1, 2, 2, 40, 40, 16, 16)

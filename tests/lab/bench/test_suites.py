@@ -43,7 +43,7 @@ from tilelab.peers.methods import (
 from tilelab.peers.work import Work, draw, flops, work_of
 from tilewise import attention, visible_pairs
 from tilewise.errors import InvalidArgument, TilewiseError
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 

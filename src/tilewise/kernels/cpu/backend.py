@@ -7,9 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.base import Backend, Prepared, Reader, raw_reasons
-from tilewise.kernels.cpu import compiled
-from tilewise.kernels.cpu.core import DTYPES, absence, core, has_tiles, settle_float32, threads
+from tilewise.kernels import Backend, Prepared, Reader, raw_reasons
+from tilewise.kernels.cpu import DTYPES, absence, compiled, core, has_tiles, settle_float32, threads
 from tilewise.plan.loops import Loops
 from tilewise.plan.plan import Tiles
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Statistics, output_like

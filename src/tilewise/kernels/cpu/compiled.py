@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from tilewise.errors import SlowPathWarning
 from tilewise.folders import cache_folder, private_folder
-from tilewise.kernels.cpu.core import core
+from tilewise.kernels.cpu import core
 from tilewise.kernels.cpu.described import program_of
 from tilewise.kernels.cpu.emit import emit, why_not
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.core import DTYPES, core, threads
+from tilewise.kernels.cpu import DTYPES, core, threads
 from tilewise.kernels.cross_entropy import InPlace, Rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels.base import Backend, Places, Prepared
+from tilewise.kernels import Backend, Places, Prepared
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     LARGEST_WIDTH,

@@ -31,7 +31,7 @@ from tilelab.study.train.costs import (
 )
 from tilewise import masks, scores
 from tilewise.inspect import peaks
-from tilewise.kernels.cpu.core import absence
+from tilewise.kernels.cpu import absence
 from tilewise.nn import Attention, Implementation
 
 

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.base import Places
+from tilewise.kernels import Places
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import Backward, key_step, numbers_of
 from tilewise.kernels.gpu.backward.passes import query_launch

@@ -109,7 +109,7 @@ Graph = dict[str, set[str]]
 
 
 def module_name(path: Path, source: Path) -> str:
-    """src/tilewise/plan/plan.py -> "tilewise.plan.plan"; an __init__ -> its package."""
+    """src/tilewise/plan/tuned.py -> "tilewise.plan.tuned"; an __init__ -> its package."""
     parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -26,7 +26,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.indexer import TopKeys, top_keys
     from tilewise.kernels.cpu import get_float32, set_float32
     from tilewise.merging import merge
-    from tilewise.plan.plan import Plan
+    from tilewise.plan import Plan
     from tilewise.sparse.block_mask import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked

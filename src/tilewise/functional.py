@@ -22,7 +22,7 @@ from tilewise.engine.listed import attend_lists, explain_lists
 from tilewise.engine.pages import PagedStep, packed_or_paged, pages_of
 from tilewise.engine.run import any_nested, autocast, run, run_paged
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Operands, Result, Statistics
 from tilewise.reference.blocks import Block
 from tilewise.reference.programs import visible
@@ -34,7 +34,7 @@ from tilewise.variants.values import Mask, Score, as_mask
 
 if TYPE_CHECKING:  # the IO model: imported for those who ask
     from tilewise.chips import Chip
-    from tilewise.plan.traffic.account import Account
+    from tilewise.plan.traffic import Account
 
 __all__ = [
     "AttentionResult",
@@ -537,7 +537,7 @@ def _account(
     made: Plan, operands: Operands
 ) -> "tuple[Account | None, tuple[tuple[str, str], ...]]":
     """Return the account of what a call moves, or None and why it is not predicted."""
-    from tilewise.plan.traffic.account import account
+    from tilewise.plan.traffic import account
 
     assert made.loops is not None
     try:

@@ -18,7 +18,7 @@ from tilewise.engine import dispatch
 from tilewise.engine.dispatch import PLANS, Cache
 from tilewise.errors import SlowPathWarning, Unsupported
 from tilewise.kernels import Backend, Prepared
-from tilewise.plan.plan import Candidate, Plan, Tiles, choose
+from tilewise.plan import Candidate, Plan, Tiles, choose
 from tilewise.problem import Grads, Operands, Problem, Result, Statistics
 
 

@@ -16,7 +16,7 @@ from tests.contract import assert_all_exact, assert_exact, assert_same_bits
 from tests.kernels.targets import Target
 from tests.oracle import Sent, attend
 from tilewise import masks
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Needs, Operands
 from tilewise.variants.values import Mask, as_mask
 

@@ -14,10 +14,9 @@ from tilelab.counted import fills
 from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import backend
+from tilewise.plan import Candidate, Choice, choose
 from tilewise.plan.loops import Loops
-from tilewise.plan.plan import Candidate, Choice, choose
-from tilewise.plan.traffic import plain
-from tilewise.plan.traffic.account import Account, account, cached, cost
+from tilewise.plan.traffic import Account, account, cached, cost, plain
 from tilewise.plan.traffic.count import Traffic
 from tilewise.variants import masks, scores
 

@@ -20,7 +20,7 @@ from tilewise.distributed.replay import link_named
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question, answer
 from tilewise.inspect.known_models import KnownModel, known_model
-from tilewise.plan.traffic.account import trains
+from tilewise.plan.traffic import trains
 from tilewise.plan.traffic.memory import fit
 from tilewise.plan.traffic.report import amount, duration
 from tilewise.problem import Problem

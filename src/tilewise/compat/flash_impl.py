@@ -24,7 +24,7 @@ from tilewise.compat.gradients import Forward, gradients_of
 from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
 from tilewise.kernels import stats_of
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Needs, Operands, Result
 from tilewise.variants import masks, scores
 

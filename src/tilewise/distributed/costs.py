@@ -36,7 +36,7 @@ from tilewise.distributed.ring import KEYS, What, owner_of, reader_of, ring_even
 from tilewise.engine import dispatch
 from tilewise.engine.call import build_problem, read_keywords
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.account import Account, account, cached, trains
+from tilewise.plan.traffic import Account, account, cached, trains
 from tilewise.plan.traffic.report import amount, duration
 from tilewise.problem import Operands, Problem
 from tilewise.reference.programs import Cover

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise.engine.call import Keywords, ragged_extent, reads_on_device
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.kernels import stats_of
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover

@@ -31,7 +31,7 @@ from tilewise.engine.batching import Given, applied, batched
 from tilewise.engine.flat import Call, Tensors, flat, leaves_of, needs_of, split, wanted
 from tilewise.engine.modes import readable, refuse_beyond_first, transforms_active
 from tilewise.errors import Unsupported
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Operands, Result, Statistics
 from tilewise.torch_private import has_batch
 

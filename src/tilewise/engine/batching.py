@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.engine.dispatch import PLANS, plan_problem
 from tilewise.engine.flat import Call
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Problem
 from tilewise.torch_private import has_batch, left_alone, with_batch, without_batch
 from tilewise.variants.graphs import Role, folded, roles

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.engine.dispatch import PLANS, check_name, load, plan_problem, tensor_reader
 from tilewise.engine.pages import PagedStep, Pages, counts_of, lower_pages, signs
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.reference.checking import check_indices
 from tilewise.reference.philox import seed_tensor

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from tilewise.errors import InvalidArgument, InvalidType, SlowPathWarning, Unsupported
 from tilewise.kernels import Backend, Reader
-from tilewise.plan.plan import Candidate, Choice, Plan, choose
+from tilewise.plan import Candidate, Choice, Plan, choose
 from tilewise.problem import Problem
 from tilewise.variants.program import encode
 
@@ -101,7 +101,7 @@ def _choose(considered: list[Candidate], problem: Problem) -> Choice:
     able = [each for each in considered if not each.reasons and not each.last_resort]
     if len(able) < 2:
         return choose(considered)
-    from tilewise.plan.traffic.account import cost
+    from tilewise.plan.traffic import cost
 
     loops = {each.name: load(each.name).loops(problem) for each in able}
     priced = [

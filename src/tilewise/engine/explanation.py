@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilewise.plan.plan import Plan, Tiles
+from tilewise.plan import Plan, Tiles
 from tilewise.problem import Problem
 from tilewise.variants import expr as expressions
 from tilewise.variants.expr import Expr, Node
@@ -19,7 +19,7 @@ from tilewise.variants.program import BY_USER, EXPR, Instr, decode
 
 if TYPE_CHECKING:  # the IO model: imported for those who ask
     from tilewise.chips import Chip
-    from tilewise.plan.traffic.account import Account
+    from tilewise.plan.traffic import Account
 
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
 _WIDTH = 9

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import START, Grads, Needs, Operands
 
 # Tensors as a flat list, None where there is none; differentiable ones first and last.

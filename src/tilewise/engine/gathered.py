@@ -23,7 +23,7 @@ from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
 from tilewise.kernels import Places
 from tilewise.kernels.key_lists import add_rows, copied_rows, zero_rows
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import UNSEEN, Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.variants.graphs import gathered
 from tilewise.variants.lower import statistics_dtype

@@ -35,7 +35,7 @@ from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
 from tilewise.engine.run import road
 from tilewise.engine.shared_lists import MOST_ROWS, may_share
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.torch_private import has_batch

@@ -30,7 +30,7 @@ from tilewise.engine.modes import (
 )
 from tilewise.engine.pages import Pages
 from tilewise.kernels import stats_of
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.philox import seed_tensor
 from tilewise.torch_private import jit_tracing

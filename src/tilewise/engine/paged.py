@@ -14,7 +14,7 @@ from tilewise.engine.modes import refuse_vmap, transforms_active
 from tilewise.engine.ops import RESULTS, define, promised, result_of, returned, schema
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import UNSEEN, Problem, Result, Statistics
 from tilewise.variants.float8 import scales_of
 from tilewise.variants.program import decode

@@ -33,7 +33,7 @@ from tilewise.engine.modes import PLAIN, refuse_batched, refuse_constants, refus
 from tilewise.engine.paged import attend_pages, call_paged, refuse_paged_transforms
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.plan.plan import Plan
+from tilewise.plan import Plan
 from tilewise.problem import UNSEEN, Operands, Problem, Result, Statistics
 from tilewise.torch_private import (
     any_autocast,

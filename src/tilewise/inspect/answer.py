@@ -13,8 +13,8 @@ from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.kernels import Backend
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, WIDEST_KEYS
-from tilewise.plan.plan import Tiles
-from tilewise.plan.traffic.account import Account, account
+from tilewise.plan import Tiles
+from tilewise.plan.traffic import Account, account
 from tilewise.plan.traffic.report import lines
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem

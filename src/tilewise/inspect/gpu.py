@@ -39,7 +39,7 @@ from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.variants.values import Mask, Score
 
 if TYPE_CHECKING:
-    from tilewise.kernels.gpu.expressions.variant import Variant
+    from tilewise.kernels.gpu.expressions import Variant
 
 __all__ = [
     "FAMILIES",
@@ -216,7 +216,7 @@ def _config(family: str, overrides: Overrides) -> Config:
 
 
 def _variant(problem: Problem, operands: Operands) -> Variant:
-    from tilewise.kernels.gpu.expressions.variant import variant_of
+    from tilewise.kernels.gpu.expressions import variant_of
 
     masks, scores = operands.mask_tensors, operands.score_tensors
     return variant_of(problem, tuple(x.dim() for x in masks), tuple(x.dim() for x in scores))

@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tilewise.plan import Tiles
 from tilewise.plan.loops import Loops
-from tilewise.plan.plan import Tiles
 from tilewise.problem import Grads, Operands, Problem, Result
 from tilewise.reference.programs import Grid, covers
 from tilewise.variants.program import RAW

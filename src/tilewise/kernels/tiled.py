@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.kernels import Backend, Prepared, raw_reasons
-from tilewise.plan.plan import Tiles
+from tilewise.plan import Tiles
 from tilewise.problem import Problem
 from tilewise.reference import tiled
 from tilewise.reference.blocks import WALK

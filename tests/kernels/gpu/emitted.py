@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.variants.drawn import Extents, own_slots, program_of, run
-from tilewise.kernels.gpu.expressions.variant import Variant, captures, variant_of
+from tilewise.kernels.gpu.expressions import Variant, captures, variant_of
 from tilewise.problem import Problem
 from tilewise.variants.expr import Expr, kinds
 from tilewise.variants.program import Program

@@ -23,7 +23,7 @@ from tilewise.kernels.gpu import config
 from tilewise.kernels.gpu.backward import groups as keys
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
-from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.expressions import variant_of
 from tilewise.kernels.gpu.forward import groups as forward
 from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.walk import groups as tiles

@@ -10,8 +10,8 @@ import torch
 
 from tests.kernels.gpu.emitted import emitted, problem
 from tests.variants.drawn import Extents
+from tilewise.kernels.gpu.expressions import Table, captures, shape_numbers, variant_of
 from tilewise.kernels.gpu.expressions.text import Source, body
-from tilewise.kernels.gpu.expressions.variant import Table, captures, shape_numbers, variant_of
 from tilewise.variants.expr import decode, encode
 from tilewise.variants.intervals import Interval
 from tilewise.variants.program import decode as program_of

@@ -129,7 +129,7 @@ def test_sources_are_given_tensors(kept: list[Tensor]) -> None:
 def test_lists_of_tiles_follow_their_table() -> None:
     """Changed in place, or another one: a replay takes the lists that host code would take."""
     pytest.importorskip("triton")
-    from tilewise.kernels.gpu.expressions.variant import Table
+    from tilewise.kernels.gpu.expressions import Table
     from tilewise.kernels.gpu.walk.lists import tile_lists
 
     kernel, replays, hosted = _Kernel(), Replays(), []

@@ -14,7 +14,7 @@ import tilewise
 from tests.contract import assert_same_bits
 from tilewise import BlockMask, masks
 from tilewise.kernels.gpu.backend import GpuBackend
-from tilewise.kernels.gpu.expressions.variant import Table
+from tilewise.kernels.gpu.expressions import Table
 from tilewise.kernels.gpu.walk.lists import _KEPT, tile_lists
 from tilewise.problem import Operands, Problem
 from tilewise.reference.programs import Grid, covers

@@ -24,7 +24,7 @@ from tests.oracle import Sent, attend, call, check, problem_of, refer
 from tests.variants.drawn import Extents
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.kernels.gpu.expressions.variant import variant_of
+from tilewise.kernels.gpu.expressions import variant_of
 from tilewise.variants.values import as_score
 
 

@@ -22,7 +22,7 @@ from tilelab.common.svg import (
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question
-from tilewise.plan.traffic.account import Account
+from tilewise.plan.traffic import Account
 from tilewise.plan.traffic.count import Traffic, merged
 from tilewise.plan.traffic.report import amount, lead
 from tilewise.plan.traffic.time import balance

@@ -30,15 +30,15 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.kernels.gpu.measured import chip_of, measured_on, origin
 from tilewise.kernels.gpu.replay import Replays
+from tilewise.plan import Tiles
 from tilewise.plan.loops import Loops
-from tilewise.plan.plan import Tiles
 from tilewise.plan.tuned import NOTHING, Blocks
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.programs import Grid
 from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
-    from tilewise.kernels.gpu.expressions.variant import Variant
+    from tilewise.kernels.gpu.expressions import Variant
     from tilewise.kernels.gpu.launch import Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
@@ -152,7 +152,7 @@ class GpuBackend(Backend):
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return the table of a mask, made on the device of its tensors."""
-        from tilewise.kernels.gpu.expressions.variant import variant_of
+        from tilewise.kernels.gpu.expressions import variant_of
         from tilewise.kernels.gpu.walk.cover import cover_launches
 
         device = operands.q.device
@@ -361,7 +361,7 @@ class _Passes:
     def _functions(self, operands: Operands) -> Variant:
         """The functions; the ranks of captured tensors are the program's, so any call's will do."""
         if self._variant is None:
-            from tilewise.kernels.gpu.expressions.variant import variant_of
+            from tilewise.kernels.gpu.expressions import variant_of
 
             mask_ranks = tuple(tensor.dim() for tensor in operands.mask_tensors)
             score_ranks = tuple(tensor.dim() for tensor in operands.score_tensors)

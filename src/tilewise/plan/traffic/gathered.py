@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.plan.loops import Loops
-from tilewise.plan.traffic import plain
-from tilewise.plan.traffic.account import Account, Comparison, account, trains
+from tilewise.plan.traffic import Account, Comparison, account, plain, trains
 from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Traffic
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
-from tilewise.plan.traffic.account import Account, Comparison, trains
+from tilewise.plan.traffic import Account, Comparison, trains
 from tilewise.plan.traffic.count import Traffic
 from tilewise.plan.traffic.time import Seconds, balance
 

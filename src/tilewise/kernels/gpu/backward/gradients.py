@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu.backward.rows import FAR, Upstream, folds, row_values
 from tilewise.kernels.gpu.config import Blocks, Config, Pass, padded
-from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing, kept, shown
 from tilewise.kernels.gpu.walk.parts import held, product_of, rows_of

@@ -31,7 +31,7 @@ from tilewise.kernels.gpu.backward.gradients import Backward, key_step, numbers_
 from tilewise.kernels.gpu.backward.passes import query_launch
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches
 from tilewise.kernels.gpu.config import Blocks, Config, listed_blocks
-from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (

@@ -39,7 +39,7 @@ from tilewise.kernels.gpu.backward.gradients import (
 )
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
 from tilewise.kernels.gpu.config import Config
-from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.parts import held

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded, tail_of
-from tilewise.kernels.gpu.expressions.variant import Variant
+from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.walk.float8 import stored_form
 from tilewise.kernels.gpu.walk.tiles import (
     head_strides,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config
-from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
     dropout_of,
     finishing_of,

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
-from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
     dropout_of,
     finishing_of,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import finishing_of
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
 from tilewise.kernels.gpu.launch import Launch

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.config import Blocks, Config
-from tilewise.kernels.gpu.expressions.variant import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
     form_of,
     functions_of,

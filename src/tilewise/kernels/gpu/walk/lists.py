@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewise.kernels.gpu.expressions.variant import Table
+from tilewise.kernels.gpu.expressions import Table
 from tilewise.kernels.gpu.replay import renewed
 from tilewise.problem import Operands, Problem
 

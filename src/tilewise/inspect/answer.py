@@ -11,7 +11,6 @@ from tilewise.chips import Chip
 from tilewise.engine import dispatch
 from tilewise.engine.explanation import described
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.kernels import Backend
 from tilewise.kernels.gpu.config import LARGEST_WIDTH, WIDEST_KEYS
 from tilewise.plan import Tiles
 from tilewise.plan.traffic import Account, account
@@ -114,7 +113,8 @@ def _elsewhere(question: Question, chip: Chip, dropout_p: float, backend: str | 
     text += [f"{name:9} {line}" for name, line in lines(found, chip)]
     for name in dispatch.BACKEND_NAMES:
         if name != "gpu":
-            reasons = _reasons(dispatch.load(name), problem)
+            reasons = dispatch.load(name).why_not(problem)
+            reasons = reasons or ["it could, but 'gpu' comes first"]
             text += [f"not {name}:", *(f"  {reason}" for reason in reasons)]
     return Answer("\n".join(text), problem, found, chip)
 
@@ -132,7 +132,3 @@ def _check(problem: Problem) -> None:
             reasons.append(f"{what} = {size} is over its limit of {limit}")
     if reasons:
         raise Unsupported("the kernels of this chip cannot do this attention", {"gpu": reasons})
-
-
-def _reasons(backend: Backend, problem: Problem) -> list[str]:
-    return backend.why_not(problem) or ["it could, but 'gpu' comes first"]

@@ -13,9 +13,8 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from tilelab.bench.goals import CaseResult, GoalRecord, key_of
+from tilelab.bench.goals import CaseResult, GoalRecord
 from tilelab.bench.tables import heading
-from tilelab.cases.case import Case
 
 EIGHT = (
     "forward causal 2k float32",
@@ -30,11 +29,6 @@ EIGHT = (
 PICTURE = Path("tilewise-bench.png")
 _EVEN = 0.03  # of a ratio: within it neither is faster
 _OURS, _THEIRS = "#2f6fb5", "#c2554d"  # bars of what is faster, and of what is slower
-
-
-def among_eight(case: Case) -> bool:
-    """Return whether a case is one of the eight."""
-    return key_of(case) in EIGHT
 
 
 def results(record: GoalRecord) -> list[CaseResult]:

@@ -77,14 +77,13 @@ def show_tables(lines: list[str], tables: Sequence[Table], as_markdown: bool) ->
 
 
 def _rich(lines: list[str], tables: Sequence[Table]) -> bool:
-    """Print with rich; False where it is not installed, or a table is too wide."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError:
-        return False
+    """Print with rich; False where a table is too wide."""
+    # Imported here: the GPU check aligns its columns where there is no rich.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     console = Console()
     if any(len(line) > console.width for table in tables for line in plain(table).splitlines()[:3]):
         return False  # cells broken over lines are worse than lines broken by the terminal

@@ -99,6 +99,7 @@ class Operands(NamedTuple):
             variable-length call), contiguous: what a stored float8 number stands for is it times
             its head's scale. None where it is 1. Of pages in 8 bits (``Problem.stored``) k_scale
             and v_scale are float32 [pages, Hk, page_size] of any strides, a number for each row.
+        whole_pages: whether every sequence has all keys of each of its pages, as lists of blocks.
         for_backward: whether a backward pass may follow. A kernel that computes scores in another
             order than that pass does leaves such calls to one that does not.
         out_alone: whether nobody will look at anything but the output: a kernel may then leave lse
@@ -120,6 +121,7 @@ class Operands(NamedTuple):
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    whole_pages: bool = False
     for_backward: bool = False
     out_alone: bool = False
 

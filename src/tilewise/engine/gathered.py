@@ -310,6 +310,7 @@ class Gathering:
             block_table=table,
             key_lengths=lengths,
             for_backward=for_backward,
+            whole_pages=True,
         )
         return small, operands, keys
 

@@ -133,12 +133,14 @@ def _regions_of(named: dict[str, Any]) -> dict[int, _Region]:
 
 
 def _tensors_in(argument: Any, name: str) -> dict[str, Any]:
-    """The tensors in an argument by name: itself, or those of a tuple."""
+    """The tensors in an argument by name: itself, those of a tuple, or that of a descriptor."""
     if isinstance(argument, tuple):
         found: dict[str, Any] = {}
         for index, each in enumerate(argument):
             found |= _tensors_in(each, f"{name}[{index}]")
         return found
+    if hasattr(argument, "block_shape"):
+        return {name: argument.base}
     return {name: argument} if hasattr(argument, "data_ptr") else {}
 
 
@@ -355,6 +357,18 @@ def _deriving(name: str) -> Any:
     return derive
 
 
+_DESCRIPTOR = upstream.TensorDescHandle
+_materialize = _DESCRIPTOR.materialize_pointers
+
+
+def _described(self: Any, offsets: Any) -> Any:
+    """The pointers of a tensor descriptor's block: they point where its tensor is."""
+    pointers, mask = _materialize(self, offsets)
+    if "region" in self.base.attr:
+        pointers.attr["region"] = self.base.attr["region"]
+    return pointers, mask
+
+
 def _launch_hooks(watch: Watch) -> dict[Any, dict[str, Any]]:
     """What stands in for upstream's handling of a launch: its arguments, its grid, its errors."""
     executor = upstream.GridExecutor
@@ -413,6 +427,7 @@ def guarded(seed: int | None = 0) -> Iterator[Watch]:
         *_launch_hooks(watch).items(),
         (Builder, _memory_hooks(watch)),
         (Builder, {name: _deriving(name) for name in _DERIVING}),
+        (_DESCRIPTOR, {"materialize_pointers": _described}),
         (
             TritonSemantic,
             {"binary_op_sanitize_overflow_impl": lambda _, *each: _overflow(watch, *each)},

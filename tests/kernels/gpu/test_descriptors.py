@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu.walk.groups import described
+from tilewise.kernels.gpu.walk.descriptors import described
 from tilewise.problem import Problem
 
 HALF = torch.float16

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tilewise
 from tests.cases import drawn
@@ -16,6 +17,7 @@ from tilewise import KeyBlocks, masks, scores
 from tilewise.engine.gathered import Gathering
 from tilewise.kernels.gpu import backend as gpu
 from tilewise.kernels.gpu.config import Parts, config_for
+from tilewise.kernels.gpu.walk import descriptors
 
 QUERIES, KEYS = 7, 80  # ten blocks of 8, five of 16, three of 32 of which the last is half
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -324,6 +326,58 @@ def test_lists_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = check(lists_of(9, KEYS))
     for name in ("gradient 0", "gradient 1", "gradient 2"):
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+HALF = torch.float16
+BY_ENGINE: dict[str, tuple[int, int, int, torch.dtype, bool]] = {
+    # rows of a list, width, keys of a block, dtype; whether descriptors are made
+    "decoding": (1, 16, 64, HALF, True),
+    "rows": (24, 24, 64, torch.bfloat16, True),
+    "longer blocks": (24, 16, 128, HALF, True),
+    "single keys": (24, 16, 1, HALF, False),
+    "shorter blocks": (24, 16, 32, HALF, False),
+    "32 bits": (24, 16, 64, torch.float32, False),
+    "rows of 40 bytes": (24, 20, 64, HALF, False),
+}
+
+
+@pytest.mark.parametrize("name", BY_ENGINE)
+def test_the_copy_engine_reads_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 keys and more by tensor descriptors (TMA): the bits of loads by pointers.
+
+    What no list names may be NaN.
+    """
+    rows, width, block, dtype, described = BY_ENGINE[name]
+    made: list[list[int]] = []
+
+    def noted(tensor: Tensor, sizes: list[int], steps: list[int], of: list[int]) -> Any:
+        made.append(of)
+        return maker(tensor, sizes, steps, of)
+
+    maker = TensorDescriptor
+    monkeypatch.setattr(descriptors, "TensorDescriptor", noted)
+    blocks = 512 // block
+    lists = torch.randint(-1, blocks, (1, 1, 2, 2), generator=torch.Generator().manual_seed(5))
+    lists[lists == blocks - 2] = 0
+    leaves = [
+        drawn(1, heads, length, width, seed=seed).to(dtype)
+        for seed, (heads, length) in enumerate([(2, 2 * rows), (1, 512), (1, 512)])
+    ]
+    for each in leaves[1:]:
+        each[:, :, -2 * block : -block] = torch.nan  # the block that no list names
+    found = []
+    for readers in (descriptors._READERS, frozenset[str]()):
+        monkeypatch.setattr(descriptors, "_READERS", readers)
+        inputs = [each.clone().requires_grad_() for each in leaves]
+        keys = KeyBlocks(lists, block, rows)
+        out, lse, _ = tilewise.attention(
+            *inputs, keys=keys, mask=masks.causal(), backend="gpu", return_lse=True
+        )
+        grad_q = torch.autograd.grad(out, inputs[0], torch.ones_like(out))
+        found.append((out.detach(), lse.detach(), *grad_q))
+        assert out.isfinite().all()
+        assert len(made) == (4 if described else 0)  # forward and dQ, of keys and of values
+    assert_all_same_bits(found[0], found[1], name)
 
 
 def test_what_is_moved() -> None:

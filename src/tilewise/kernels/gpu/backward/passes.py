@@ -42,10 +42,12 @@ from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
+from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (
     MET,
     block_start,
+    described_pages,
     head_of,
     head_strides,
     launch_of,
@@ -67,6 +69,8 @@ def query_kernel(
     call,
     grad_q,
     grad_q_strides,
+    k_rows,
+    v_rows,
     lists,
     batch,
     heads,
@@ -84,7 +88,10 @@ def query_kernel(
     SKIPS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Gradient of one tile of queries of one head, over the keys that the mask leaves it."""
+    """Gradient of one tile of queries of one head, over the keys that the mask leaves it.
+
+    ``k_rows`` and ``v_rows`` are those of ``page_rows``.
+    """
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
     HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
@@ -115,7 +122,8 @@ def query_kernel(
     row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FORM.FOLD, FORM.ENTROPY)
     numbers = numbers_of(call, threshold)
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
-    k_side, v_side = (k_head, k_strides, pages), (v_head, v_strides, pages)
+    k_side = (k_head, k_strides, described_pages(pages, k_rows, h // group))
+    v_side = (v_head, v_strides, described_pages(pages, v_rows, h // group))
     fixed = (q_tile, grad_tile), (k_side, v_side, low, high), (b, h, m, M, N), row, numbers
     # The tiles that need no mask first; there are none where nothing is known of a mask.
     if not BLIND:
@@ -310,7 +318,8 @@ def query_launch(call: Backward, grad_q: Tensor) -> Launch:
     """Return the launch that makes the gradient of q; the values of rows are made before."""
     problem = call.problem
     strides = head_strides(grad_q, problem)
-    arguments, constants, blocks = call.walk("dq", grad_q=grad_q, grad_q_strides=strides)
+    rows = page_rows(problem, call.operands, call.config, "dq")
+    arguments, constants, blocks = call.walk("dq", grad_q=grad_q, grad_q_strides=strides, **rows)
     slots = slots_of(problem, problem.queries, blocks.queries)
     grid = (programs_of(problem, problem.heads, slots),)
     constants["KEYS_OF"] = call.variant.keys_of

@@ -34,6 +34,7 @@ from tilewise.kernels.gpu.forward.online import (
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import (
     begin_transposed,
     folded,
@@ -48,6 +49,7 @@ from tilewise.kernels.gpu.walk.float8 import (
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import drawing
 from tilewise.kernels.gpu.walk.tiles import (
+    described_pages,
     head_of,
     keys_at,
     launch_of,
@@ -105,6 +107,8 @@ def attend(
     lists,
     strides,
     captured,
+    k_rows,
+    v_rows,
     batch,
     heads,
     group,
@@ -130,6 +134,7 @@ def attend(
 
     Tensors come in tuples: see ``tensors_of``, ``sequences_of`` and ``lists_of``. Numbers do not,
     because Triton would specialize those in a tuple, and compile anew for a batch of 1 or 16.
+    ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
@@ -161,8 +166,10 @@ def attend(
     drawn = drawing(seed)
     row = ((b, h, m[:, None], M, N), (scale, drawn, drop_below))
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
-    k_side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
-    v_side = scaled_side(v_head, v_strides, pages, per_row[1], h // group)
+    k_pages = described_pages(pages, k_rows, h // group)
+    v_pages = described_pages(pages, v_rows, h // group)
+    k_side = scaled_side(k_head, k_strides, k_pages, per_row[0], h // group)
+    v_side = scaled_side(v_head, v_strides, v_pages, per_row[1], h // group)
     spans = split_range(low, full_low, full_high, high, N, BN)
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
     sides = (k_side, v_side, low, high)
@@ -221,6 +228,7 @@ def forward_launches(
         "sequences": sequences_of(operands),
         "lists": lists,
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        **page_rows(problem, operands, config, "forward"),
         "batch": problem.batch,
         "heads": problem.heads,
         "group": problem.heads // problem.kv_heads,

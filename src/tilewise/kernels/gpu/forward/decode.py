@@ -48,9 +48,11 @@ from tilewise.kernels.gpu.forward.online import (
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
 from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
+from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes
 from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing
 from tilewise.kernels.gpu.walk.tiles import (
+    described_pages,
     head_of,
     head_strides,
     keys_at,
@@ -217,6 +219,8 @@ def attend_split(
     partials,
     strides,
     captured,
+    k_rows,
+    v_rows,
     batch,
     kv_heads,
     group,
@@ -239,6 +243,7 @@ def attend_split(
 
     Programs are numbered by blocks of rows, of these by splits, heads of keys and batch items.
     There are ``slots`` for splits; a program without one ends. Strides are (b, h, row, column).
+    ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
@@ -288,8 +293,10 @@ def attend_split(
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
     k_head = head_of(k, k_strides, b_k, kv_head, 0)
     v_head = head_of(v, v_strides, b_k, kv_head, 0)
-    k_side = scaled_side(k_head, k_strides, pages, per_row[0], kv_head)
-    v_side = scaled_side(v_head, v_strides, pages, per_row[1], kv_head)
+    k_pages = described_pages(pages, k_rows, kv_head)
+    v_pages = described_pages(pages, v_rows, kv_head)
+    k_side = scaled_side(k_head, k_strides, k_pages, per_row[0], kv_head)
+    v_side = scaled_side(v_head, v_strides, v_pages, per_row[1], kv_head)
     sides = (k_side, v_side, low, high)
     spans = split_range(low, full_low, full_high, high, end, BN)
     walks = walks_of(spans, (None, None, None), b, kv_head, 0, BN)
@@ -352,6 +359,7 @@ def decode_launches(
         "key_lengths": operands.key_lengths,
         "partials": tuple(partials),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        **page_rows(problem, operands, config, "decode"),
         "batch": problem.batch,
         "kv_heads": problem.kv_heads,
         "group": group,

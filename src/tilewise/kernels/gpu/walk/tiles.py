@@ -150,6 +150,7 @@ def load_keys(
     ``pages`` is unused. Otherwise ``pages`` (made by ``keys_at``) gives the page of PAGE rows that
     holds a row. Pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. If
     MASKED, entries for rows outside of [low, high) are not read. ``first`` is a multiple of BLOCK.
+    ``pages`` with a descriptor (``described_pages``) are read by it.
     ``side`` may have one more part: scales, see ``row_scales``.
     """
     head, strides = side[0], side[1]
@@ -162,7 +163,11 @@ def load_keys(
         head += page * strides[0]
         low -= before
         high -= before
-        tile = load_tile(head, within, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+        if len(side[2]) > 2:
+            tile = side[2][2].load([page.to(tl.int32), side[2][3], within, 0])
+            tile = tile.reshape(BLOCK, PADDED)
+        else:
+            tile = load_tile(head, within, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
     else:
         rows = first + tl.arange(0, BLOCK)
         columns = tl.arange(0, PADDED)
@@ -217,7 +222,7 @@ def page_of(pages, slot, inside, MASKED: tl.constexpr):
     If MASKED, slots that are not ``inside`` are not read. The caller is responsible for valid
     entries, which are not checked on a device. They are clamped to the existing pages.
     """
-    entries, last = pages
+    entries, last = pages[0], pages[1]
     page = tl.load(entries + slot, mask=inside, other=0) if MASKED else tl.load(entries + slot)
     return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
 
@@ -234,6 +239,19 @@ def keys_at(block_table, key_lengths, b, N, keys, last_page, PAGE: tl.constexpr)
     else:
         table = block_table + tl.cast(b, tl.int64) * (keys // PAGE)
         found = b * 0, (table, last_page), keys_in(key_lengths, b, keys)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def described_pages(pages, rows, h):
+    """``pages`` for ``load_keys``, with the descriptor of their rows and a head; None adds nothing.
+
+    A descriptor copies tiles that lie in one page, of which every key counts: see
+    ``descriptors.page_rows``.
+    """
+    found = pages
+    if rows is not None:
+        found = (pages[0], pages[1], rows, h)
     return found
 
 

@@ -98,7 +98,7 @@ def detect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Chip:
     Returns:
         the row; what the system does not say is None.
     """
-    info = _cpuinfo(proc / "cpuinfo")
+    info = cpuinfo(proc / "cpuinfo")
     caches = _caches(sys / "devices" / "system" / "cpu" / "cpu0" / "cache")
     chip = Chip(
         name=_name(info),
@@ -352,7 +352,7 @@ def measured(chip: Chip, path: Path | None = None) -> Chip:
         return chip
 
 
-def _cpuinfo(path: Path) -> dict[str, str]:
+def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Return the first processor's block of /proc/cpuinfo; empty where the file is missing."""
     info: dict[str, str] = {}
     for line in _read(path).splitlines():

@@ -6,7 +6,6 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +23,7 @@ from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.packages import Package
 from tilelab.peers.plain import compare
 from tilelab.peers.work import call_of, draw, flops, work_of
-from tilewise.chips import detect
+from tilewise.chips import cpuinfo, detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
 
@@ -259,7 +258,7 @@ class GoalRecord(BenchRecord):
 
 
 def _machine() -> dict[str, Any]:
-    found, chip, first = environment.describe(1), detect(), _cpuinfo()
+    found, chip, first = environment.describe(1), detect(), cpuinfo()
     numbers = "-".join(first[key] for key in ("cpu family", "model") if key in first)
     narrow = peaks.isa() if peaks.isa() in _NARROW else ""
     flags = first.get("flags", first.get("Features", "")).split()
@@ -275,16 +274,6 @@ def _machine() -> dict[str, Any]:
         "versions": {**found["versions"], "python": found["python"]},
         "load_average": [found["load_average"]],
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Return the description of the first processor; empty where the system has none."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def measure(

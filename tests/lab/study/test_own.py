@@ -286,6 +286,21 @@ def test_another_script_is_another_study(place: Path) -> None:
     assert experiment().baseline.task != before.baseline.task
 
 
+def test_a_script_that_is_changed_while_its_study_runs_is_refused(place: Path) -> None:
+    """Else pairs would be of two scripts, and nothing would say so."""
+    choices = {"lr": 0.01, "trick": "off", "wild": False}
+    command = f"python {place / 'train.py'} {{choices}} --seed={{seed}} --folder={{folder}}"
+    (place / "model.py").write_text("width = 1\n")
+    more = {"baseline": choices, "arms": {"a": {"lr": 1}}, "files": [place / "model.py"]}
+    found = spec(place, command, **more)
+    (place / "model.py").write_text("width = 2\n")
+    with pytest.raises(InvalidArgument, match=r"model.py, .*train.py, changed since; required: "):
+        script.work(found)
+    assert not RunRecord.read(found.record).done
+    (place / "model.py").write_text("width = 1\n")
+    script.work(found)
+
+
 @pytest.mark.thorough
 def test_the_example_runs_and_is_a_script_with_few_lines_more(tmp_path: Path) -> None:
     folder = ROOT / "examples/own"

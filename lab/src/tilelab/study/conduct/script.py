@@ -96,6 +96,7 @@ def work(run: RunSpec) -> None:
             return
         with closing(Writer(run.record)) as writer:
             book = _Book(run, record, writer)
+            book.script.check_files()
             if book.script.command:
                 _run_command(run, book, files)
             else:

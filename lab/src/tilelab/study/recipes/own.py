@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 from tilelab.study.ask.config import Budget, Experiment, RunConfig, Study, Sweep, Task
 from tilelab.study.ask.values import as_invalid_argument
 from tilelab.study.recipes.arms import factorial, one_at_a_time
+from tilelab.study.tasks.script import digest
 from tilewise.errors import InvalidArgument
 
 Choices = Mapping[str, Any]
@@ -125,16 +125,14 @@ def _task(
             here = here.relative_to(Path.cwd())
         own["function"] = f"{here}:{train.__name__}"
         found.append(here)
-    digest = hashlib.sha256()
     for path in found:
         if not path.is_file():
             raise InvalidArgument("files", str(path), "a file that is there")
-        digest.update(path.read_bytes())
-    sha256 = digest.hexdigest() if found else ""
     return {
         "name": "script",
         **own,
         "metric": f"{'higher' if higher else 'lower'}:{metric}",
         "lines": lines,
-        "sha256": sha256,
+        "files": tuple(map(str, found)),
+        "sha256": digest(found),
     }

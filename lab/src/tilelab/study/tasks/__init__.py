@@ -81,12 +81,13 @@ def script(
     function: str = "",
     metric: OwnMetric = "lower:loss",
     lines: str = "",
+    files: tuple[str, ...] = (),
     sha256: str = "",
 ) -> Any:
     """A training of your own: a command or a function, which reports a metric."""
     from tilelab.study.tasks.script import Script
 
-    return Script(command, function, metric, lines, sha256)
+    return Script(command, function, metric, lines, files, sha256)
 
 
 def _room(passage: int, **_: Any) -> None:

@@ -8,10 +8,11 @@ study.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -54,7 +55,8 @@ class Script:
     function: str  # ``file.py:function``
     metric: str  # by which it is decided, with its direction: ``lower:val_loss``
     lines: str  # a file in the run's folder that has the lines; empty for standard output
-    sha256: str
+    files: tuple[str, ...]  # that decide what a run does, with the command's or the function's own
+    sha256: str  # of them
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -91,6 +93,21 @@ class Script:
         if self.command:
             _check_command(self.command, config.choice)
 
+    def check_files(self) -> None:
+        """Refuse a run of other files than those that the study began with.
+
+        Raises:
+            InvalidArgument: one was changed since.
+        """
+        found = [Path(each) for each in self.files]
+        if not found or not all(each.is_file() for each in found) or digest(found) == self.sha256:
+            return  # what is not there fails by itself, and may be elsewhere on another machine
+        names = ", ".join(self.files)
+        fix = "The same command begins a study of the new ones; undo the change to go on with this."
+        raise InvalidArgument(
+            "task.files", f"{names}, changed since", "what the study began with", fix
+        )
+
     def prepare(self, config: RunConfig, cache: Path) -> Source:
         """Return its name and its hash."""
         return Source(self.command or self.function, self.sha256)
@@ -102,6 +119,14 @@ class Script:
     def data_bytes(self, config: RunConfig) -> DataBytes:
         """Nothing is known of it."""
         return DataBytes()
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Return the hash of files, one after the other; empty for none."""
+    found = hashlib.sha256()
+    for each in files:
+        found.update(each.read_bytes())
+    return found.hexdigest() if files else ""
 
 
 def arguments(config: RunConfig, command: str, seed: int, folder: Path) -> list[str]:

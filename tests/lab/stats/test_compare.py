@@ -106,11 +106,44 @@ def test_effects_of_a_factorial() -> None:
         ({"seeds": (0, 0)}, "seeds: got (0, 0)"),
         ({"looks": (2, 4)}, "looks: got (2, 4); required: 2 or more, growing, up to 3 seeds"),
         ({"systems": ["b"]}, "systems: got 'b'; required: arms: a"),
+        ({"looks": (2, 3), "rho": math.nan}, "rho: got nan; required: a number above 0"),
+        ({"looks": (2, 3), "rho": 3000}, "rho: got 3000; required: a number above 0 that gives"),
+        ({"error": "poled"}, "error: got 'poled'; required: 'own' or 'pooled'"),
+        ({"others": -1}, "others: got -1; required: 0 or more"),
+        ({"arms": {"a": [1.0, 2.0]}}, "values: got a list; required: a mapping, seed -> value"),
+        ({"arms": {"a": {0: "low"}}}, "values: got 'low'; required: numbers"),
+        ({"baseline": {}, "arms": {"a": {}}}, "values: got none; required: a value or more"),
+        ({"baseline": {0: 1e308}, "arms": {"a": {0: -1e308}}}, "required: numbers below 8e307"),
     ],
 )
 def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(message)):
-        stats.compare_all(BASE, {"a": BASE}, **{"smallest_effect": 0.1, **changes})
+        stats.compare_all(
+            **{"baseline": BASE, "arms": {"a": BASE}, "smallest_effect": 0.1, **changes}
+        )
+
+
+def test_values_of_arrays_and_of_any_size() -> None:
+    arm = {0: 0.7, 1: 2.5, 2: 2.8}
+    expected = stats.compare(BASE, arm, smallest_effect=0.1)
+    arrays = {seed: np.array(value) for seed, value in arm.items()}
+    assert stats.compare(BASE, arrays, smallest_effect=0.1) == expected  # type: ignore[arg-type]
+    large = {0: 10**400, 1: 1.0, 2: 1.0}
+    assert stats.compare(BASE, large, smallest_effect=0.1).label == "diverged"
+    for scale in (1e-200, 1e200):
+        values = ({seed: scale * each for seed, each in one.items()} for one in (BASE, arm))
+        found = stats.compare(*values, smallest_effect=scale / 10)
+        assert found.p_value == pytest.approx(expected.p_value)
+        assert len(found.reason) < 200, "no hundreds of digits"
+    assert stats.compare(BASE, arm, smallest_effect=1e-300).label == expected.label
+
+
+def test_an_incomplete_comparison_is_not_tested() -> None:
+    some = {0: 0.7, 1: 2.5}
+    found = stats.compare(BASE, some, smallest_effect=0.1)
+    assert (found.label, found.n, found.p_value, found.p_holm) == ("incomplete", 2, None, None)
+    (joint,) = stats.interactions_of(BASE, {"a": BASE, "b": BASE, "a+b": some}, smallest_effect=0.1)
+    assert (joint.label, joint.n, joint.p_value) == ("incomplete", 2, None)
 
 
 def test_the_example_of_the_package() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from tilelab.stats.paired import (
     summary,
 )
 from tilelab.stats.values import Interval
+from tilewise.errors import InvalidArgument
 
 
 def drawn(n: int, mean: float = 0.0, seed: int = 0) -> list[float]:
@@ -240,3 +243,34 @@ def test_cochrans_test_is_at_its_level_and_finds_a_wild_arm() -> None:
 
     assert 0.025 < rejects([1.0] * 7) < 0.07
     assert rejects([1.0] * 6 + [5.0]) > 0.6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paired([1.0, math.nan], 0.95), "differences: got nan; required: finite"),
+        (lambda: paired([1.0, 2.0], 95), "confidence: got 95; required: a share"),
+        (lambda: equivalence([1.0, 2.0], -1.0), "margin: got -1.0; required: a number above 0"),
+        (lambda: holm([0.01, math.nan]), "p_values: got nan; required: p-values, from 0 to 1"),
+        (lambda: critical_t(3, 0, 0.05), "comparisons: got 0; required: 1 or more"),
+        (lambda: detectable(1.0, 3, 0.0, 0.8), "alpha: got 0.0; required: a share"),
+        (lambda: detectable(math.nan, 3, 0.05, 0.8), "spread: got nan; required: a number"),
+        (lambda: seeds_for_difference(1.0, 0.0, 0.05, 0.8), "effect: got 0.0; required"),
+        (lambda: seeds_for_difference(1.0, -1.0, 0.05, 0.8), "effect: got -1.0; required"),
+        (lambda: more_seeds([1.0, 2.0], 0.0, 0.05, 0.8), "smallest: got 0.0; required"),
+    ],
+)
+def test_what_is_no_number_of_a_test_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        call()
+
+
+def test_numbers_at_the_ends_of_their_range() -> None:
+    assert known(summary([1.0, math.inf])).spread is None
+    assert ratio([(math.nan, 1.0), (1.0, 2.0)], 0.95) is None
+    assert known(ratio([(1e308, 1e-308)], 0.95)).n == 1
+    assert seeds_for_difference(1.0, 1e-200, 0.05, 0.8) > SEEDS_LIMIT
+    # With two seeds and a level of 1e-6, t is 6e5, where scipy's noncentral t is NaN. There the
+    # test fails only by a spread that is small by chance: P(|V| < shift / t), V normal.
+    expected = critical_t(2, 1, 1e-6) * stats.norm.ppf((1 + 0.999) / 2) / math.sqrt(2)
+    assert detectable(1.0, 2, 1e-6, 0.999) == pytest.approx(expected, rel=1e-4)

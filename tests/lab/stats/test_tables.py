@@ -143,6 +143,8 @@ def test_the_command_says_and_writes_the_verdict(
         ({"seed": "x"}, [], "--seed: got 'x' in seed, row 6; required: whole numbers"),
         ({"optimizer": ""}, [], "--arm: got row 6 without a optimizer"),
         ({}, ["--where", "State=running"], "--where: got 'State=running'; required: a value that"),
+        ({}, ["--report", "gone/a.md"], "--report: got gone/a.md (No such file or directory); re"),
+        ({}, ["--json", "/"], "--json: got / ("),
         ({}, ["--seeds", "a"], "--seeds: got 'a'; required: whole numbers"),
         ({}, ["--smallest-effect", "0"], "smallest_effect: got 0.0; required: a number above 0"),
     ],

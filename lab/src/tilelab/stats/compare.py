@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilelab.stats.decide import (
     NO_OTHERS,
@@ -25,6 +25,7 @@ from tilelab.stats.factorial import check, factor_effects, interactions
 from tilelab.stats.values import FactorEffect, Interaction, SeedResult, Status, Verdict, invalid
 
 Values = Mapping[int, float | None]
+_LEAST_LEVEL = 1e-12  # of a look: 1 less it is still another number than 1
 
 
 class Factorial(NamedTuple):
@@ -107,6 +108,10 @@ def compare_all(
     every = _seeds_of(baseline, arms, seeds)
     rules = _rules(smallest_effect, confidence, power, unit, higher_is_better, len(arms) + others)
     rules = replace(rules, error=error)
+    if error not in ("own", "pooled"):
+        raise invalid("error", repr(error), "'own' or 'pooled'")
+    if others < 0:
+        raise invalid("others", str(others), "0 or more")
     if error == "pooled" and (looks or systems):
         required = "own: looks and systems arms have no error in common"
         raise invalid("error", "pooled with looks or systems arms", required)
@@ -195,9 +200,11 @@ def _judged(
     grows = all(one < other for one, other in pairwise(looks))
     if not grows or looks[0] < 2 or looks[-1] != count:
         raise invalid("looks", str(tuple(looks)), f"2 or more, growing, up to {count} seeds")
-    if rho <= 0:
-        raise invalid("rho", str(rho), "a number above 0")
-    return look_by_look(comparisons, rules, looks, look_levels(looks, rho, rules.alpha), others)
+    levels = look_levels(looks, rho, rules.alpha) if rho > 0 else ()
+    if not levels or not all(each > _LEAST_LEVEL for each in levels):
+        required = f"a number above 0 that gives each look a level above {_LEAST_LEVEL:g}"
+        raise invalid("rho", str(rho), required)
+    return look_by_look(comparisons, rules, looks, levels, others)
 
 
 def _rules(
@@ -215,7 +222,13 @@ def _rules(
 def _seeds_of(
     baseline: Values, arms: Mapping[str, Values], seeds: Sequence[int] | None
 ) -> tuple[int, ...]:
+    for values in (baseline, *arms.values()):
+        if not isinstance(values, Mapping):
+            required = "a mapping, seed -> value, such as {0: 3.21, 1: 3.19}"
+            raise invalid("values", f"a {type(values).__name__}", required)
     if seeds is None:
+        if not any((baseline, *arms.values())):
+            raise invalid("values", "none", "a value or more, by seed")
         return tuple(sorted({*baseline, *(seed for values in arms.values() for seed in values)}))
     if not seeds or len(set(seeds)) < len(seeds):
         raise invalid("seeds", str(tuple(seeds)), "at least one, and each once")
@@ -228,8 +241,18 @@ def _status(values: Values, seed: int) -> Status:
     return "diverged" if _finite(values[seed]) is None else "done"
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(given: float | None) -> float | None:
+    value: Any = given
+    if hasattr(value, "item"):  # of numpy and torch
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise invalid("values", repr(value), "numbers; None or nan for a run that diverged")
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # of an integer that no float can hold
+        return None
 
 
 def _paired_up(
@@ -239,6 +262,8 @@ def _paired_up(
     for seed in seeds:
         mine, theirs = _finite(arm.get(seed)), _finite(baseline.get(seed))
         difference = None if mine is None or theirs is None else mine - theirs
+        if difference is not None and not math.isfinite(difference):
+            raise invalid("values", f"{mine:g} and {theirs:g}", "numbers below 8e307")
         same = identical and difference is not None
         found.append(SeedResult(seed, _status(arm, seed), mine, theirs, difference, same))
     return tuple(found)

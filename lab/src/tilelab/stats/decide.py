@@ -159,7 +159,8 @@ class Examined:
         """The fields of ``values.Effect`` that it decides."""
         seen = self.paired
         values = {"n": seen.n, "effect": seen.mean, "interval": seen.interval}
-        return {**values, "p_value": seen.p_value, "p_holm": self.p_holm}
+        tested = self.p_holm is not None  # not where a run is missing
+        return {**values, "p_value": seen.p_value if tested else None, "p_holm": self.p_holm}
 
 
 @dataclass(frozen=True)

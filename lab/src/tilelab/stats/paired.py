@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
-from tilelab.stats.values import Interval, Ratio, Summary
+from tilelab.stats.values import Interval, Ratio, Summary, invalid
 
 SAME_WITH_EVERY_SEED = "The difference is the same with every seed: do the seeds change anything?"
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
+_MOST_RATIO = 1e9  # of spread to effect: its square is beyond any number of seeds
 SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
 
 
@@ -47,6 +48,8 @@ def paired(
 
     Source: Student, "The probable error of a mean", Biometrika 6, 1908.
     """
+    _check("differences", differences)
+    _check_share("confidence", confidence)
     n = len(differences)
     if n == 0:
         return Paired(0, None, None, None, None)
@@ -78,6 +81,8 @@ def equivalence(
     Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach",
     Journal of Pharmacokinetics and Biopharmaceutics 15, 1987.
     """
+    _check("differences", differences)
+    _check_above_0("margin", margin)
     n = len(differences)
     if n < 2:
         return None
@@ -96,6 +101,9 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     Source: Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of
     Statistics 6, 1979.
     """
+    for each in p_values:
+        if each is not None and not 0 <= each <= 1:
+            raise invalid("p_values", str(each), "p-values, from 0 to 1; None for one to come")
     order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0
@@ -110,9 +118,12 @@ def critical_t(seeds: int, comparisons: int, alpha: float, arms: int = 1) -> flo
 
     t_(1 - alpha / (2 comparisons)) with arms (seeds - 1) degrees of freedom.
     """
+    _check_share("alpha", alpha)
+    if comparisons < 1:
+        raise invalid("comparisons", str(comparisons), "1 or more")
     if seeds < 2:
         return math.inf
-    return _quantile(arms * (seeds - 1), 1 - alpha / (2 * comparisons))
+    return _critical(arms * (seeds - 1), alpha / (2 * comparisons))
 
 
 def detectable(spread: float, seeds: int, alpha: float, power: float, arms: int = 1) -> float:
@@ -127,6 +138,10 @@ def detectable(spread: float, seeds: int, alpha: float, power: float, arms: int 
         power: wished, by the noncentral t distribution.
         arms: that the spread is pooled over.
     """
+    _check_share("alpha", alpha)
+    _check_share("power", power)
+    if not 0 <= spread < math.inf:
+        raise invalid("spread", str(spread), "a number, 0 or more")
     if seeds < 2:
         return math.inf
     low, high = 0.0, 1.0
@@ -181,6 +196,8 @@ def more_seeds(
     missing to two. With ``equivalence_wanted`` the seeds that show equivalence count, where the
     mean seen allows it. ``spread`` and ``arms`` are as of ``paired``.
     """
+    _check("differences", differences)
+    _check_above_0("smallest", smallest)
     n = len(differences)
     if n < 2:
         return 2 - n
@@ -203,22 +220,31 @@ def more_seeds(
 def ratio(pairs: Sequence[tuple[float, float]], confidence: float) -> Ratio | None:
     """Return the geometric mean ratio of first to second, with a t interval on the logarithms.
 
-    None without a pair, or where a value is not above 0.
+    None without a pair, or where a value is not above 0 or not finite.
     """
-    if not pairs or any(min(pair) <= 0 for pair in pairs):
+    if not pairs or not all(0 < each < math.inf for pair in pairs for each in pair):
         return None
-    logs = paired([math.log(arm / base) for arm, base in pairs], confidence)
+    logs = paired([_log_ratio(arm, base) for arm, base in pairs], confidence)
     assert logs.mean is not None
     ends = logs.interval
     interval = Interval(exp(ends.low), exp(ends.high)) if ends is not None else None
-    return Ratio(math.exp(logs.mean), interval, logs.n)
+    return Ratio(exp(logs.mean), interval, logs.n)
+
+
+def _log_ratio(arm: float, base: float) -> float:
+    value = arm / base
+    return math.log(value) if 0 < value < math.inf else math.log(arm) - math.log(base)
 
 
 def summary(values: Sequence[float]) -> Summary | None:
-    """Return the mean and sample standard deviation; None without a value."""
+    """Return the mean and sample standard deviation; None without a value.
+
+    Values that are not finite have no spread.
+    """
     if not values:
         return None
-    spread = _spread(values) if len(values) > 1 else None
+    finite = all(map(math.isfinite, values))
+    spread = _spread(values) if len(values) > 1 and finite else None
     return Summary(statistics.fmean(values), tuple(values), spread)
 
 
@@ -261,6 +287,22 @@ def pooled_spread(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     return spread, min(1.0, (k + 1) * tail)
 
 
+def _check(argument: str, values: Sequence[float]) -> None:
+    for each in values:
+        if not math.isfinite(each):
+            raise invalid(argument, str(each), "finite numbers: a run that diverged has no place")
+
+
+def _check_above_0(argument: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise invalid(argument, str(value), "a number above 0")
+
+
+def _check_share(argument: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise invalid(argument, str(value), "a share between 0 and 1")
+
+
 def _spread(values: Sequence[float]) -> float:
     """Return the sample standard deviation; exactly 0 for equal values, however the mean rounds."""
     return 0.0 if min(values) == max(values) else statistics.stdev(values)
@@ -278,6 +320,10 @@ def _quantile(freedom: int, probability: float) -> float:
     return float(_special().stdtrit(freedom, probability))
 
 
+def _critical(freedom: int, tail: float) -> float:
+    return -float(_special().stdtrit(freedom, tail))  # of a small tail, exact
+
+
 def _upper_tail(distance: float, error: float, freedom: int) -> float:
     """P(T >= distance / error); of a vanishing error its limit."""
     if error == 0:
@@ -288,16 +334,24 @@ def _upper_tail(distance: float, error: float, freedom: int) -> float:
 def _power(ratio: float, seeds: int, tail: float, arms: int) -> float:
     """P(T' > t_(1 - tail)), T' noncentral with sqrt(n) ratio; the effect is ratio x spread."""
     freedom = arms * (seeds - 1)
-    shift, least = math.sqrt(seeds) * ratio, _quantile(freedom, 1 - tail)
-    return float(1 - _special().nctdtr(freedom, shift, least))
+    shift, least = math.sqrt(seeds) * ratio, _critical(freedom, tail)
+    power = float(1 - _special().nctdtr(freedom, shift, least))
+    if math.isnan(power):  # beyond a shift of 1e5: its noise of 1 is nothing
+        power = float(_special().chdtr(freedom, freedom * (shift / least) ** 2))
+    return power
 
 
 def _seeds(spread: float, effect: float, tail: float, power: float, arms: int) -> int:
     """Return the smallest number of seeds with at least the wished power."""
+    for name, share in (("alpha", tail), ("power", power)):
+        _check_share(name, share)
+    _check_above_0("effect", effect)
+    if not 0 <= spread < math.inf:
+        raise invalid("spread", str(spread), "a number, 0 or more")
     if spread == 0:
         return 2
     z = float(_special().ndtri(1 - tail) + _special().ndtri(power))
-    guess = (z * spread / effect) ** 2
+    guess = min(z * spread / effect, _MOST_RATIO) ** 2
     n = max(2, math.ceil(min(guess, SEEDS_LIMIT)))
     while n < SEEDS_LIMIT:
         if _power(effect / spread, n, tail, arms) >= power:

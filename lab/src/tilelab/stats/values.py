@@ -140,9 +140,14 @@ class FactorEffect(Effect):
     p_equivalence_holm: float | None
 
 
+_MOST_DIGITS = 12  # before or after the point; beyond that a power of ten reads better
+
+
 def effect_text(value: float, smallest: float) -> str:
     """Return an effect with its sign; the smallest that matters has two figures."""
     digits = max(0, 1 - math.floor(math.log10(smallest)))
+    if digits > _MOST_DIGITS or abs(value) >= 10.0**_MOST_DIGITS:
+        return f"{value:+.3g}" if value else "0"
     if value and abs(value) < 0.5 * 10.0**-digits:
         return f"{value:+.1g}"  # a difference of rounding: its size is what is of interest
     return f"{value:+.{digits}f}" if value else "0"

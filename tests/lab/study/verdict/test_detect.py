@@ -77,7 +77,7 @@ def test_the_verdict_says_what_could_have_been_detected() -> None:
     (found,) = judge(study, records_of(study)).experiments
     seen = known(found.sensitivity)
     assert seen.comparisons == 2
-    assert seen.critical_t == critical_t(3, 2, 0.05)
+    assert seen.critical_t == pytest.approx(critical_t(3, 2, 0.05))
     assert seen.detectable == detectable(known(seen.spread), 3, 0.05 / 2, 0.8)
     spreads = [
         sum((known(each.difference) - known(arm.effect)) ** 2 for each in arm.per_seed) / 2

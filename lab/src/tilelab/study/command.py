@@ -267,6 +267,16 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return value
+
+
 def _console() -> Console:
     terminal = sys.stdout.isatty()
     return Console(width=None if terminal else _WIDTH, highlight=False)
@@ -330,7 +340,7 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add(
         "--minutes",
-        type=float,
+        type=_minutes,
         metavar="N",
         help="stop at a checkpoint after so many, with status 75; the same command goes on",
     )

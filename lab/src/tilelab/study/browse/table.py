@@ -40,10 +40,18 @@ def main(argv: Sequence[str], console: Console) -> int:
     found = _judged(options)
     console.print(shown(found))
     if options.report is not None:
-        write_atomically(options.report, visible(report(found)))
+        _write("--report", options.report, visible(report(found)))
     if options.json is not None:
-        write_atomically(options.json, json.dumps(asdict(found), indent=1) + "\n")
+        _write("--json", options.json, json.dumps(asdict(found), indent=1) + "\n")
     return 0
+
+
+def _write(argument: str, path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        required = "a file that can be written, in a folder that is there"
+        raise InvalidArgument(argument, f"{path} ({error.strerror})", required) from None
 
 
 def _parser() -> argparse.ArgumentParser:

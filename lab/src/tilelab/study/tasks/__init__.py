@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tilelab.study.ask.values import Count, CountOrZero, register
+from tilelab.study.ask.values import ADDED, Count, CountOrZero, register
 from tilewise.errors import InvalidArgument
 
 GlueName = Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
@@ -81,7 +81,7 @@ def script(
     function: str = "",
     metric: OwnMetric = "lower:loss",
     lines: str = "",
-    files: tuple[str, ...] = (),
+    files: Annotated[tuple[str, ...], ADDED] = (),
     sha256: str = "",
 ) -> Any:
     """A training of your own: a command or a function, which reports a metric."""

@@ -15,8 +15,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lab.study.in_process import quickly, records, run, verdicts
-from tilelab.study.ask.config import Experiment, RunConfig, Study, change
+from tilelab.study.ask.config import Experiment, RunConfig, Study, Task, change
 from tilelab.study.ask.run import RunSpec
+from tilelab.study.ask.values import config_hash, hash_of
 from tilelab.study.conduct import script
 from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
@@ -62,13 +63,13 @@ def study():
     )
 
 def train(seed, choices, folder, log):
-    log({"val": 2.0, "loss": 1.5})
+    log({"a|val": 2.0, "loss": 1.5})
     for step in (1, 2):
-        yield {"step": step, "val": seed + choices["shift"] / step, "note": "ignored"}
+        yield {"step": step, "a|val": seed + choices["shift"] / step, "note": "ignored"}
 
 def functions():
     return own_study(
-        "functions", train, metric="val", smallest_effect=0.05, higher_is_better=True, seeds=3,
+        "functions", train, metric="a|val", smallest_effect=0.05, higher_is_better=True, seeds=3,
         baseline={"shift": 0.0}, arms={"up": {"shift": 1.0}},
     )
 """
@@ -109,6 +110,9 @@ def test_a_command_is_tuned_paired_and_judged(
     assert "it is the script that draws weights and batches" in page
     assert "(choice.trick = on, choice.lr = 0.01 by its sweep)" in page
     assert "model.layers" not in page, "a script has no such setting"
+    (page,) = (path.read_text() for path in out.glob("*/report.html"))
+    assert "come out the same is up to the script" in page
+    assert "same to the bit" not in page
     with quickly(place):
         assert run(str(place / "my.py"), out) == (0, []), "nothing is run again"
     capsys.readouterr()
@@ -126,10 +130,12 @@ def test_a_function_yields_or_logs(place: Path) -> None:
     with quickly(place):
         status, _ = run(f"{place / 'my.py'}:functions", out)
     (verdict,) = verdicts(out)
+    (page,) = (path.read_text() for path in out.glob("*/report.md"))
+    assert r"effect, a\|val |" in page, "a metric's name is no border of a table"
     (arm,) = verdict["arms"]
     assert (status, arm["label"], arm["effect"]) == (0, "better", 0.5)
     evaluations = records(out)["functions/up/seed-2"].evaluations
-    values = [(each.step, each.metrics["higher:val"]) for each in evaluations]
+    values = [(each.step, each.metrics["higher:a|val"]) for each in evaluations]
     assert values == [(1, 3.0), (2, 2.5)], "a later line of the same step counts"
 
 
@@ -297,6 +303,8 @@ def test_a_script_that_is_changed_while_its_study_runs_is_refused(place: Path) -
     with pytest.raises(InvalidArgument, match=r"model.py, .*train.py, changed since; required: "):
         script.work(found)
     assert not RunRecord.read(found.record).done
+    older = Task(**{**found.config.task.model_dump(), "files": ()})
+    assert config_hash(older) == hash_of(older.model_dump(mode="json", exclude={"files"}))
     (place / "model.py").write_text("width = 1\n")
     script.work(found)
 

@@ -183,6 +183,7 @@ def _page(evidence: Evidence) -> dict[str, Any]:
         "environment": (("began", stored.began), *_flat_facts(stored.environment)),
         "corpus": _corpus(evidence),
         "command": stored.command,
+        "external": any(each.baseline.learning.external for each in stored.study.experiments),
         "metrics": _metrics_page(evidence.folder),
         "hash": config.config_hash(stored.study),
     }

@@ -250,10 +250,6 @@ def _export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _verdict(argv: Sequence[str]) -> int:
-    return table.main(argv, _console())
-
-
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "recipes": _recipes,
@@ -262,7 +258,7 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list,
     "show": _show,
     "compare": _compare,
-    "verdict": _verdict,
+    "verdict": lambda argv: table.main(argv, _console()),
     "export": _export,
 }
 

@@ -380,14 +380,15 @@ def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> Se
     mine, theirs = runs.finals[seed], baseline.finals[seed]
     metric = final_metric(mine, experiment.metric)
     other = final_metric(theirs, experiment.metric)
-    both = metric is not None and other is not None
+    difference = None if metric is None or other is None else metric - other
+    same = mine.weights_sha256 == theirs.weights_sha256 != ""  # of a script nobody knows
     return SeedResult(
         seed=seed,
         status=_status(experiment, runs, seed),
         metric=metric,
         baseline=other,
-        difference=metric - other if metric is not None and other is not None else None,
-        identical=both and "" != mine.weights_sha256 == theirs.weights_sha256,
+        difference=difference,
+        identical=difference is not None and same,
     )
 
 

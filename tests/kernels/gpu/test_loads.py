@@ -25,7 +25,7 @@ from tests.plain import PairFunction
 from tests.variants import some_masks
 from tests.variants.calls import Maker, Sizes
 from tests.variants_catalogue import CATALOGUE, Call, Variant
-from tilewise.kernels.gpu.backward.forms import form_of
+from tilewise.kernels.gpu.backward.captured import form_of
 from tilewise.kernels.gpu.config import Blocks, Parts
 from tilewise.problem import Operands, Problem
 from tilewise.sparse.block_mask import BlockMask

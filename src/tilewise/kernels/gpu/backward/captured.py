@@ -29,13 +29,13 @@ with keys elsewhere (``Needs.partial``) no sum is known, and they are not correc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
-from tilewise.kernels.gpu.backward.forms import Form, form_of
 from tilewise.kernels.gpu.backward.gradients import Backward
 from tilewise.kernels.gpu.backward.rows import due_plane
 from tilewise.kernels.gpu.backward.shares import (
@@ -62,12 +62,124 @@ from tilewise.kernels.gpu.walk.tiles import (
     programs_of,
     slots_of,
 )
-from tilewise.problem import Needs
+from tilewise.problem import Needs, Problem
+from tilewise.variants.expr import Expr, Node
 
 _LINE = 128
 _WIDE = 128  # columns, above which blocks have fewer queries; above half of it, fewer keys
 _ELEMENTS = 1024
 _SMALL = 64  # elements of a table that has sums of its own in every program
+# All pairs of a row, a column, or a diagonal load the same element; or nothing is known.
+_Lines: TypeAlias = Literal["rows", "columns", "diagonals", "pairs"]
+
+
+class Form(NamedTuple):
+    """Form of a load's indices.
+
+    Args:
+        lines: pairs that load the same element, in one head of one batch item. Where it depends
+            on neither position, ``rows``.
+        axes: of each of "bhmn" that indexes a dimension by itself, the dimension; None if an index
+            is anything else. The dimension is as long as the call needs, or longer.
+    """
+
+    lines: _Lines
+    axes: dict[str, int] | None
+
+
+class _Positions(NamedTuple):
+    """Dependence of a value on m and n.
+
+    Args:
+        lines: the pairs for which it is the same; None for all of them.
+        slopes: of ``slopes[0] * m + slopes[1] * n + something else``, or None.
+    """
+
+    lines: _Lines | None
+    slopes: tuple[int, int] | None
+
+
+def form_of(indices: Expr, shape: Sequence[int], problem: Problem, *, fits: bool) -> Form:
+    """Return the form of a load.
+
+    Args:
+        indices: its indices before clamping, one per dimension.
+        shape: of the tensor; an index into a dimension of size 1 does not matter.
+        problem: with the sizes of the call.
+        fits: whether the tensor was lowered to fit the longest sequence.
+    """
+    places = [(dim, place) for dim, place in enumerate(indices.outputs) if shape[dim] != 1]
+    known = _positions(indices.nodes)
+    lines: _Lines | None = None
+    for _, place in places:
+        lines = _joined(lines, known[place].lines)
+    if lines == "diagonals" and problem.layout == "varlen":
+        lines = "pairs"
+    least = {"b": problem.batch, "h": problem.heads, "m": problem.queries, "n": problem.keys}
+    axes: dict[str, int] = {}
+    for dim, place in places:
+        leaf = indices.nodes[place].op
+        if leaf not in least or leaf in axes:
+            return Form(lines or "rows", None)
+        exact = leaf in "bh" and shape[dim] == least[leaf]
+        long_enough = leaf in "mn" and (
+            fits if problem.layout == "varlen" else shape[dim] >= least[leaf]
+        )
+        if not exact and not long_enough:
+            return Form(lines or "rows", None)
+        axes[leaf] = dim
+    return Form(lines or "rows", axes)
+
+
+def _positions(nodes: Sequence[Node]) -> list[_Positions]:
+    """Return how each node depends on the positions."""
+    found: list[_Positions] = []
+    for node in nodes:
+        args = [found[arg] for arg in node.args]
+        slopes = _slopes(nodes, node, args)
+        if slopes is not None:
+            found.append(_Positions(_lines(*slopes), slopes))
+            continue
+        lines: _Lines | None = "pairs" if node.op == "s" else None
+        for arg in args:
+            lines = _joined(lines, arg.lines)
+        found.append(_Positions(lines, None if lines else (0, 0)))
+    return found
+
+
+def _slopes(
+    nodes: Sequence[Node], node: Node, args: Sequence[_Positions]
+) -> tuple[int, int] | None:
+    if node.op in "mn":
+        return (1, 0) if node.op == "m" else (0, 1)
+    slopes = [arg.slopes for arg in args]
+    match node.op, slopes:
+        case "add", [(a, b), (c, d)]:
+            return a + c, b + d
+        case "sub", [(a, b), (c, d)]:
+            return a - c, b - d
+        case "neg", [(a, b)]:
+            return -a, -b
+        case "mul", [(a, b), (c, d)]:
+            for place, (x, y) in zip(node.args, ((c, d), (a, b)), strict=True):
+                value = nodes[place].value
+                if nodes[place].op == "const_int" and value is not None:
+                    return int(value) * x, int(value) * y
+    return None
+
+
+def _lines(by_m: int, by_n: int) -> _Lines | None:
+    if by_m == -by_n:
+        return "diagonals" if by_m else None
+    if by_n == 0:
+        return "rows"
+    return "columns" if by_m == 0 else "pairs"
+
+
+def _joined(one: _Lines | None, other: _Lines | None) -> _Lines | None:
+    if one is None or other is None:
+        return one or other
+    return one if one == other else "pairs"
 
 
 class _Load(NamedTuple):
@@ -223,7 +335,7 @@ class _Captured:
         counted = {"totals": totals, "factors": factors, "count": grid[0]}
         launches.append(launch_of(factor_kernel, (1,), counted, {"BLOCK": _ELEMENTS}))
         launches.append(launch_of(kernel, grid, second, constants, blocks))
-        launches.append(number_launch(fixed, factors, load.out, load.add))
+        launches.append(_number_launch(fixed, factors, load.out, load.add))
         return launches
 
     def _spreading(self, load: _Load) -> tuple[list[Launch], tuple[Any, ...]]:
@@ -304,8 +416,8 @@ def _line_strides(sums: Tensor) -> tuple[int, int, int]:
     return sums.stride(0), sums.stride(1), sums.stride(2)
 
 
-def number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool) -> Launch:
-    """Return the launch that puts numbers into a gradient."""
+def _number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool) -> Launch:
+    """Put numbers into a gradient."""
     count = out.numel()
     arguments = {"fixed": fixed, "factors": factors, "out": out, "count": count}
     constants = {"BLOCK": _ELEMENTS, "ADD": add}
@@ -340,5 +452,5 @@ def captured_launches(
             load = _Load(variant.loads[place], variant.load_indices[place], form, out, several)
             launches += maker.launches(load)
         if several:
-            launches.append(number_launch(out, None, grad, False))
+            launches.append(_number_launch(out, None, grad, False))
     return launches

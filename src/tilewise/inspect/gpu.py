@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.engine.call import read_keywords
 from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.listed import lists_call, work_of
+from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import (
     FAMILIES,
@@ -33,7 +34,6 @@ from tilewise.kernels.gpu.config import (
     shared_need,
     tiles_for,
 )
-from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.measured import chip_of, why_unfit
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.variants.values import Mask, Score

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gpu.floats import Array
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 
 _NARROW = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}
 _WIDE = {gl.float32: np.float32, gl.int32: np.int32, gl.int64: np.int64, gl.int1: np.bool_}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from tilelab.gate.record import Case
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 
 
 def _square(

@@ -91,7 +91,7 @@ def _pretend(stub: Stub) -> None:
 def _cases(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Launch cases of the gate; every one without names."""
     from tilelab.gate.cases import CASES
-    from tilewise.kernels.gpu.launch import run
+    from tilewise.kernels.gpu import run
 
     for case in CASES:
         if names and case.name not in names:
@@ -147,8 +147,7 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     import torch
     from triton.backends.nvidia.driver import CudaLauncher
 
-    from tilewise.kernels.gpu import backend, replay
-    from tilewise.kernels.gpu.launch import run
+    from tilewise.kernels.gpu import backend, replay, run
     from tilewise.kernels.gpu.walk.lists import _KEPT
 
     given: list[Any] = []
@@ -250,7 +249,7 @@ def _arguments(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     import torch
 
     from tests.kernels.gpu.gate_kernels import many_kinds
-    from tilewise.kernels.gpu.launch import Launch, run
+    from tilewise.kernels.gpu import Launch, run
 
     whole = torch.empty(64, dtype=torch.bfloat16)
     given = {

@@ -13,13 +13,13 @@ import tilewise
 from tests.cases import Case
 from tests.contract import assert_exact, assert_same_bits
 from tests.oracle import Sent, problem_of, refer_cached
+from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import Blocks, Config, Parts
 from tilewise.kernels.gpu.expressions import Variant, variant_of
 from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.forward.decode import decode_launches
-from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
 from tilewise.reference import tiled
 

@@ -22,8 +22,8 @@ from tests.kernels.gpu.passes import (
 from tests.kernels.gpu.test_forward import CASES
 from tests.oracle import Outcome, Sent, check, check_pooled, problem_of, refer, refer_cached, send
 from tilewise import masks
+from tilewise.kernels.gpu import run
 from tilewise.kernels.gpu.config import Blocks, Parts
-from tilewise.kernels.gpu.launch import run
 from tilewise.problem import Grads, Needs, Statistics
 from tilewise.reference import tiled
 from tilewise.sparse.block_mask import BlockMask

@@ -31,8 +31,8 @@ from tests.kernels.gpu.passes import (
 from tests.oracle import attend, problem_of, refer_cached
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
+from tilewise.kernels.gpu import run
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config, Parts, config_for
-from tilewise.kernels.gpu.launch import run
 from tilewise.reference import tiled
 
 CASES = [

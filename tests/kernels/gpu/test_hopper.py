@@ -19,13 +19,12 @@ from tests.kernels.gpu.emulator import Block, Chip, EmulatorError, emulate
 from tests.kernels.gpu.passes import GQA, HALVES, NAN, prepare_forward, variant
 from tests.oracle import Outcome, Sent, check_twice, problem_of, send
 from tilewise import masks
-from tilewise.kernels.gpu import config
+from tilewise.kernels.gpu import Launch, config, run
 from tilewise.kernels.gpu.backward import groups as keys
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.kernels.gpu.expressions import variant_of
 from tilewise.kernels.gpu.forward import groups as forward
-from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.walk import groups as tiles
 from tilewise.kernels.gpu.walk.tiles import range_of, split_range
 from tilewise.problem import Grads, Needs, Operands, Problem, Result

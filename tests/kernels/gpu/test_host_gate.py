@@ -565,7 +565,7 @@ import json, torch
 from tests.kernels.gpu.gate_kernels import many_kinds
 from tilelab.gate.compiling import signature
 from tilelab.gate.record import target_named
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 whole = torch.empty(64, dtype=torch.bfloat16, device="meta")
 given = dict(tensor=whole, number=48, one=1, tuples=((whole[1:], whole[8:]), 3, 1), floating=0.5,
              nothing=None, flag=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.replay import Replays, renewed
 from tilewise.problem import Operands
 from tilewise.validation import dense_problem

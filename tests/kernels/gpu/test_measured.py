@@ -12,9 +12,9 @@ from torch import Tensor
 
 import tilewise
 from tilewise import masks
-from tilewise.kernels.gpu import launch, measured
+from tilewise.kernels import gpu
+from tilewise.kernels.gpu import Launch, measured
 from tilewise.kernels.gpu.config import Blocks, Pass, tiles_for
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, installed_triton, write
 
 INTERPRETER = "interpreter"
@@ -45,7 +45,7 @@ def run(queries: int) -> dict[str, Tensor]:
 def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     """The sides of the blocks that each kernel was last launched in."""
     found: dict[str, tuple[int, int]] = {}
-    real = launch.run
+    real = gpu.run
 
     def run(launches: Iterable[Launch]) -> list[Any]:
         launches = list(launches)
@@ -56,7 +56,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
                     found[each.kernel.__name__] = (getattr(form, queries), getattr(form, keys))
         return real(launches)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(gpu, "run", run)
     return found
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import tilewise
 from tests.contract import assert_all_same_bits, assert_same_bits
 from tests.kernels.test_dropout import ORIGINS, check_part
-from tilewise.kernels.gpu import launch
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels import gpu
+from tilewise.kernels.gpu import Launch
 
 ROWS = pytest.mark.parametrize("rows", [37, 3], ids=["forward", "decode"])
 
@@ -21,13 +21,13 @@ ROWS = pytest.mark.parametrize("rows", [37, 3], ids=["forward", "decode"])
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launches of the calls, as a graph that is captured while they run holds them."""
     found: list[Launch] = []
-    run = launch.run
+    run = gpu.run
 
     def capture(launches: Any) -> list[Any]:
         found.extend(launches := list(launches))
         return run(launches)
 
-    monkeypatch.setattr(launch, "run", capture)
+    monkeypatch.setattr(gpu, "run", capture)
     return found
 
 
@@ -64,7 +64,7 @@ def test_a_replay_drops_by_the_value_that_stands_there(taken: list[Launch], rows
     assert len({place.data_ptr() for place in places}) == 1
     for before, expected in zip((5, -7), due, strict=True):
         places[0].fill_(before)
-        launch.run(graph)
+        gpu.run(graph)
         for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
             assert_same_bits(x, y, f"{name} of {before}")
     assert not torch.equal(due[0][0], due[1][0])

@@ -14,8 +14,8 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import do
 from tilelab.tune import jobs, worker
 from tilelab.tune.jobs import read_job
+from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.config import Pass
-from tilewise.kernels.gpu.launch import Launch, run
 
 SETTING = Setting(self_test=True)
 WRITES: dict[Pass, set[str]] = {

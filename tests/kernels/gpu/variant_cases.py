@@ -10,7 +10,7 @@ from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilelab.gate.cases import backward_tensors
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 
 NAMES = ("prefix", "documents", "layout", "alibi", "softcap", "power", "sawtooth", "everything")
 

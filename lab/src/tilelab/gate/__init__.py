@@ -2,7 +2,7 @@
 
 ``python -m tilelab.gate`` needs Triton and no GPU: Triton's wheels hold the compilers for NVIDIA
 and AMD chips, and NVIDIA's disassembler. The gate takes the launches of the host functions
-(``launch.Launch``, made from ``meta`` tensors) and compiles each once per chip. It fails on a
+(``kernels.gpu.Launch``, made from ``meta`` tensors) and compiles each once per chip. It fails on a
 spill, on too much shared memory, on a product without matrix instructions, and on code that grew.
 
 The command itself never imports Triton: a process of its own compiles for each chip.

@@ -15,7 +15,7 @@ from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Sta
 from tilewise.reference.programs import Grid
 from tilewise.variants.derive import Derivative, differentiate
 from tilewise.variants.expr import Expr, decode
-from tilewise.variants.program import Instr, Program, encode
+from tilewise.variants.program import Program, encode
 
 _CODES = {**DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
@@ -181,7 +181,8 @@ def _build(problem: Problem) -> Any:
         numbers = instr.params[:2] if instr.op in ("band", "blocks", "tiles") else (-1, -1)
         anchor = instr.op == "band" and bool(instr.params[2])
         length = instr.params[0] if instr.op == "below" and instr.params else 0
-        kernel.add_mask(instr.op, index in bounds, *numbers, anchor, length, *_two_slots(instr))
+        slots = (*instr.slots, -1, -1)[:2]
+        kernel.add_mask(instr.op, index in bounds, *numbers, anchor, length, *slots)
     for instr in problem.score:
         if instr.op == "expr":
             expr = decode(str(instr.params[0]))
@@ -192,11 +193,6 @@ def _build(problem: Problem) -> Any:
     if _exprs(problem.mask) or _exprs(problem.score):
         compiled.bind(kernel, _label(problem))
     return kernel
-
-
-def _two_slots(instr: Instr) -> tuple[int, int]:
-    slots = (*instr.slots, -1, -1)
-    return slots[0], slots[1]
 
 
 def _broadcast(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:

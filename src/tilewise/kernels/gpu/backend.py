@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import Unsupported
-from tilewise.kernels import Backend, Places, Prepared
+from tilewise.kernels import Backend, Places, Prepared, gpu
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     LARGEST_WIDTH,
@@ -39,7 +39,6 @@ from tilewise.variants.float8 import FLOAT8
 
 if TYPE_CHECKING:
     from tilewise.kernels.gpu.expressions import Variant
-    from tilewise.kernels.gpu.launch import Launch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 # What the emitter takes for granted where it computes in 32 bits.
@@ -164,7 +163,7 @@ class GpuBackend(Backend):
         variant = variant_of(problem, tuple(x.dim() for x in operands.mask_tensors), ())
         with device_of(operands.q):
             table = torch.empty(grid[2:], dtype=torch.uint8, device=device)
-            _run(cover_launches(problem, operands, grid, table, variant))
+            gpu.run(cover_launches(problem, operands, grid, table, variant))
         return table
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -343,7 +342,7 @@ class _Passes:
                 _config(self._problem),
                 self._functions(operands),
             )
-            _run(launches)
+            gpu.run(launches)
         return grads
 
     def _launch(
@@ -351,7 +350,7 @@ class _Passes:
         config: Config,
         wanted: Hashable,
         given: tuple[Any, ...],
-        launches: Callable[[], list[Launch]],
+        launches: Callable[[], list[gpu.Launch]],
     ) -> None:
         """Launch what a pass launches, or replay it: see ``Replays.run``."""
         if config.measured is not self._measured:  # other blocks than those of earlier calls
@@ -386,9 +385,3 @@ def _empty_grads(operands: Operands, needs: Needs) -> Grads:
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Launches go to the current device; make it the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def _run(launches: list) -> None:
-    from tilewise.kernels.gpu.launch import run
-
-    run(launches)

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.cross_entropy import InPlace, Loss, Rows
+from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import device_of
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions.words import tangent
-from tilewise.kernels.gpu.launch import Launch, run
 from tilewise.kernels.gpu.walk.pairs import LOG2E
 from tilewise.kernels.gpu.walk.tiles import launch_of
 

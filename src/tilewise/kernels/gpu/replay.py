@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.kernels.gpu import launch
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels import gpu
+from tilewise.kernels.gpu import Launch
 
 _MOST = 32  # forms of calls that one plan remembers
 _ALIGNED = 16  # bytes: Triton compiles for addresses that are multiples of it, and for others
@@ -173,7 +173,7 @@ class Replays:
             made = launches()
         finally:
             _NOTED.reset(before)
-        replay = _recorded(made, launch.run(made), tensors, noted)
+        replay = _recorded(made, gpu.run(made), tensors, noted)
         if replay is not None:
             if len(self._known) >= _MOST:
                 self._known.clear()

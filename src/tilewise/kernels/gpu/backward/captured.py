@@ -36,6 +36,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.backward.gradients import Backward
 from tilewise.kernels.gpu.backward.rows import due_plane
 from tilewise.kernels.gpu.backward.shares import (
@@ -53,7 +54,6 @@ from tilewise.kernels.gpu.backward.spread import (
     table_kernel,
 )
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.tiles import (
     launch_of,

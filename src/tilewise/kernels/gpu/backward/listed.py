@@ -26,13 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import Places
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import Backward, key_step, numbers_of
 from tilewise.kernels.gpu.backward.passes import query_launch
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches
 from tilewise.kernels.gpu.config import Blocks, Config, listed_blocks
 from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import (
     COUNTS,
@@ -40,7 +41,6 @@ from tilewise.kernels.gpu.backward.gradients import (
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
 from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.parts import held

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config, padded
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (

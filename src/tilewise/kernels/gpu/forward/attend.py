@@ -12,6 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
@@ -33,7 +34,6 @@ from tilewise.kernels.gpu.forward.online import (
     walk_keys,
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import (
     begin_transposed,

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
@@ -46,7 +47,6 @@ from tilewise.kernels.gpu.forward.online import (
     walk_keys,
 )
 from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes

@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import finishing_of
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown

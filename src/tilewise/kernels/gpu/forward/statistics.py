@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
@@ -35,7 +36,6 @@ from tilewise.kernels.gpu.forward.online import (
     tops,
     walk_keys,
 )
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.float8 import scaled_for, stored_form, with_codes
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.tiles import launch_of
 from tilewise.problem import Operands, Problem

@@ -36,8 +36,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, padded
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,

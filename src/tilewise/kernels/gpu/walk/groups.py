@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.gpu.launch import Launch
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.walk.descriptors import described
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, tile_in
 from tilewise.problem import Problem

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, padded
 from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.launch import Launch
 from tilewise.kernels.gpu.walk.lists import TileLists
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.problem import START, Operands, Problem

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import ROOT
@@ -290,6 +291,15 @@ def test_another_script_is_another_study(place: Path) -> None:
     assert experiment() == before
     (place / "train.py").write_text("print(1)")
     assert experiment().baseline.task != before.baseline.task
+
+
+def test_arrays_are_no_number_and_no_arms_are_a_question(place: Path) -> None:
+    found = spec(place, "x {seed}")
+    book = script._Book(found, RunRecord.read(found.record), None)  # type: ignore[arg-type]
+    with pytest.raises(script.ScriptError, match="has val array"):
+        book._number({"val": np.zeros(2)}, "val")
+    study = own_study("own", "x {seed}", metric="v", smallest_effect=1, baseline={}, arms={})
+    assert study.question == "What does the baseline reach?"
 
 
 def test_a_script_that_is_changed_while_its_study_runs_is_refused(place: Path) -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 from tilelab.stats.values import Interval, Ratio, Summary, invalid
 
 SAME_WITH_EVERY_SEED = "The difference is the same with every seed: do the seeds change anything?"
+ALWAYS_THE_SAME = "Every seed ended with the baseline's value: is the change in use?"
 _NO_SPREAD = 1e-9  # of an effect: rounding of differences that do not vary
 _MOST_RATIO = 1e9  # of spread to effect: its square is beyond any number of seeds
 SEEDS_LIMIT = 10_000  # more seeds than that are not counted exactly: nobody runs them
@@ -269,7 +270,9 @@ def pooled_spread(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     1941.
     """
     k, n = len(rows), len(rows[0])
-    table = [[0.0] * n, *rows]  # less the baseline: blocks' own levels cancel
+    top = max(abs(each) for row in rows for each in row) or 1.0  # else squares may overflow
+    # Less the baseline: blocks' own levels cancel.
+    table = [[0.0] * n, *([each / top for each in row] for row in rows)]
     blocks = [statistics.fmean(column) for column in zip(*table, strict=True)]
     whole = statistics.fmean(blocks)
     squares = []
@@ -278,7 +281,7 @@ def pooled_spread(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
         residuals = (y - own - b + whole for y, b in zip(row, blocks, strict=True))
         squares.append(sum(each**2 for each in residuals))
     total = sum(squares)
-    spread = math.sqrt(2 * total / (k * (n - 1)))
+    spread = top * math.sqrt(2 * total / (k * (n - 1)))
     if k == 1 or total == 0:
         return spread, 1.0
     share = min(1.0, max(squares) / total * (k + 1) / k)

@@ -133,7 +133,7 @@ def _recipe(parser: argparse.ArgumentParser, rest: Sequence[str]) -> tuple[str, 
                 parser.error(f"{word}: give it a value")
             value = words.pop(0)
         options[key.replace("-", "_")] = value
-    return name or DEFAULT, options
+    return DEFAULT if name is None else name, options
 
 
 def _check_options(given: Iterable[str], known: Iterable[str]) -> None:

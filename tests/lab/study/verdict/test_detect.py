@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.lab.study.records_of import Behaviour, experiment_of, known, records_of, study_of, work
-from tilelab.stats.paired import critical_t, detectable, holm
+from tilelab.stats.paired import critical_t, detectable, holm, pooled_spread
 from tilelab.study.ask.config import Combine, Design, Experiment, Sequential, Study, change
 from tilelab.study.recipes.arms import factorial
-from tilelab.study.verdict.detect import check_designs, families_of, plan_lines
+from tilelab.study.verdict.detect import Family, check_designs, families_of, plan_lines, sensitivity
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 
@@ -70,6 +71,15 @@ def test_a_spread_says_what_is_detected_and_every_cure_cures() -> None:
     fewer = change(planned, {"seeds": cures["seeds"][:-1]})
     refusal(fewer)
     refusal(change(planned, {"smallest_effect": 0.9 * cures["smallest_effect"]}))
+
+
+def test_spreads_of_any_size_have_a_mean() -> None:
+    experiment = experiment_of("lion", "wsd")
+    found = sensitivity(experiment, Family(2), [3e200, 4e200], pooled=False)
+    assert found.spread == pytest.approx(5e200 / math.sqrt(2))
+    spread, p_value = pooled_spread([[1e200, 2e200, 4e200], [0.0, 3e200, 1e200]])
+    small = pooled_spread([[1.0, 2.0, 4.0], [0.0, 3.0, 1.0]])
+    assert (spread / 1e200, p_value) == pytest.approx(small)
 
 
 def test_the_verdict_says_what_could_have_been_detected() -> None:

@@ -228,6 +228,10 @@ def test_differences_that_do_not_vary_are_decided_and_doubted() -> None:
             "The difference is the same with every seed: do the seeds change anything?",
         )
     assert arm(0.25, 0.25, 0.250001).notes == ()
+    found = arm(0.0, 0.0, 0.0)
+    assert found.label == "no difference"
+    assert found.notes == ("Every seed ended with the baseline's value: is the change in use?",)
+    assert not set(found.notes) & set(arm(0.0, 0.0, 0.0, kind="systems").notes)
 
 
 def test_the_loss_may_be_the_metric() -> None:

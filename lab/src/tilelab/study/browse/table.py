@@ -21,7 +21,7 @@ from rich.table import Table
 from tilelab.common.files import write_atomically
 from tilelab.common.terminal import Text
 from tilelab.stats import compare_all, interactions_of, paired, summary
-from tilelab.stats.paired import SAME_WITH_EVERY_SEED, constant
+from tilelab.stats.paired import ALWAYS_THE_SAME, SAME_WITH_EVERY_SEED, constant
 from tilelab.stats.tables import bare, paired_values, read, values_of, where
 from tilelab.stats.values import Interaction, Verdict
 from tilelab.study.verdict import text as words
@@ -187,8 +187,10 @@ def report(found: Judged) -> str:
 
 def _reason(verdict: Verdict) -> str:
     differences = [each.difference for each in verdict.per_seed if each.difference is not None]
-    same = constant(paired(differences, 0.95))
-    return f"{verdict.reason} {SAME_WITH_EVERY_SEED}" if same else verdict.reason
+    if constant(paired(differences, 0.95)):
+        return f"{verdict.reason} {SAME_WITH_EVERY_SEED}"
+    unchanged = len(differences) > 1 and set(differences) == {0.0}
+    return f"{verdict.reason} {ALWAYS_THE_SAME}" if unchanged else verdict.reason
 
 
 def _heading(found: Judged) -> str:

@@ -323,7 +323,8 @@ class _Book:
         """Return a finite number of a line; None where it is not there, or is not finite."""
         value: Any = line.get(name)
         if hasattr(value, "item"):  # of numpy and torch
-            value = value.item()
+            with suppress(ValueError, RuntimeError, TypeError):  # of several numbers
+                value = value.item()
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):

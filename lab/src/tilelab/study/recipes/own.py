@@ -80,7 +80,7 @@ def own_study(
         config = RunConfig(task=Task(**task), choice=dict(baseline), budget=Budget(steps=steps))
         experiment = Experiment(
             name=name,
-            question=question or f"Which of {', '.join(arms)} is worth having?",
+            question=question or _question(arms),
             baseline=config,
             arms=made,
             seeds=tuple(given),
@@ -91,6 +91,12 @@ def own_study(
         return Study(name=name, question=experiment.question, experiments=(experiment,))
     except ValidationError as error:
         raise as_invalid_argument(error) from None
+
+
+def _question(arms: Mapping[str, Choices]) -> str:
+    if not arms:
+        return "What does the baseline reach?"
+    return f"Which of {', '.join(arms)} is worth having?"
 
 
 def _sweep(tune: Mapping[str, Sequence[float]] | None) -> Sweep | None:

@@ -159,7 +159,7 @@ def sensitivity(
     Their root mean square stands for all of them. A design's are those of its main effects.
     """
     design = _design(experiment, family.size, pooled=pooled)._replace(share=1.0)
-    seen = math.sqrt(sum(each**2 for each in spreads) / len(spreads)) if spreads else None
+    seen = math.hypot(*spreads) / math.sqrt(len(spreads)) if spreads else None
     found = None if not seen else design.detects(seen)
     critical = design.critical if math.isfinite(design.critical) else None
     return Sensitivity(design.comparisons, critical, seen, found)

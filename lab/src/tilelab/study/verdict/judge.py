@@ -18,7 +18,14 @@ from tilelab.stats.decide import (
     others_of,
 )
 from tilelab.stats.factorial import factor_effects, interactions
-from tilelab.stats.paired import SAME_WITH_EVERY_SEED, constant, critical_t, paired, ratio
+from tilelab.stats.paired import (
+    ALWAYS_THE_SAME,
+    SAME_WITH_EVERY_SEED,
+    constant,
+    critical_t,
+    paired,
+    ratio,
+)
 from tilelab.study.ask.config import Arm, Experiment, Study
 from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import final_name
@@ -411,6 +418,9 @@ def _arm(
     notes += (drift,) if drift else ()
     if compared.whole and constant(test.paired):
         notes += (SAME_WITH_EVERY_SEED,)
+    unchanged = len(compared.seeds) > 1 and set(compared.differences) == {0.0}
+    if compared.whole and unchanged and arm.kind == "training" and not compared.identical:
+        notes += (ALWAYS_THE_SAME,)
     return ArmVerdict(
         **vars(judged.verdict(arm.name)),
         kind=arm.kind,

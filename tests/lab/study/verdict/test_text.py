@@ -38,6 +38,7 @@ CASES: list[tuple[Callable[..., object], tuple[object, ...], object]] = [
     (words.plain, (-0.11249, 3), f"{MINUS}0.112"),
     (words.plain, (1234.5, 3), "1,234.500"),
     (words.plain, (-0.0001, 3), "0.000"),
+    (words.plain, (-2e300, 3), f"{MINUS}{words.typeset('2e300')}"),
     (words.plain, (-math.inf, 2), f"{MINUS}{INFINITY}"),
     (words.signed, (0.01, 3), "+0.010"),
     (words.signed, (-0.01, 3), f"{MINUS}0.010"),

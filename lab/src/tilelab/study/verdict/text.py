@@ -13,6 +13,7 @@ from tilelab.stats.values import p_text as p_text
 from tilelab.stats.values import seeds_text as seeds_text
 
 MINUS = "\N{MINUS SIGN}"
+_LARGE = 1e15  # a power of ten reads better from there
 _RAISED = str.maketrans(
     "-0123456789",
     "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
@@ -32,6 +33,8 @@ def plain(value: float, digits: int) -> str:
     """Return a number with that many decimals and a real minus sign; ``∞`` where it has no end."""
     if math.isinf(value):
         return "\N{INFINITY}" if value > 0 else f"{MINUS}\N{INFINITY}"
+    if abs(value) >= _LARGE:
+        return typeset(f"{value:.3g}")
     text = f"{value:,.{digits}f}"
     if float(text.replace(",", "")) == 0:
         text = text.lstrip("-")

@@ -114,12 +114,9 @@ def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
     rows = _by_group(indices)
     limits = block_counts(lengths, block)
     bounds = limits[:, None, None]
-    beyond = rows >= bounds
     if rows.is_cpu:
-        unknown = (rows < -1) | beyond
-        if bool(unknown.any()):
-            _refuse_index(rows, limits, block, int(unknown.flatten().nonzero()[0]))
-    none = (rows < 0) | beyond
+        _check_values(rows, limits, block)
+    none = (rows < 0) | (rows >= bounds)
     found = torch.where(none, bounds, rows.to(torch.int32)).sort(dim=-1).values
     again = torch.zeros_like(found, dtype=torch.bool)
     torch.eq(found[..., 1:], found[..., :-1], out=again[..., 1:])
@@ -147,6 +144,12 @@ def key_counts(sets: Tensor, limits: Tensor, block: int, lengths: Tensor) -> Ten
 def block_counts(lengths: Tensor, block: int) -> Tensor:
     """Return the blocks of sequences of so many keys, int32."""
     return (lengths + (block - 1)).div(block, rounding_mode="floor").to(torch.int32)
+
+
+def _check_values(rows: Tensor, limits: Tensor, block: int) -> None:
+    wrong = (rows < -1) | (rows >= limits[:, None, None])
+    if bool(wrong.any()):
+        _refuse_index(rows, limits, block, int(wrong.flatten().nonzero()[0]))
 
 
 def _refuse_index(rows: Tensor, limits: Tensor, block: int, place: int) -> NoReturn:

@@ -16,4 +16,4 @@ __all__: list[str] = []
 provide("optimizer", "tilelab.study.choices.optimizers")
 provide("schedule", "tilelab.study.choices.schedules")
 provide("variant", "tilelab.study.choices.variants")
-provide("task", "tilelab.study.tasks")
+provide("task", "tilelab.study.tasks.registered")

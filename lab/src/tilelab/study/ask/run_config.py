@@ -42,7 +42,7 @@ class Variant(Choice):
 
 
 class Task(Choice):
-    """The objective, the data and the metrics: a function in ``tasks/__init__.py``."""
+    """The objective, the data and the metrics: a function in ``tasks/registered.py``."""
 
     kind = "task"
     name: str = "language-modelling"

@@ -12,7 +12,7 @@ task decides
 * what an evening's forecast and a FLOP count need to know (the rest).
 
 To add a task, subclass ``AbstractTask`` in a file of this folder, and add a function that makes it
-to ``__init__.py``. The function's keyword-only parameters are the task's options in a config
+to ``registered.py``. The function's keyword-only parameters are the task's options in a config
 (``task.name``, ``task.folder``, ...). A task that classifies sequences should start from
 ``Classification`` (``classification.py``). It only says where examples come from, how many classes
 there are and which metrics count. ``Classification`` has batches without padding, the BERT with its

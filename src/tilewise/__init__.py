@@ -88,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names, those that are not imported yet among them."""
-    return sorted({*__all__, *_LATER, "sdpa"})
+    return sorted({*globals(), *__all__, *_LATER})

@@ -403,6 +403,38 @@ def test_a_broken_tree_fails(tmp_path: Path, file: str, text: str, complaint: st
     assert any(complaint in line for line in found), found
 
 
+def shadowed(source: Path) -> list[str]:
+    """Names that a package defines and that its modules have: the import of a module takes them."""
+    found = []
+    for path in sorted(source.rglob("__init__.py")):
+        defined = {
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        modules = {each.stem for each in path.parent.glob("*.py")}
+        modules |= {each.parent.name for each in path.parent.glob("*/__init__.py")}
+        package = module_name(path, source)
+        found += [f"{package}.{name}" for name in sorted(defined & modules)]
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=["tilewise", "tilelab"])
+def test_no_function_has_the_name_of_a_module_beside_it(source: Path) -> None:
+    assert shadowed(source) == []
+
+
+def test_a_function_with_the_name_of_a_module_is_found(tmp_path: Path) -> None:
+    (tmp_path / "room" / "inner").mkdir(parents=True)
+    (tmp_path / "room" / "__init__.py").write_text(
+        "from room.other import other\ndef one(): ...\nclass inner: ...\ndef two(): ...\n"
+    )
+    (tmp_path / "room" / "inner" / "__init__.py").write_text("")
+    for name in ("one", "other"):
+        (tmp_path / "room" / f"{name}.py").write_text("")
+    assert shadowed(tmp_path) == ["room.inner", "room.one"]
+
+
 CORE_ROOMS = (
     *("base", "products", "expressions", "variants", "passes"),
     *("decode", "isa", "bind", "tests"),

@@ -255,6 +255,20 @@ def test_strided_caches_are_written_in_place() -> None:
     assert_same_bits(wide[:, 1, :, 1::2], packed.v_cache, "cache")
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_an_expanded_cache_is_read_and_never_written(name: str) -> None:
+    """One prefix for all sequences, expanded: what one appends would be in the others' caches."""
+    case = build()
+    shared = getattr(case, name)[:1].expand(BATCH, -1, -1, -1)
+    before = shared.clone()
+    shared_case, own = case._replace(**{name: shared}), case._replace(**{name: before.clone()})
+    with pytest.raises(InvalidArgument, match=rf"^{name}: got shape .* an expanded tensor"):
+        shared_case.call()
+    assert_same_bits(shared, before, name)
+    shared_case, own = (each._replace(k=None, v=None) for each in (shared_case, own))
+    assert_same_bits(shared_case.call(), own.call(), "out")
+
+
 def test_left_padding_of_strided_caches() -> None:
     """Rows that lie unevenly, one sequence with nothing but padding, and starts beyond all rows."""
     wide = torch.randn(BATCH, 2, 20, KV_HEADS, WIDTH)

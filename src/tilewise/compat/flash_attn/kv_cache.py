@@ -226,7 +226,11 @@ def over_cache(
         check_integers("rotary_seqlens", rotary.starts, (count,), q.device.type)
     if k is not None and where.lengths is None:
         raise InvalidArgument("cache_seqlens", "None", "where k and v are to be written")
-    fresh = 0 if k is None else _checked_new(k, v, cache, where.starts_new)
+    fresh: int | Tensor = 0
+    if k is not None:
+        fresh = _checked_new(k, v, cache, where.starts_new)
+        for name, held in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_writable(name, held)
     check_lengths(cache, "cache_seqlens", fresh)
     if where.table is not None:
         check_blocks(cache, fresh, where.table_name)
@@ -347,6 +351,14 @@ def _checked_new(k: Tensor, v: Tensor | None, cache: Cache, starts: Tensor | Non
         return k.shape[1]
     check_starts("cu_seqlens_k_new", starts, cache.table.shape[0], k)
     return starts.diff()
+
+
+def _check_writable(name: str, held: Tensor) -> None:
+    """No two rows of a cache that is written to are one in memory."""
+    if any(size > 1 and step == 0 for size, step in zip(held.shape, held.stride(), strict=True)):
+        came = f"shape {tuple(held.shape)} with strides {held.stride()}, an expanded tensor"
+        required = "memory of its own for each element, as k and v are written to it: .contiguous()"
+        raise InvalidArgument(name, came, required)
 
 
 def _append(cache: Cache, k: Tensor, v: Tensor, starts: Tensor | None, new: int | Tensor) -> Cache:

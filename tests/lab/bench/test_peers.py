@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilelab.bench import command, main
-from tilelab.bench.goals import GoalRecord, measure
-from tilelab.bench.peers import PeerResult, lines, standing
-from tilelab.bench.tables import tables
+from tilelab.bench.goals import GoalRecord, PeerResult, measure, standing
+from tilelab.bench.tables import peer_lines, tables
 from tilelab.cases.case import Case
 from tilelab.common.clock import Samples, elsewhere
 from tilelab.peers.packages import Package, first_line, packages
@@ -125,7 +124,7 @@ def test_a_package_that_is_not_here_is_a_line() -> None:
     found = standing([absent, unfit, Fake().package()])
     missing = "no-such-distribution and nor-this are not installed"
     assert found["Absent"] == {"version": "", "why_not": missing}
-    assert lines(found, []) == [
+    assert peer_lines(found, []) == [
         f"peer Absent: not measured: {missing}",
         "peer Unfit: not measured: it is for another machine",
     ]
@@ -135,7 +134,7 @@ def test_a_reason_is_a_line_of_its_packages_and_cases() -> None:
     no = [PeerResult(name, "1", why_not="no backward") for name in ("A", "B")]
     bad = PeerResult("C", "1", wrong="out: NaN in the wrong places")
     found = [(f"case {n}", each) for n in range(5) for each in no]
-    assert lines({}, [*found, ("case 1", bad), ("case 2", PeerResult("D", "1"))]) == [
+    assert peer_lines({}, [*found, ("case 1", bad), ("case 2", PeerResult("D", "1"))]) == [
         "peer A, B: not measured: no backward (case 0; case 1; case 2 and 2 more)",
         "peer C: WRONG: out: NaN in the wrong places (case 1)",
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tilelab.bench import children, compare, me, memory, suites
+from tilelab.bench import children, compare, me, suites
 from tilelab.bench.goals import DTYPES, GoalRecord, cases, key_of, measure, overhead
 from tilelab.bench.page import html, markdown, pictures
 from tilelab.bench.points import SuiteRecord
@@ -38,7 +38,7 @@ from tilewise.inspect.peaks import absence
 
 SUITES: dict[str, Callable[[Settings], list[Step]]] = {
     "speed": suites.speed,
-    "memory": memory.steps,
+    "memory": suites.memory,
     "accuracy": suites.accuracy,
     "paper": suites.paper,
     "models": suites.models,

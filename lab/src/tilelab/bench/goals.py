@@ -1,10 +1,13 @@
-"""The cases that have goals: measured in this process, every sample, and what follows from them."""
+"""The cases that have goals: measured in this process, every sample, and what follows from them.
+
+With ``bench cpu --peers`` other packages are measured beside ours and torch's, in the same rounds.
+"""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -12,17 +15,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.peers import PeerResult, Peers, standing
 from tilelab.bench.points import BenchRecord
 from tilelab.cases.case import Case, Goal
 from tilelab.cases.table import rows
 from tilelab.common import environment
-from tilelab.common.clock import Call, Samples, Spread, interleave, once, plan
+from tilelab.common.clock import Call, Samples, Spread, elsewhere, interleave, once, plan
 from tilelab.common.record import NOT_FINISHED, Finding
 from tilelab.peers.methods import ours, sdpa
-from tilelab.peers.packages import Package
+from tilelab.peers.packages import Package, first_line
 from tilelab.peers.plain import compare
-from tilelab.peers.work import call_of, draw, flops, work_of
+from tilelab.peers.work import Given, Prepared, Work, call_of, draw, flops, work_of
 from tilewise.chips import cpuinfo, detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock
@@ -34,6 +36,8 @@ _GOALS_FOR = ("avx512_bf16", "avx512_amx")
 _NARROW = ("avx2", "portable")
 # Two threads against one, as a share of how well the bare multiply-add loop scales.
 SCALING_GOAL = 0.9
+_ELSEWHERE = 0.1  # of a call's processor time: more is work on other threads
+_PACKING = ", packing"
 _TINY = (1, 1, 8, 16)  # small enough that the call itself is all that costs
 
 
@@ -48,6 +52,42 @@ def cases() -> list[Case]:
 def key_of(case: Case) -> str:
     """Return what names a case alone, e.g. ``"forward causal 2k bfloat16"``."""
     return f"{case.name} {case.type_name}"
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """A package on one case."""
+
+    name: str  # of the package
+    version: str  # of what is installed
+    path: str = ""  # the code path that it took, such as "amx"; empty where there is one alone
+    why_not: str = ""  # why it was not measured; empty if it was, or is wrong
+    wrong: str = ""  # what its result breaks of the 2x rule; it was not timed then
+    # Times of one call with its packing, one entry per round.
+    samples: Samples = field(default_factory=Samples.of)
+    # Times of the packing alone; empty where there is none.
+    packing: Samples = field(default_factory=Samples.of)
+
+    def cell(self, clock: Clock, ours_s: float) -> str:
+        """Return milliseconds with their spread, the path, the packing in them, and times ours."""
+        if self.wrong or self.why_not:
+            return "WRONG" if self.wrong else "-"
+        spread = Spread.of(_seconds(self.samples, clock))
+        packing = _seconds(self.packing, clock)
+        packed = f"packing {statistics.median(packing) * 1e3:.3g}" if packing else ""
+        apart = "; ".join(filter(None, (self.path, packed)))
+        median = f"{spread.median * 1e3:.4g} ±{spread.noise:.0%}"
+        return f"{median}{f' ({apart})' if apart else ''}, {spread.median / ours_s:.2f}x"
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the inverse of ``dataclasses.asdict``."""
+        sides = {side: Samples(**values[side]) for side in ("samples", "packing")}
+        return cls(**{**values, **sides})
+
+
+def _seconds(samples: Samples, clock: Clock) -> list[float]:
+    return samples.cpu_s if clock == "cpu" else samples.wall_s
 
 
 @dataclass(frozen=True)
@@ -92,7 +132,7 @@ class CaseResult(Finding):
 
     def seconds(self, side: Samples) -> list[float]:
         """Return the samples of the clock that counts."""
-        return side.cpu_s if self.clock == "cpu" else side.wall_s
+        return _seconds(side, self.clock)
 
     @property
     def ratio(self) -> float:
@@ -257,6 +297,11 @@ class GoalRecord(BenchRecord):
         return cls(_machine() | peers, threads)
 
 
+def standing(packages: Sequence[Package]) -> dict[str, dict[str, str]]:
+    """Return each package's version, and why it is not here, for a record."""
+    return {each.name: {"version": each.version, "why_not": each.absence()} for each in packages}
+
+
 def _machine() -> dict[str, Any]:
     found, chip, first = environment.describe(1), detect(), cpuinfo()
     numbers = "-".join(first[key] for key in ("cpu family", "model") if key in first)
@@ -303,7 +348,7 @@ def measure(
         "ours": call_of(work, given, attend),
         "torch": call_of(work, given, sdpa().make(work, given)),
     }
-    peers = Peers(packages, work, given, clock)
+    peers = _Peers(packages, work, given, clock)
     kind = peaks.loop(case.type_name, peaks.isa())
     found: list[float] = []
 
@@ -323,6 +368,58 @@ def measure(
         peak_flops_s=found,
         peers=tuple(peers.results(samples)),
     )
+
+
+class _Peers:
+    """The packages that are here, on one work.
+
+    Args:
+        packages: which to try.
+        work, given: the work and its tensors.
+        clock: which times count. With "cpu" only those of the calling thread do.
+    """
+
+    def __init__(self, packages: Sequence[Package], work: Work, given: Given, clock: Clock) -> None:
+        self.calls: dict[str, Call] = {}
+        self._found: list[PeerResult] = []
+        for package in packages:
+            if package.absence():
+                continue  # the record of the run says why
+            blank = PeerResult(package.name, package.version, why_not=package.refusal(work))
+            self._found.append(blank if blank.why_not else self._try(package, work, given, clock))
+
+    def _try(self, package: Package, work: Work, given: Given, clock: Clock) -> PeerResult:
+        """Prepare a package, hold it to the 2x rule, and keep its calls if it passes."""
+        found = PeerResult(package.name, package.version)
+        try:
+            prepared: Prepared = package.prepare(work, given)
+            found = replace(found, path=prepared.path)
+            # In its own layout it has the tensors already.
+            wrong = compare(work, given, lambda q, k, v: prepared.call()).complaint
+            other = 0.0 if wrong or clock == "wall" else elsewhere(prepared.call)
+        except Exception as error:  # each package has errors of its own, and none ends the run
+            return replace(found, why_not=first_line(error))
+        if wrong:
+            return replace(found, wrong=wrong)
+        if other > _ELSEWHERE:
+            said = f"other threads do {other:.0%} of its work, and the clock counts only one"
+            return replace(found, why_not=said)
+        self.calls[package.name] = prepared.call
+        if prepared.pack is not None:
+            self.calls[package.name + _PACKING] = prepared.pack
+        return found
+
+    def results(self, samples: Mapping[str, Samples]) -> list[PeerResult]:
+        """Return what was found, with the samples of the calls by name."""
+        none = Samples.of()
+        return [
+            replace(
+                each,
+                samples=samples.get(each.name, none),
+                packing=samples.get(each.name + _PACKING, none),
+            )
+            for each in self._found
+        ]
 
 
 def _warm(call: Call) -> float:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tilelab.bench.memory import CURE, DOUBLE
 from tilelab.bench.points import Point, SuiteRecord, amount_of, groups
+from tilelab.bench.suites import CURE, DOUBLE
 from tilelab.peers.methods import OURS
 from tilelab.stats.values import listing
 

@@ -197,7 +197,7 @@ def time_all(
             yield found
             continue
         once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
-        budget.took(key_of(work, method), work.keys, found.seconds, once_s)
+        budget.took(method_key(work, method), work.keys, found.seconds, once_s)
         ready.append(found)
     samples = race(
         {each.method.name: each.call for each in ready},
@@ -237,7 +237,7 @@ def attempted(
         return Point.without(work, method, quantity, status, line)
 
 
-def key_of(work: Work, method: Method) -> tuple[str, ...]:
+def method_key(work: Work, method: Method) -> tuple[str, ...]:
     """Return the name of a method on a case, whatever the length."""
     return work.suite, work.name, work.type_name, method.name
 
@@ -248,7 +248,7 @@ def why_skipped(work: Work, method: Method, budget: Budget) -> str:
         return "it gives no statistics"
     return (
         method.why_not(work)
-        or budget.too_long(key_of(work, method), work.keys)
+        or budget.too_long(method_key(work, method), work.keys)
         or too_large(method.bytes(work), work.device)
     )
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord
-from tilelab.bench.peers import lines
+from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord, PeerResult
 from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.sentences import crossings, where
 from tilelab.common.clock import Spread
@@ -23,6 +22,7 @@ TITLES: dict[Quantity, str] = {
 _WORDS = ("WRONG ", "FAILED ", "not measured: ", "")
 _MARKS = {"wrong": "WRONG", "skipped": "-", "failed": "FAILED"}
 _MOST_NOTES = 12
+_MOST_CASES = 3  # named beside why a package was not measured
 _RUN_BY = ("torch", "triton", "cuda", "numpy")  # of the versions in the record
 
 
@@ -139,7 +139,7 @@ def _peers(record: GoalRecord) -> Table:
         "Other packages: milliseconds of one call with its packing, and times ours",
         ("case", "dtype", "ours", "torch", *versions),
         [(case.name, case.dtype, *_peer_cells(case, here)) for case in results],
-        tuple(lines(asked, found)),
+        tuple(peer_lines(asked, found)),
     )
 
 
@@ -153,6 +153,34 @@ def _peer_cells(result: CaseResult, names: Sequence[str]) -> Iterator[str]:
     yield f"{_ms(result.seconds(result.torch))}, {result.ratio:.2f}x"
     for name in names:
         yield found[name].cell(result.clock, ours_s)
+
+
+def peer_lines(
+    record: Mapping[str, Mapping[str, str]], found: Sequence[tuple[str, PeerResult]]
+) -> list[str]:
+    """Return why packages were not measured, each reason once.
+
+    Args:
+        record: what ``goals.standing`` gave.
+        found: the cases and what was found on them.
+    """
+    said = [
+        f"peer {name}: not measured: {of['why_not']}"
+        for name, of in record.items()
+        if of["why_not"]
+    ]
+    cases: dict[tuple[str, str], list[str]] = {}
+    for case, peer in found:
+        if peer.wrong or peer.why_not:
+            line = f"WRONG: {peer.wrong}" if peer.wrong else f"not measured: {peer.why_not}"
+            cases.setdefault((line, peer.name), []).append(case)
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (line, name), of in cases.items():
+        merged.setdefault((line, tuple(of)), []).append(name)
+    for (line, on), names in merged.items():
+        more = f" and {len(on) - _MOST_CASES} more" if len(on) > _MOST_CASES else ""
+        said.append(f"peer {', '.join(names)}: {line} ({'; '.join(on[:_MOST_CASES])}{more})")
+    return said
 
 
 def _ms(seconds: Sequence[float]) -> str:

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests.kernels.gpu import variant_cases
-from tilelab.gate.__main__ import main
+from tilelab.gate.__main__ import compile_all, environment, main
 from tilelab.gate.cases import CASES
-from tilelab.gate.compilers import compile_all, environment
 from tilelab.gate.machine import (
     buffers,
     hidden_exponentials,

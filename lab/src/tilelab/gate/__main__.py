@@ -1,17 +1,27 @@
-"""``python -m tilelab.gate``: compile, print the table, keep the JSON, fail or not."""
+"""``python -m tilelab.gate``: compile, print the table, keep the JSON, fail or not.
+
+Child processes compile (``compiling``), one per chip and at most so many at once. Triton keeps what
+it compiled by the kernel and not by the chip: a process that switched chips would be handed stale
+code. A compiler that crashes or hangs takes its process with it; this one sees how far it came, and
+goes on in another.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from tilelab.gate.compilers import compile_all
+from tilelab.common.worker import Child, ChildError
 from tilelab.gate.record import (
     TARGETS,
     Baseline,
@@ -31,6 +41,7 @@ from tilewise.errors import TilewiseError
 from tilewise.plan.tuned import installed_triton
 
 DEFAULT_CASES = "tilelab.gate.cases"
+_CHILD = "tilelab.gate.compiling"  # it has the case ``probe`` too
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,6 +144,77 @@ def _chosen(cases: dict[str, Case], target: Target, options: argparse.Namespace)
         and (case.key or not options.quick)
         and (not case.families or target.family.name in case.families)
     ]
+
+
+Compiled = tuple[Target, list[Record]]  # of a chip: a record per kernel, in the order of the cases
+
+
+def compile_all(
+    targets: Sequence[Target],
+    names: dict[str, list[str]],
+    module: str,
+    jobs: int,
+    limit_s: int = 300,
+) -> Iterator[Compiled]:
+    """Compile cases for chips; each chip's result as soon as it and those before it are there.
+
+    Args:
+        targets: the chips; one with a reason ``why_not`` compiles the probe only.
+        names: the cases' names by the chip's name.
+        module: where the cases are listed.
+        jobs: processes at once.
+        limit_s: after which one kernel's compilation is given up.
+
+    Raises:
+        TilewiseError: a child could not even start on its cases.
+    """
+
+    def one(target: Target) -> Compiled:
+        if target.why_not:
+            return _compile_on(target, ["probe"], _CHILD, limit_s)
+        return _compile_on(target, names[target.name], module, limit_s)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, targets)
+
+
+def environment(cache: str) -> dict[str, str]:
+    """Return a child's environment: our modules, and no Triton settings but its own cache."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
+    found["TRITON_CACHE_DIR"] = cache
+    return found
+
+
+def _compile_on(target: Target, names: list[str], module: str, limit_s: int) -> Compiled:
+    """Compile all cases on one chip; after a child dies, another one does the cases left."""
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as cache, Child(_CHILD, environment(cache)) as child:
+        for name in names:
+            try:
+                answers = child.ask([target.name, module, limit_s, name])
+            except ChildError as error:
+                answers = error.answers
+                kernels = [answer["kernel"] for answer in answers if "kernel" in answer]
+                if not kernels:
+                    said = f"the process that compiles for {target.name} failed: {error}"
+                    raise TilewiseError(said) from None
+                answers.append({"record": _died(target, name, kernels[-1], error, limit_s)})
+            found = [answer["record"] for answer in answers if "record" in answer]
+            records += [Record(**each) for each in found]
+    return target, records
+
+
+def _died(target: Target, case: str, kernel: str, died: ChildError, limit_s: int) -> dict[str, Any]:
+    """Return a record of the launch on which a child ended; the rest of its case goes with it."""
+    status = died.status or 0
+    if status == -signal.SIGALRM:
+        error = f"not compiled in {limit_s} s"
+    elif status < 0:
+        error = f"the compiler died of {signal.Signals(-status).name}: {died}"
+    else:
+        error = str(died)
+    return Record(target.name, case, kernel, {}, 0, 0, error=error)._asdict()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""One Launch compiled for a chip that need not be there; the probe of a chip that is left out.
+"""The child process that compiles launches for a chip that need not be there, and its probe.
 
-The probe is a product of two small matrices. Does Triton make matrix instructions for it at all?
-This module imports Triton.
+``python -m tilelab.gate.compiling`` gets its cases from the gate's command. The probe stands for a
+chip that is left out, and is a product of two small matrices. Does Triton make matrix instructions
+for it at all? This module imports Triton.
 """
 
 from __future__ import annotations
 
+import signal
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,9 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from tilelab.common.worker import serve
 from tilelab.gate.machine import Machine, buffers, needed_products, of_amdgcn, of_cubin
-from tilelab.gate.record import Case, Record, Target
+from tilelab.gate.record import Case, Record, Target, cases_of, target_named
 from tilewise.inspect.gpu import Launch
 
 
@@ -129,3 +134,30 @@ def _words(error: Exception) -> str:
     lines = [line.strip(" ^:") for line in str(error).splitlines() if line.strip(" ^")]
     place = f" ({lines[0]})" if len(lines) > 1 and lines[0].startswith("at ") else ""
     return f"{type(error).__name__}: {lines[-1] if lines else ''}{place}"[:300]
+
+
+def _perform(job: tuple[str, str, int, str]) -> Iterator[dict[str, Any]]:
+    """Compile a case in the child: the name of each launch before it is compiled, and its record.
+
+    Args:
+        job: names of the chip, the module and the case, and seconds for one kernel.
+    """
+    target_name, module, limit_s, name = job
+    target = target_named(target_name)
+    case = cases_of(module)[name]
+    yield {"kernel": "-"}
+    seen: Counter[str] = Counter()
+    for launch in case.launches(target.family.name):
+        kernel = launch.kernel.__name__
+        seen[kernel] += 1
+        if seen[kernel] > 1:
+            kernel = f"{kernel} {seen[kernel]}"
+        yield {"kernel": kernel}
+        signal.alarm(limit_s)  # nobody handles it: it ends the process
+        record = compile_launch(name, kernel, launch, target)
+        signal.alarm(0)
+        yield {"record": record._asdict()}
+
+
+if __name__ == "__main__":
+    serve(_perform)

@@ -9,18 +9,32 @@ better: -0.111 nats [-0.127, -0.095] (Holm p 0.0011).
 
 ``compare_all`` takes several arms, ``interactions_of`` and ``factorial_effects`` tell what choices
 do together, ``detectable``, ``seeds_for_difference`` and ``seeds_for_equivalence`` plan.
+
+Values are a mapping, seed -> metric after the last step. A run that diverged has None or a number
+that is not finite. A seed that is not in the mapping has no run yet.
+
 ``docs/metrics.md`` defines each number; the studies of ``tilelab.study`` are judged by the same
 functions.
 """
 
-from tilelab.stats.compare import (
-    Factorial,
-    compare,
-    compare_all,
-    factorial_effects,
-    interactions_of,
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from tilelab.stats.decide import (
+    NO_OTHERS,
+    Comparison,
+    Judged,
+    Rules,
+    decided,
+    look_by_look,
+    look_levels,
 )
-from tilelab.stats.decide import look_levels
+from tilelab.stats.factorial import check, factor_effects, interactions
 from tilelab.stats.paired import (
     Paired,
     critical_t,
@@ -43,8 +57,10 @@ from tilelab.stats.values import (
     Look,
     Ratio,
     SeedResult,
+    Status,
     Summary,
     Verdict,
+    invalid,
 )
 
 __all__ = [
@@ -76,3 +92,253 @@ __all__ = [
     "seeds_for_equivalence",
     "summary",
 ]
+
+Values = Mapping[int, float | None]
+_LEAST_LEVEL = 1e-12  # of a look: 1 less it is still another number than 1
+
+
+class Factorial(NamedTuple):
+    """A factorial of two levels, full or a regular fraction: see ``factorial.TwoLevels``."""
+
+    factors: tuple[str, ...]
+    generators: Mapping[str, tuple[str, ...]] = {}
+    order: int = 2
+
+
+def compare(
+    baseline: Values,
+    arm: Values,
+    *,
+    smallest_effect: float,
+    seeds: Sequence[int] | None = None,
+    higher_is_better: bool = False,
+    unit: str = "",
+    confidence: float = 0.95,
+    power: float = 0.8,
+    name: str = "arm",
+) -> Verdict:
+    """Return the verdict on one arm; arguments as of ``compare_all``."""
+    return compare_all(
+        baseline,
+        {name: arm},
+        smallest_effect=smallest_effect,
+        seeds=seeds,
+        higher_is_better=higher_is_better,
+        unit=unit,
+        confidence=confidence,
+        power=power,
+    )[name]
+
+
+def compare_all(
+    baseline: Values,
+    arms: Mapping[str, Values],
+    *,
+    smallest_effect: float,
+    seeds: Sequence[int] | None = None,
+    higher_is_better: bool = False,
+    unit: str = "",
+    confidence: float = 0.95,
+    power: float = 0.8,
+    looks: Sequence[int] = (),
+    rho: float = 2.0,
+    systems: Collection[str] = (),
+    identical: Collection[str] = (),
+    error: Literal["own", "pooled"] = "own",
+    others: int = 0,
+) -> dict[str, Verdict]:
+    """Return the verdict on every arm, by the rules of ``decide.py``.
+
+    The effect is the mean over the seeds of arm minus baseline. It is tested against zero (paired
+    t) and against ``smallest_effect`` (two one-sided tests); Holm's adjustment is over the arms.
+
+    Args:
+        baseline: seed -> value.
+        arms: name -> seed -> value.
+        smallest_effect: the smallest difference that matters, in the unit of the values; above 0.
+        seeds: of every arm; None for all seeds that any of them has.
+        higher_is_better: of the values.
+        unit: of the values, for the sentences.
+        confidence: of intervals; tests are at 1 less this.
+        power: of the number of seeds that an undecided arm still needs.
+        looks: seeds at each look of a sequential comparison; its last is the number of seeds. Empty
+            to look once.
+        rho: how the looks share the level: see ``decide.look_levels``.
+        systems: arms that are to change nothing; for them ``more_seeds`` shows equivalence.
+        identical: arms whose runs ended with the baseline's weights, bit for bit, with every seed.
+        error: ``"pooled"`` takes one error for all arms where their variances allow it, which
+            ``Verdict.error`` says. It goes neither with looks nor with systems arms.
+        others: comparisons of other baselines that share the family: each counts as one that is not
+            rejected.
+
+    Raises:
+        InvalidArgument: an argument that is out of range, or names an arm that is not there.
+    """
+    every = _seeds_of(baseline, arms, seeds)
+    rules = _rules(smallest_effect, confidence, power, unit, higher_is_better, len(arms) + others)
+    rules = replace(rules, error=error)
+    if error not in ("own", "pooled"):
+        raise invalid("error", repr(error), "'own' or 'pooled'")
+    if others < 0:
+        raise invalid("others", str(others), "0 or more")
+    if error == "pooled" and (looks or systems):
+        required = "own: looks and systems arms have no error in common"
+        raise invalid("error", "pooled with looks or systems arms", required)
+    for argument, names in (("systems", systems), ("identical", identical)):
+        unknown = sorted(set(names) - set(arms))
+        if unknown:
+            raise invalid(argument, repr(unknown[0]), f"arms: {', '.join(arms)}")
+    lost = tuple(seed for seed in every if _status(baseline, seed) == "diverged")
+    comparisons = [
+        Comparison(
+            "systems" if name in systems else "training",
+            _paired_up(baseline, values, every, name in identical),
+            lost,
+        )
+        for name, values in arms.items()
+    ]
+    judged = _judged(comparisons, rules, looks, rho, len(every), others)
+    return {name: each.verdict(name) for name, each in zip(arms, judged, strict=True)}
+
+
+def interactions_of(
+    baseline: Values,
+    arms: Mapping[str, Values],
+    *,
+    smallest_effect: float,
+    seeds: Sequence[int] | None = None,
+    higher_is_better: bool = False,
+    unit: str = "",
+    confidence: float = 0.95,
+) -> tuple[Interaction, ...]:
+    """Return what arms named ``a+b`` do beyond the sum of the arms ``a`` and ``b``.
+
+    Arguments as of ``compare_all``; Holm's adjustment is over the interactions.
+    """
+    every = _seeds_of(baseline, arms, seeds)
+    rules = _rules(smallest_effect, confidence, 0.8, unit, higher_is_better, 1)
+    lost = any(_status(baseline, seed) == "diverged" for seed in every)
+    return interactions(_all_paired_up(baseline, arms, every), every, rules, lost)
+
+
+def factorial_effects(
+    design: Factorial,
+    baseline: Values,
+    arms: Mapping[str, Values],
+    *,
+    smallest_effect: float,
+    seeds: Sequence[int] | None = None,
+    higher_is_better: bool = False,
+    unit: str = "",
+    confidence: float = 0.95,
+) -> tuple[FactorEffect, ...]:
+    """Return main effects and interactions of a factorial; arguments as of ``compare_all``.
+
+    Main effects are one family for Holm's adjustment and interactions another.
+
+    Args:
+        design: its factors.
+        baseline: the combination with all factors off.
+        arms: every other combination of the design, named ``a``, ``b``, ``a+b``.
+        smallest_effect: as the other arguments.
+        seeds: see there.
+        higher_is_better: see there.
+        unit: see there.
+        confidence: see there.
+
+    Raises:
+        InvalidArgument: the arms are not those of the design.
+    """
+    check(design, list(arms))
+    every = _seeds_of(baseline, arms, seeds)
+    rules = _rules(smallest_effect, confidence, 0.8, unit, higher_is_better, 1)
+    lost = any(_status(baseline, seed) == "diverged" for seed in every)
+    return factor_effects(design, _all_paired_up(baseline, arms, every), every, rules, lost)
+
+
+def _judged(
+    comparisons: Sequence[Comparison],
+    rules: Rules,
+    looks: Sequence[int],
+    rho: float,
+    count: int,
+    others: int,
+) -> list[Judged]:
+    if not looks:
+        return decided(comparisons, rules, NO_OTHERS.and_unknown(others, others))
+    grows = all(one < other for one, other in pairwise(looks))
+    if not grows or looks[0] < 2 or looks[-1] != count:
+        raise invalid("looks", str(tuple(looks)), f"2 or more, growing, up to {count} seeds")
+    levels = look_levels(looks, rho, rules.alpha) if rho > 0 else ()
+    if not levels or not all(each > _LEAST_LEVEL for each in levels):
+        required = f"a number above 0 that gives each look a level above {_LEAST_LEVEL:g}"
+        raise invalid("rho", str(rho), required)
+    return look_by_look(comparisons, rules, looks, levels, others)
+
+
+def _rules(
+    smallest: float, confidence: float, power: float, unit: str, higher: bool, family: int
+) -> Rules:
+    if not (smallest > 0 and math.isfinite(smallest)):
+        required = "a number above 0: the smallest difference of the values that matters"
+        raise invalid("smallest_effect", str(smallest), required)
+    for name, share in (("confidence", confidence), ("power", power)):
+        if not 0.5 < share < 1:
+            raise invalid(name, str(share), "a share between 0.5 and 1")
+    return Rules(unit, smallest, confidence, power, max(family, 1), higher)
+
+
+def _seeds_of(
+    baseline: Values, arms: Mapping[str, Values], seeds: Sequence[int] | None
+) -> tuple[int, ...]:
+    for values in (baseline, *arms.values()):
+        if not isinstance(values, Mapping):
+            required = "a mapping, seed -> value, such as {0: 3.21, 1: 3.19}"
+            raise invalid("values", f"a {type(values).__name__}", required)
+    if seeds is None:
+        if not any((baseline, *arms.values())):
+            raise invalid("values", "none", "a value or more, by seed")
+        return tuple(sorted({*baseline, *(seed for values in arms.values() for seed in values)}))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise invalid("seeds", str(tuple(seeds)), "at least one, and each once")
+    return tuple(seeds)
+
+
+def _status(values: Values, seed: int) -> Status:
+    if seed not in values:
+        return "incomplete"
+    return "diverged" if _finite(values[seed]) is None else "done"
+
+
+def _finite(given: float | None) -> float | None:
+    value: Any = given
+    if hasattr(value, "item"):  # of numpy and torch
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise invalid("values", repr(value), "numbers; None or nan for a run that diverged")
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # of an integer that no float can hold
+        return None
+
+
+def _paired_up(
+    baseline: Values, arm: Values, seeds: Sequence[int], identical: bool = False
+) -> tuple[SeedResult, ...]:
+    found = []
+    for seed in seeds:
+        mine, theirs = _finite(arm.get(seed)), _finite(baseline.get(seed))
+        difference = None if mine is None or theirs is None else mine - theirs
+        if difference is not None and not math.isfinite(difference):
+            raise invalid("values", f"{mine:g} and {theirs:g}", "numbers below 8e307")
+        same = identical and difference is not None
+        found.append(SeedResult(seed, _status(arm, seed), mine, theirs, difference, same))
+    return tuple(found)
+
+
+def _all_paired_up(
+    baseline: Values, arms: Mapping[str, Values], seeds: Sequence[int]
+) -> dict[str, tuple[SeedResult, ...]]:
+    return {name: _paired_up(baseline, values, seeds) for name, values in arms.items()}

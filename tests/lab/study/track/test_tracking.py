@@ -25,8 +25,7 @@ from tests.lab.study.records_of import (
 )
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.records.events import LayerSoftmax, RunRecord
-from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun
-from tilelab.study.track.tracking import Tracking, trackers
+from tilelab.study.track.tracker import AbstractTracker, Point, TrackedRun, Tracking, trackers
 from tilewise.errors import InvalidArgument
 
 STEPS, EVERY = 40, 10

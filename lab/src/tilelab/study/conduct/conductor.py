@@ -38,7 +38,7 @@ from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.tasks.task import data_key
-from tilelab.study.track.tracking import Tracking, trackers
+from tilelab.study.track.tracker import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
 from tilelab.study.verdict.detect import check_designs, plan_lines

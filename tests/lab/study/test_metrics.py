@@ -19,7 +19,7 @@ from tests.lab.study.records_of import (
 from tilelab.study import report
 from tilelab.study.ask.config import Experiment, Study, Sweep, change
 from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
-from tilelab.study.conduct.checks import check_target
+from tilelab.study.conduct.conductor import check_target
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 

@@ -13,15 +13,22 @@ A BERT's sequences are taken to fill the context, which is the most that they ca
 * the process itself.
 
 All of this follows from the config alone. The memory of the task's data depends on its files, and
-only ``host_need`` looks at them.
+only ``host_need`` looks at them. ``room_for`` says how many runs fit into the memory that is free,
+or what to change so that one does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from tilelab.common import memory
 from tilelab.study.ask.config import Data, RunConfig
+from tilelab.study.ask.run import RunSpec
+from tilewise.errors import TilewiseError
 
 VOCABULARY = {"bytes": 256, "gpt2": 50257, "wordpiece": 30522, "listops": 16}
 _CHANNELS, _PATCH = 3, 16  # of images and of tasks that say nothing of them
@@ -216,3 +223,79 @@ def writes_matrix(config: RunConfig, device: str = "cpu") -> bool:
         return attention.implementation == "plain"
     other = attention.variant.name not in ("causal", "full") or config.data.packing == "documents"
     return config.model.dropout.attention > 0 or other
+
+
+class NotEnoughMemoryError(TilewiseError):
+    """A run would need more memory than there is."""
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory of a device that new processes could take now; None where nobody knows."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return memory.available_bytes()
+
+
+def room_for(
+    runs: Sequence[RunSpec],
+    jobs: int,
+    available: int | None,
+    needed: Callable[[RunConfig], Need] = host_need,
+    processes: int = 1,
+    kind: str = "memory",
+) -> int:
+    """Return how many runs may run at once, at least 1 and at most ``jobs``.
+
+    ``needed`` is what one process of a run takes of the ``available`` bytes. Nothing is refused
+    where nobody knows these (None).
+
+    Raises:
+        NotEnoughMemoryError: a single one needs more than there is.
+    """
+    if available is None or not runs:
+        return jobs
+    found = sorted(((needed(run.config), run) for run in runs), key=lambda each: -each[0].total)
+    needs = [processes * each.total for each, _ in found]
+    if needs[0] > available:
+        raise NotEnoughMemoryError(_too_much(*found[0], available, processes, kind))
+    while jobs > 1 and sum(needs[:jobs]) > available:
+        jobs -= 1
+    return jobs
+
+
+def _too_much(wanted: Need, run: RunSpec, available: int, processes: int, kind: str) -> str:
+    total = processes * wanted.total
+    reads = wanted.reading > wanted.training
+    parts = ("reading",) if reads else ("activations", "matrix", "state", "data")
+    largest = max(parts, key=lambda part: getattr(wanted, part))
+    words, fix = _REMEDIES[largest]
+    size = processes * getattr(wanted, largest)
+    several = f" in {processes} processes" if processes > 1 else ""
+    return (
+        f"arm {run.arm} of {run.experiment} needs about {_gb(total)} of {kind}{several}, and "
+        f"{_gb(available)} are free. Most of it, {_gb(size)}, is {words}: {fix}"
+    )
+
+
+_REMEDIES = {
+    "activations": (
+        "what the backward pass reads again",
+        "use a smaller training.batch (with more training.accumulation the step stays the same), "
+        "a smaller model.context, or training.checkpointing=true",
+    ),
+    "matrix": (
+        "the N x N matrices of its attention",
+        "use attention.implementation=tilewise, which writes none, a smaller model.context or "
+        "a smaller training.batch",
+    ),
+    "state": (
+        "weights, gradients and optimizer state",
+        "use a smaller model.width or fewer model.layers",
+    ),
+    "data": ("its data", "use less of it: a task.train_examples, or smaller files"),
+    "reading": ("its data while it is read", "use smaller files"),
+}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -22,14 +22,15 @@ from tilelab.models.bert import BERT, Shape
 from tilelab.models.vit import Shape as ViTShape
 from tilelab.models.vit import ViT
 from tilelab.study.ask.config import Arm, RunConfig, Study
-from tilelab.study.conduct.checks import (
+from tilelab.study.conduct.conductor import check_checkpoints, check_target
+from tilelab.study.need import (
     NotEnoughMemoryError,
     available_bytes,
-    check_checkpoints,
-    check_target,
+    gpu_need,
+    host_need,
+    need,
     room_for,
 )
-from tilelab.study.need import gpu_need, host_need, need
 from tilelab.study.plan import planned
 from tilelab.study.records import store
 from tilelab.study.tasks.classification import Classification

@@ -22,10 +22,9 @@ from tests.lab.study.records_of import config_of, experiment_of, study_of
 from tilelab.common import environment
 from tilelab.study.ask.run import RECORD, Execution, RunSpec
 from tilelab.study.conduct import cluster
-from tilelab.study.conduct.checks import NotEnoughMemoryError
 from tilelab.study.conduct.cluster import Cluster
 from tilelab.study.conduct.pool import RunError
-from tilelab.study.need import gpu_need, host_need
+from tilelab.study.need import NotEnoughMemoryError, gpu_need, host_need
 from tilelab.study.plan import planned
 from tilewise.errors import InvalidArgument
 

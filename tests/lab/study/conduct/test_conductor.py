@@ -31,11 +31,11 @@ from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded
 from tilelab.study.ask.config import Arm
 from tilelab.study.conduct import conductor
-from tilelab.study.conduct.checks import NotEnoughMemoryError
 from tilelab.study.conduct.conductor import complete_floors, report_again
 from tilelab.study.conduct.pool import RunError
 from tilelab.study.data import floors as module
 from tilelab.study.data.tokens import CorruptCacheError
+from tilelab.study.need import NotEnoughMemoryError
 from tilelab.study.records import store
 from tilelab.study.records.events import CorruptRecordError
 from tilelab.study.records.store import read_floors

@@ -19,10 +19,9 @@ from typing import Any
 from tilelab.common import environment
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.conduct.checks import room_for
 from tilelab.study.conduct.pool import Lost, RunError, Worker
 from tilelab.study.conduct.process import Follower, Outcome, Process, record_after
-from tilelab.study.need import Need, gpu_need, host_need
+from tilelab.study.need import Need, gpu_need, host_need, room_for
 from tilelab.study.records.events import RunRecord
 from tilewise.errors import InvalidArgument
 

@@ -19,25 +19,19 @@ from tilelab.common import environment
 from tilelab.common.files import DiskFullError
 from tilelab.common.terminal import crowded, in_words, interrupts_ignored, say
 from tilelab.study.ask.config import Experiment, Study
-from tilelab.study.ask.metrics import Floor
+from tilelab.study.ask.metrics import METRICS, Floor, reached, value_in
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec, final_name
 from tilelab.study.conduct import progress
-from tilelab.study.conduct.checks import (
-    available_bytes,
-    check_checkpoints,
-    check_target,
-    room_for,
-)
 from tilelab.study.conduct.cluster import Cluster, connected
 from tilelab.study.conduct.forecast import forecast_s
 from tilelab.study.conduct.pool import Pool, TimeUp
 from tilelab.study.conduct.predict import checked, checked_table, write_checked
 from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
-from tilelab.study.need import gpu_need, host_need
+from tilelab.study.need import available_bytes, gpu_need, host_need, room_for
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records import store
 from tilelab.study.records.events import RunRecord, is_over
-from tilelab.study.tasks.task import data_key
+from tilelab.study.tasks.task import Prepared, data_key
 from tilelab.study.track.tracker import Tracking, trackers
 from tilelab.study.train.state import CHECKPOINT, step_of
 from tilelab.study.train.team import check
@@ -45,7 +39,7 @@ from tilelab.study.verdict.detect import check_designs, plan_lines
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.sweeps import check_search
 from tilewise.chips import CHIPS
-from tilewise.errors import InvalidArgument, TilewiseError
+from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.folders import cache_folder
 
 GO_ON, INTERRUPTED = 75, 130
@@ -324,6 +318,69 @@ def _forecast(
         if execution.device == "cuda":
             torch.cuda.empty_cache()  # for the runs
         torch.set_num_threads(before)
+
+
+def check_checkpoints(runs: Sequence[RunSpec], corpora: Mapping[str, Prepared]) -> None:
+    """Load each checkpoint once, as its runs will: on the CPU, one at a time, and forget it.
+
+    Raises:
+        InvalidArgument: a checkpoint is not there, or is not of the model that the config says.
+        Unsupported: it computes something else.
+    """
+    seen = set()
+    for run in runs:
+        config = run.config
+        # Everything that loading depends on.
+        model = config.model.model_dump_json(exclude={"dropout", "nudge"})
+        key = model, data_key(config)
+        if not config.model.checkpoint or key in seen:
+            continue
+        seen.add(key)
+        arm = f"{run.experiment}/{run.arm}"
+        try:
+            config.learning.model(config, corpora[data_key(config)], 0, torch.device("cpu"))
+        except InvalidArgument as error:
+            argument = "model.checkpoint" if error.argument == "folder" else error.argument
+            parts = error.came, error.required, error.fix
+            raise InvalidArgument(f"{arm}: {argument}", *parts) from None
+        except Unsupported as error:
+            what = f"{arm}: {config.model.checkpoint}: {error.what}"
+            raise Unsupported(what, error.reasons, error.fix) from None
+
+
+def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -> None:
+    """Compare an experiment's target with an evaluation of the first weights; ignore later ones.
+
+    A target that untrained weights reach already would time nothing.
+
+    Raises:
+        InvalidArgument: the target is not better than the first weights are.
+    """
+    found = _of_config(study, experiment)
+    if found is None or found.target is None or evaluation["step"]:
+        return
+    first = value_in(evaluation, found.metric)
+    if first is None:
+        return
+    if not reached(found.metric, first, found.target):
+        return
+    higher = METRICS[found.metric].higher_is_better
+    example = (1 + first) / 2 if higher else 0.6 * first
+    raise InvalidArgument(
+        f"{experiment}.target",
+        f"{found.target:g} {METRICS[found.metric].unit}",
+        f"{'more' if higher else 'less'} than {first:.4g}, the held-out metric of weights that are "
+        "not trained yet",
+        f"Set it, for example: --set {experiment}.target={example:.3g}",
+    )
+
+
+def _of_config(study: Study, experiment: str) -> Experiment | None:
+    """Return the experiment of that name, or the one whose stage it is; None for a stranger."""
+    known = {each.name: each for each in study.experiments}
+    while experiment and experiment not in known:
+        experiment = experiment.rpartition(".")[0]
+    return known.get(experiment)
 
 
 def report_again(folder: Path, console: Console) -> None:

@@ -14,7 +14,8 @@ from tests.blocks import block_of, executes
 from tilelab.study.ask import values as registry
 from tilelab.study.ask.run_config import Schedule
 from tilelab.study.ask.values import Kind, Share, find, names, nearest, register, resolve
-from tilelab.study.choices.schedules import Progress, factor
+from tilelab.study.choices import schedules
+from tilelab.study.choices.schedules import factor
 from tilewise.errors import InvalidArgument
 
 
@@ -53,9 +54,11 @@ def made_up() -> Iterator[str]:
 def test_the_schedule_of_the_page(made_up: str) -> None:
     """CONTRIBUTING.md's: a choice like those that there are. The fixture removes it again."""
     code = block_of("CONTRIBUTING.md", 1).code
-    exec(code, {"Progress": Progress, "Share": Share, "register": register})
-    made = Schedule(name="parabola", floor=0.2)
+    exec(code, dict(vars(schedules)))
+    made = Schedule(name="parabola", floor=0.2, warmup=0.0)
     assert [factor(made, step, 4) for step in range(4)] == pytest.approx([1.0, 0.65, 0.4, 0.25])
+    warm = Schedule(name="parabola", floor=0.2, warmup=0.5)
+    assert [factor(warm, step, 4) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1.0, 0.4])
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

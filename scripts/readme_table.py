@@ -36,9 +36,21 @@ from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_al
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = Path("benchmarks/studies/laptop/report.md")
-OLD_ROWS = "The decode rows of the processor of family/model 26/2 predate the decode kernel."
+OLD_ROWS = "The decode rows of the Zen 5 predate the decode kernel."
+# What readers call the processors of benchmarks/, by folder; others have the folder's name.
+PROCESSORS = {
+    "amd-epyc-25-17": "AMD Zen 4",
+    "amd-epyc-25-17-avx2": "AMD Zen 4, AVX2 alone",
+    "amd-epyc-26-2": "AMD Zen 5",
+    "intel-r-xeon-r-processor-6-167": "Intel Xeon with AMX",
+}
 PEER = "\npeer "  # what was not measured, and why
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"
+
+
+def processor(stored: Path) -> str:
+    """The processor of a stored result."""
+    return PROCESSORS.get(stored.parent.name, stored.parent.name)
 
 
 def table(stored: Path) -> str:
@@ -113,7 +125,13 @@ def lists(stored: Path) -> str:
             found.setdefault((point.case, point.length), {})[point.method] = point
     others = [name for name in next(iter(found.values())) if name != OURS]
     titles = {"sdpa": "torch with a mask", "plain": "plain with a mask"}
-    heading = ["", "keys", "read", "by lists", *(titles.get(name, name) for name in others)]
+    heading = [
+        "",
+        "keys in all",
+        "keys read",
+        "time by lists",
+        *(titles.get(name, name) for name in others),
+    ]
     lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
     for (case, length), points in found.items():
         direction, share = case.split(", 1 of ")
@@ -192,10 +210,16 @@ def pages() -> dict[Path, str]:
     measured_page, measurements = ROOT / "docs" / "measured.md", ROOT / "benchmarks" / "README.md"
     account = ROOT / "docs" / "io-model.md"
     found = {path: path.read_text() for path in (measured_page, measurements, account)}
-    measured = [table(path) for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))]
+    measured = [
+        f"### {processor(path)}\n\n{table(path)}"
+        for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))
+    ]
     if measured:
         measured.append(OLD_ROWS)
-    measured += [others(path) for path in sorted((ROOT / "benchmarks").glob("*/peers.json"))]
+    measured += [
+        f"### Other packages, {processor(path)}\n\n{others(path)}"
+        for path in sorted((ROOT / "benchmarks").glob("*/peers.json"))
+    ]
     if measured:
         found[measured_page] = filled(found[measured_page], "measured", "\n\n".join(measured))
     if (ROOT / STUDY).exists():

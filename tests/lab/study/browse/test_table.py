@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tilelab import stats
-from tilelab.stats.tables import read, values_of, where
+from tilelab.study.browse.table import read, values_of, where
 from tilewise import cli
 from tilewise.errors import InvalidArgument
 

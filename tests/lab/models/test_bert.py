@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tilelab.models import packed as packing
+from tilelab.models import layers
 from tilelab.models.bert import BERT, PRESETS, Head, Shape, load
-from tilelab.models.packed import Packed, pack
+from tilelab.models.layers import Packed, pack
 from tilelab.study.tasks.families import checkpoint_folder
 from tilewise import patterns
 from tilewise.errors import InvalidArgument, Unsupported
@@ -113,7 +113,7 @@ def test_who_is_seen_is_found_once_and_on_the_models_device(
         calls.append(args)
         return visible(*args)
 
-    monkeypatch.setattr(packing, "visible", counted)
+    monkeypatch.setattr(layers, "visible", counted)
     model = BERT(
         TINY, implementation=implementation, pattern=lambda _: patterns.layout(tiles, (4, 4))
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.contract import assert_same_bits
 from tilelab.models import bert, gpt2, vit
-from tilelab.models.packed import pack
+from tilelab.models.layers import pack
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Implementation
 

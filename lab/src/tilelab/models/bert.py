@@ -27,8 +27,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models.layers import check_shape, initialise
-from tilelab.models.packed import Packed, SelfAttention, who_sees
+from tilelab.models.layers import Packed, SelfAttention, check_shape, initialise, who_sees
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation

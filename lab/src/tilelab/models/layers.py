@@ -1,16 +1,23 @@
-"""What the models have in common: checks of their numbers, first weights, the pre-norm layer."""
+"""What the models are made of: checks of their numbers, first weights, layers, packed sequences.
+
+Packed sequences have different lengths and stand one after the other, without padding. Dimensions:
+B sequences, T tokens of all of them, S tokens of the longest, H heads of D channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
-from tilewise.nn import Attention
+from tilewise.inspect.calls import Block, lowered, visible
+from tilewise.nn import Attention, Implementation
 
 STD = 0.02  # of every weight matrix at the start
 
@@ -91,3 +98,180 @@ class Layer(nn.Module):
         hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate=self.gelu)
         out: Tensor = x + self.dropout(self.contract(hidden))
         return out
+
+
+class Packed(NamedTuple):
+    """Sequences of different lengths, one after the other.
+
+    Args:
+        tokens: int64 [T].
+        kinds: token types, int64 [T].
+        places: the position of each token in its sequence, int64 [T].
+        borders: int32 [B + 1]: sequence i has the tokens borders[i] to borders[i + 1].
+        longest: tokens of the longest sequence.
+    """
+
+    tokens: Tensor
+    kinds: Tensor
+    places: Tensor
+    borders: Tensor
+    longest: int
+
+    def to(self, device: torch.device) -> Packed:
+        """Return the same on a device."""
+        tokens, kinds, places, borders = (each.to(device) for each in self[:4])
+        return Packed(tokens, kinds, places, borders, self.longest)
+
+    def padded_rows(self) -> Tensor:
+        """Return where each token lies in [B * longest], int64 [T]."""
+        at = torch.arange(len(self.tokens), device=self.tokens.device, dtype=self.borders.dtype)
+        sequence = torch.bucketize(at, self.borders[1:], right=True)
+        return sequence * self.longest + self.places
+
+
+def pack(rows: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]] | None = None) -> Packed:
+    """Sequences as one.
+
+    Args:
+        rows: token ids of each sequence, one or more.
+        kinds: token types likewise; None for 0.
+
+    Raises:
+        InvalidArgument: no sequence, an empty one, or types of other lengths.
+    """
+    lengths = [len(row) for row in rows]
+    if not lengths or min(lengths) < 1:
+        required = "one sequence or more, each of one token or more"
+        raise InvalidArgument("rows", f"lengths {lengths}", required)
+    if kinds is not None and [len(row) for row in kinds] != lengths:
+        came = f"lengths {[len(row) for row in kinds]}"
+        raise InvalidArgument("kinds", came, f"those of rows, {lengths}")
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    types = torch.zeros_like(tokens)
+    if kinds is not None:
+        types = torch.tensor([kind for row in kinds for kind in row], dtype=torch.int64)
+    places = torch.cat([torch.arange(length) for length in lengths])
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return Packed(tokens, types, places, borders, max(lengths))
+
+
+def who_sees(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
+    """Return who sees whom: bool [B, 1, 1, S] for padding alone, [B, H or 1, S, S] with a mask.
+
+    Args:
+        packed: the sequences, on the device of the result.
+        mask: who of a sequence sees whom in it; None for everybody.
+        heads: H, heads.
+    """
+    batch, longest = len(packed.borders) - 1, packed.longest
+    real = torch.zeros(batch * longest, dtype=torch.bool, device=packed.tokens.device)
+    real = real.index_fill(0, packed.padded_rows(), True).view(batch, 1, 1, longest)
+    if mask is None:
+        return real
+    rows = torch.empty(1, heads, longest, 1, device=real.device)
+    problem, operands = lowered(rows, rows, rows, mask=mask)
+    block = Block(range(longest), range(longest), longest, longest, range(1), range(heads))
+    allowed = visible(problem.mask, operands.mask_tensors, block, real.device)
+    # Padding as a query sees all keys: a row that saw none would be NaN, and reach the gradients.
+    return real & (allowed | ~real.transpose(-2, -1))
+
+
+class SelfAttention(nn.Module):
+    """Attention of every token to its own sequence, [T, width] to the same.
+
+    Args:
+        width, heads, dropout_p: of the layer.
+        implementation: ``"tilewise"`` (no padding), or ``"sdpa"`` and ``"plain"``, which pad to the
+            longest sequence and mask the padding; the attribute may be changed at any time.
+
+    Attributes:
+        on_statistics: None, or called with the ``SoftmaxStats`` of every forward pass ([H, T] each)
+            of ``"tilewise"``; the others keep none.
+        sharper: factor of the scale 1 / sqrt(head width); 1 unless something is wrong on purpose.
+    """
+
+    def __init__(
+        self, width: int, heads: int, dropout_p: float, implementation: Implementation
+    ) -> None:
+        super().__init__()
+        self.heads, self.dropout_p = heads, dropout_p
+        self.implementation: Implementation = implementation
+        self.on_statistics: Callable[[SoftmaxStats], None] | None = None
+        self.sharper = 1.0
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        packed: Packed,
+        mask: masks.Mask | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
+
+        Args:
+            x: [T, width].
+            packed: the sequences.
+            mask: who of a sequence sees whom; None for everybody.
+            seen: what ``who_sees`` says of both, for the padded implementations; None to ask it.
+        """
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1))
+            for project in (self.query, self.key, self.value)
+        )
+        if self.sharper != 1.0:
+            q = q * self.sharper
+        dropout_p = self.dropout_p if self.training else 0.0
+        if self.implementation == "tilewise":
+            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
+        elif self.implementation in ("plain", "sdpa"):
+            seen = who_sees(packed, mask, self.heads) if seen is None else seen
+            out = self._padded(q, k, v, packed, seen, dropout_p)
+        else:
+            required = "'plain' or 'sdpa' or 'tilewise'"
+            raise InvalidArgument("implementation", repr(self.implementation), required)
+        merged: Tensor = self.output(out.flatten(1))
+        return merged
+
+    def _unpadded(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        borders: Tensor,
+        mask: masks.Mask | None,
+        dropout_p: float,
+    ) -> Tensor:
+        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
+        out: Tensor
+        if self.on_statistics is None:
+            out = attention_varlen(q, k, v, borders, borders, **rest)
+            return out
+        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
+        assert found.stats is not None
+        self.on_statistics(found.stats)
+        out = found.out
+        return out
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, allowed: Tensor, dropout_p: float
+    ) -> Tensor:
+        """Return attention of [T, H, D] through [B, H, S, D] with padding."""
+        rows = packed.padded_rows()
+        batch, longest = len(packed.borders) - 1, packed.longest
+
+        def pad(x: Tensor) -> Tensor:
+            whole = x.new_zeros(batch * longest, *x.shape[1:]).index_copy(0, rows, x)
+            return whole.view(batch, longest, *x.shape[1:]).transpose(1, 2)
+
+        q, k, v = pad(q), pad(k), pad(v)
+        if self.implementation == "sdpa":
+            out = functional.scaled_dot_product_attention(q, k, v, allowed, dropout_p)
+        else:
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+            out = functional.dropout(scores.softmax(-1), dropout_p) @ v
+        return out.transpose(1, 2).flatten(0, 1)[rows]

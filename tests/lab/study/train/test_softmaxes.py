@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilelab.models import bert
 from tilelab.models.gpt2 import GPT2, Shape
-from tilelab.models.packed import SelfAttention, pack
+from tilelab.models.layers import SelfAttention, pack
 from tilelab.study.records.events import LayerSoftmax
 from tilelab.study.tasks.scores import look, watched
 from tilewise import nn

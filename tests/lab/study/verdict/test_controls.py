@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilelab.models.bert import Head
-from tilelab.models.packed import pack
+from tilelab.models.layers import pack
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
 from tilelab.study.ask.run import finals
 from tilelab.study.recipes.arms import compare_kernels

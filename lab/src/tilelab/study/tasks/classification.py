@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from tilelab.common.files import first_of
 from tilelab.models.bert import Head, HeadPooling
-from tilelab.models.packed import pack
+from tilelab.models.layers import pack
 from tilelab.study.ask.config import Data, RunConfig, Training
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.data.order import Samples, shuffled

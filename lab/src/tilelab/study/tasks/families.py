@@ -12,7 +12,7 @@ from torch import nn
 
 from tilelab.models import bert, vit
 from tilelab.models.gpt2 import GPT2, Shape
-from tilelab.models.packed import SelfAttention
+from tilelab.models.layers import SelfAttention
 from tilelab.study.ask.config import Model, RunConfig
 from tilelab.study.choices import variants
 from tilewise import masks

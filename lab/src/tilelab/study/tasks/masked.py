@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.models.bert import BERT, Head
-from tilelab.models.packed import Packed, pack
+from tilelab.models.layers import Packed, pack
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.data import order
 from tilelab.study.data.corpus import data_folder

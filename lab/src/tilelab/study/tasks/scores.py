@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tilelab.models.packed import SelfAttention
+from tilelab.models.layers import SelfAttention
 from tilelab.study.records.events import LayerSoftmax
 from tilewise import SoftmaxStats
 from tilewise.nn import Attention

@@ -10,8 +10,8 @@ from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
+from tilelab.study.verdict.caveats import not_learnt
 from tilelab.study.verdict.clocks import Speed, Speeds
-from tilelab.study.verdict.floors import not_learnt
 from tilelab.study.verdict.result import (
     ArmVerdict,
     Cost,

@@ -39,10 +39,10 @@ from tilelab.study.verdict.caveats import (
     kernel_uses,
     pairing_note,
     rounding,
+    with_floors,
 )
 from tilelab.study.verdict.clocks import at_first_end
 from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
-from tilelab.study.verdict.floors import with_floors
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
     TIMES,

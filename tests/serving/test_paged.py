@@ -363,6 +363,18 @@ TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+def test_one_sequence_is_a_list_of_one() -> None:
+    cache = PagedKVCache(pages=2, page_size=4, kv_heads=1, head_dim=8)
+    one, row = cache.add(), torch.zeros(1, 1, 1, 8)
+    for call in (
+        lambda: cache.append(one, row, row),  # type: ignore[arg-type]
+        lambda: cache.attend(one, row),  # type: ignore[arg-type]
+        lambda: cache.tables(one),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidType, match=r"^sequences: got 0; .*For one: \[0\]"):
+            call()
+
+
 def test_wrong_counts() -> None:
     with pytest.raises(InvalidArgument, match=r"^pages: got 0; required: at least 1"):
         PageAllocator(0)

@@ -11,7 +11,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.functional import attention, attention_paged
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.pool import Pool, check_rows, counts_of, room
-from tilewise.serving.sequences import Growth, Sequences, size_of
+from tilewise.serving.sequences import Growth, Sequences, check_listed, size_of
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import as_mask
@@ -297,6 +297,7 @@ class PagedKVCache(Sequences):
         Raises:
             InvalidArgument: there is no such sequence.
         """
+        check_listed(sequences)
         found = [self._of(sequence) for sequence in sequences]
         rows = [[self._blank] * held.dropped + held.pages for held in found]
         slots = max([1, *[len(row) for row in rows]])
@@ -330,6 +331,7 @@ class PagedKVCache(Sequences):
                 dropped: one before the keys of the last ``append`` (looked at where cu_seqlens_q
                 is on the CPU).
         """
+        check_listed(sequences)
         asked = {"mask": causal(), **keywords}
         if self.window is not None:
             if cascade:

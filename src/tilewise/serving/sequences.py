@@ -25,6 +25,13 @@ def size_of(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
+def check_listed(sequences: Any) -> None:
+    """Raise InvalidType where some sequences are one number."""
+    if not isinstance(sequences, Iterable):
+        required = "a list of the numbers that add or fork gave"
+        raise InvalidType("sequences", repr(sequences), required, f"For one: [{sequences}].")
+
+
 class PageAllocator:
     """Hands out pages by their numbers; a page that several hold is free when the last lets go.
 
@@ -171,6 +178,7 @@ class Sequences:
 
     def _different(self, sequences: Sequence[int]) -> list[Held]:
         """Return what each of some sequences has, none of which is named twice."""
+        check_listed(sequences)
         twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
         if twice:
             raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")

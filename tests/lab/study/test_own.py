@@ -19,7 +19,7 @@ from tests.lab.study.in_process import quickly, records, run, verdicts
 from tilelab.study.ask.config import Experiment, RunConfig, Study, Task, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.ask.values import config_hash, hash_of
-from tilelab.study.conduct import script
+from tilelab.study.conduct import progress, script
 from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
 from tilewise import cli
@@ -257,6 +257,11 @@ def test_what_a_command_leaves_running_is_not_waited_for(place: Path) -> None:
         ("x {seed}", {"baseline": {"seed": 1}}, "choice: got 'seed'; required: a name of"),
         ("x {seed}", {"files": ["gone.txt"]}, "files: got gone.txt; required: a file"),
         ("x {seed}", {"tune": {"a": (1,), "b": (1,)}}, "tune: got a, b; required: one choice"),
+        (
+            "x {seed} {lr}",
+            {"baseline": {"lr": 1}, "tune": {"rate": (1,)}},
+            "tune: got 'rate'; required: a choice of the baseline: lr",
+        ),
     ],
 )
 def test_what_is_refused_before_a_run(command: str, fields: dict[str, Any], message: str) -> None:
@@ -277,6 +282,13 @@ def test_a_script_has_its_own_settings_and_others_have_none() -> None:
         {"choice.optimizer": "muon"},
     )
     assert named.choice == {"optimizer": "muon"}, "it may be called like a choice of ours"
+
+
+def test_steps_that_a_script_was_not_told_are_not_said() -> None:
+    values: dict[str, Any] = {"metric": "loss", "smallest_effect": 0.1, "arms": {}, "seeds": 3}
+    for steps, said in ((1, "nothing; 3 seeds"), (7, "nothing; 3 seeds, 7 steps")):
+        study = own_study("own", "x {seed} {steps}", baseline={}, steps=steps, **values)
+        assert progress.opening(study, Path()).splitlines()[1].endswith(f"against {said}")
 
 
 def test_another_script_is_another_study(place: Path) -> None:

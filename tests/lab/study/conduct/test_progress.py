@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from tests.lab.study.records_of import Behaviour, experiment_of, record_of, records_of, study_of
 from tilelab.common.terminal import in_words
-from tilelab.study.ask.config import Arm, Study, Sweep
+from tilelab.study.ask.config import Arm, Design, Study, Sweep
 from tilelab.study.conduct import progress
 from tilelab.study.conduct import progress as progresses
 from tilelab.study.conduct.progress import Board, LineProgress, LiveProgress, makespan, showing
@@ -254,6 +255,15 @@ def test_every_arm_has_its_verdict() -> None:
     assert "saved activations x0.50" in " ".join(text.split())
     assert text.count("0.001") >= 4  # what each sweep chose
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_an_effect_is_not_taken_for_the_arm_of_its_name() -> None:
+    design = Design(factors=("lion", "wsd"))
+    study = study_of(experiment_of("lion", "wsd", "lion+wsd", design=design))
+    lines = verdicts_of(study, records_of(study)).splitlines()
+    names = [line.split("  ")[1] for line in lines if re.match(r"  \w.*  ", line)]
+    assert names[:3] == ["lion", "wsd", "lion+wsd"]
+    assert names[3:6] == ["effect of lion", "effect of wsd", "effect of lion x wsd"]
 
 
 def test_the_speed_of_an_arm_is_by_the_clock_that_load_did_not_move() -> None:

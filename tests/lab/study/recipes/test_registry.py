@@ -110,6 +110,10 @@ def test_a_function_that_cannot_be_a_recipe(mine: Path, function: str, message: 
         recipes.find(f"{mine}:{function}")
     with pytest.raises(InvalidArgument, match="which is no file"):
         recipes.find(f"{mine}.py:mine")
+    program = mine.with_name("train.py")
+    program.write_text("raise SystemExit(2)")  # as argparse does with the words of the study
+    with pytest.raises(InvalidArgument, match=r"train\.py: got a program.*Your own training"):
+        recipes.find(str(program))
     with pytest.raises(InvalidArgument, match=r"or file\.py:function.*Did you mean 'laptop'\?"):
         recipes.find("labtop")
 

@@ -409,15 +409,15 @@ def opening(study: Study, folder: Path) -> str:
 def _experiment(experiment: Experiment) -> str:
     arms = ", ".join(experiment.arm_names[1:])
     seeds = count(len(experiment.seeds), "seed")
-    steps = count(experiment.baseline.steps, "step")
+    steps = f", {count(experiment.baseline.steps, 'step')}"
+    if experiment.baseline.task.name == "script" and experiment.baseline.steps == 1:
+        steps = ""  # it was not told how many: own_study says 1
     tried = len([*known_trials(experiment, {}), *expected_trials(experiment, {})])
     swept = " and ".join(experiment.sweep.paths) if experiment.sweep else ""
     sweep = f", after {count(tried, 'trial')} of {swept}" if swept else ""
     stages = "; then the factorial of those that survive" if experiment.combine else ""
     stages += "; then the winner on fresh seeds" if experiment.confirm else ""
-    return (
-        f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}, {steps}{sweep}{stages}"
-    )
+    return f"{experiment.baseline_name} against {arms or 'nothing'}; {seeds}{steps}{sweep}{stages}"
 
 
 def start(
@@ -463,7 +463,8 @@ def _arm_rows(experiment: ExperimentVerdict, speeds: Speeds) -> Table:
         name = Text(f"  {' with '.join(together.arms)}", no_wrap=True)
         table.add_row(name, Text(together.label, no_wrap=True), Text(together.reason))
     for effect in experiment.effects:
-        name = Text(f"  {' x '.join(effect.factors)}", no_wrap=True)
+        # An arm may have a factor's name: it is against the baseline alone.
+        name = Text(f"  effect of {' x '.join(effect.factors)}", no_wrap=True)
         table.add_row(name, Text(effect.label, no_wrap=True), Text(effect.reason))
     return table
 

@@ -139,6 +139,10 @@ def _loaded(file: Path) -> ModuleType:
         where, line = error.filename or str(file), (error.text or "").strip()
         came = f"{where}, line {error.lineno}: {error.msg}" + (f" ({line})" if line else "")
         raise InvalidArgument(str(file), came, "a file that Python can read") from None
+    except SystemExit:
+        came, required = "a program: it ended when it was imported", "a file with a function"
+        fix = "A study of it has its command: docs/studies.md, 'Your own training'."
+        raise InvalidArgument(str(file), came, required, fix) from None
     return module
 
 

@@ -62,8 +62,8 @@ def own_study(
         rules: more fields of ``config.Experiment``, such as ``sequential`` or ``confirm``.
 
     Raises:
-        InvalidArgument: an arm changes a choice that the baseline does not have, a function that is
-            inside another one, or what a config refuses.
+        InvalidArgument: an arm changes or ``tune`` names a choice that the baseline does not have,
+            a function that is inside another one, or what a config refuses.
     """
     unknown = [each for changes in arms.values() for each in changes if each not in baseline]
     if unknown:
@@ -86,7 +86,7 @@ def own_study(
             seeds=tuple(given),
             smallest_effect=smallest_effect,
             metric=task["metric"],
-            **{"sweep": _sweep(tune), **rules},
+            **{"sweep": _sweep(tune, baseline), **rules},
         )
         return Study(name=name, question=experiment.question, experiments=(experiment,))
     except ValidationError as error:
@@ -99,12 +99,15 @@ def _question(arms: Mapping[str, Choices]) -> str:
     return f"Which of {', '.join(arms)} is worth having?"
 
 
-def _sweep(tune: Mapping[str, Sequence[float]] | None) -> Sweep | None:
+def _sweep(tune: Mapping[str, Sequence[float]] | None, baseline: Choices) -> Sweep | None:
     if not tune:
         return None
     if len(tune) > 1:
         raise InvalidArgument("tune", ", ".join(tune), "one choice: a sweep covers one value")
     ((choice, multiples),) = tune.items()
+    if choice not in baseline:
+        required = f"a choice of the baseline: {', '.join(baseline) or 'it has none'}"
+        raise InvalidArgument("tune", repr(choice), required)
     return Sweep(path=f"choice.{choice}", multiples=tuple(multiples))
 
 

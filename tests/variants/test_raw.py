@@ -160,5 +160,7 @@ def test_tensors_are_handed_on_as_they_are() -> None:
 def test_backends_that_run_no_triton_say_so(backend: str | None) -> None:
     q = torch.zeros(1, 1, 2, 8)
     mixed = [scores.softcap(2.0), scores.raw("kept")]
-    with pytest.raises(Unsupported, match="the score 'kept' is Triton code"):
-        tilewise.attention(q, q, q, score=mixed, backend=backend)
+    mask = tilewise.masks.causal() & (lambda b, h, m, n: n < 9)
+    with pytest.raises(Unsupported, match=r"'kept' is Triton code.*runs on every") as caught:
+        tilewise.attention(q, q, q, mask=mask, score=mixed, backend=backend)
+    assert "mask causal & below(9), score softcap(2.0), then raw(kept)\n" in str(caught.value)

@@ -107,7 +107,7 @@ def _window_note(model: KnownModel) -> tuple[tuple[str, str], ...]:
 def _shape(options: argparse.Namespace, model: KnownModel | None) -> tuple[int, int, int, int]:
     given = [bool(options.sizes), options.shape is not None, model is not None]
     if sum(given) != 1:
-        ways = "four sizes B HQ M D, --shape BxHQxMxD or --model NAME"
+        ways = "four sizes B HQ M D (1 8 2048 64), --shape 1x8x2048x64 or --model llama-3-8b"
         came = "no sizes" if not any(given) else "more than one of them"
         raise InvalidArgument("shape", came, f"one of {ways}")
     if model is not None:

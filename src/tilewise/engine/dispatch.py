@@ -128,13 +128,16 @@ def candidates(problem: Problem, names: tuple[str, ...], by_name: bool = False) 
 
 
 def _describe(problem: Problem, backend: str | None) -> str:
+    from tilewise.engine.explanation import mask_formula, score_formula
+
+    mask, score = mask_formula(encode(problem.mask)), score_formula(encode(problem.score))
     who = "no backend can" if backend is None else f"backend {backend!r}, asked for, cannot"
     dtype = str(problem.dtype).removeprefix("torch.")
     paged = f", keys in pages of {problem.page_size}," if problem.page_size else ""
     return (
         f"{who} run this attention: {problem.layout}{paged} on {problem.device}, {dtype}, "
-        f"D = {problem.head_dim}, Dv = {problem.value_dim}, mask {encode(problem.mask)!r}, "
-        f"score {encode(problem.score)!r}"
+        f"D = {problem.head_dim}, Dv = {problem.value_dim}, mask {mask or 'none'}, "
+        f"score {score or 'unchanged'}"
     )
 
 

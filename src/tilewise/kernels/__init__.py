@@ -75,7 +75,8 @@ class Prepared(NamedTuple):
 def raw_reasons(problem: Problem) -> list[str]:
     """Return why a backend that does not run Triton code cannot do a problem."""
     names = [str(instr.params[0]) for instr in problem.score if instr.op == RAW]
-    return [f"the score {name!r} is Triton code" for name in names]
+    remedy = "a function of (s, b, h, m, n) runs on every backend"
+    return [f"the score {name!r} is Triton code, for 'gpu' alone; {remedy}" for name in names]
 
 
 class Backend(ABC):

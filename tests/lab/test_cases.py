@@ -14,7 +14,7 @@ from tilelab.cases.case import Case, Goal, Use
 from tilelab.gate import cases as gate
 from tilelab.gpu_check import accuracy, speed
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune import jobs
+from tilelab.tune.worker import Job, large_cases, small_cases
 
 USES: tuple[Use, ...] = get_args(Use)
 ROW = Case("new", mask=("window_share",), passes="both", uses=USES, goal=Goal(1.0), quick=True)
@@ -29,7 +29,7 @@ def test_names_are_unique_in_a_room() -> None:
 def rooms() -> dict[Use, list[str]]:
     """What every room makes of the rows: names of jobs, steps and cases."""
     setting, settings = Setting(), Settings(lengths=(64,), dtypes=("float32",), flex=False)
-    job = jobs.Job("forward", "float32", 64, "plain")
+    job = Job("forward", "float32", 64, "plain")
 
     def names(cases: list[Case]) -> list[str]:
         return [case.name for case in cases]
@@ -43,7 +43,7 @@ def rooms() -> dict[Use, list[str]]:
         "accuracy": accuracy.jobs(setting),
         "gate": [case.name for case in gate.cases()],
         "goals": names(goals.cases()),
-        "tune small": names(jobs.small(job, tiny=False)),
+        "tune small": names(small_cases(job, tiny=False)),
         "sweep": [step.name for step in suites.speed(settings)],
         "paper": [step.name for step in suites.paper(settings)],
         "variants": [step.name for step in suites.variants(settings)],
@@ -52,7 +52,7 @@ def rooms() -> dict[Use, list[str]]:
         "one width": timed_in("one width"),
         "widths": timed_in("widths"),
         "lengths": timed_in("lengths"),
-        "tune large": names(jobs.large(job, tiny=False)),
+        "tune large": names(large_cases(job, tiny=False)),
     }
 
 

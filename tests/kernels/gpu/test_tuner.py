@@ -12,8 +12,8 @@ from tests.lab.gpu_check.records import Event
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import do
-from tilelab.tune import jobs, worker
-from tilelab.tune.jobs import read_job
+from tilelab.tune import worker
+from tilelab.tune.worker import large_cases, read_job
 from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.config import Pass
 
@@ -132,8 +132,8 @@ def test_what_only_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(Setting, "device", property(lambda self: torch.device("cpu")))
     for name, size in (("_HIDDEN", 16), ("_BATCH", 1), ("_LENGTH", 32)):
-        monkeypatch.setattr(jobs, name, size)
-    case = jobs.large(read_job("dq float16 128 *")[0], tiny=False)[0]
+        monkeypatch.setattr(worker, name, size)
+    case = large_cases(read_job("dq float16 128 *")[0], tiny=False)[0]
     assert (case.head_dim, case.value_dim, case.queries, case.keys) == (128, 128, 32, 32)
     (row,) = do(Setting(), "measure", "dq float16 64 * 64x32/4/1 16x16/4/1", worker.perform)
     assert row.status == "ok", row.note

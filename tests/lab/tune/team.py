@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilelab.gpu_check.record import Row
-from tilelab.tune.jobs import Job, table_blocks
+from tilelab.tune.worker import Job, table_blocks
 from tilewise.kernels.gpu.config import Blocks
 
 FAMILY, CHIP = "sm_90", "NVIDIA H200"

@@ -16,7 +16,7 @@ from tilelab.common.clock import Spread
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.command import MOST, Finding, Team, beats, lines_of, plan_of, summary, tune
-from tilelab.tune.jobs import Job, candidates, read_job, table_blocks
+from tilelab.tune.worker import Job, candidates, read_job, table_blocks
 from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
 
 JOB = Job("forward", "bfloat16", 128, "plain")

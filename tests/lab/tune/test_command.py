@@ -21,7 +21,7 @@ from tests.lab.tune.team import CHIP, FAMILY, FakeTeam, gain
 from tilelab.gpu_check.record import Row
 from tilelab.tune import command
 from tilelab.tune.command import main
-from tilelab.tune.jobs import Job, table_blocks
+from tilelab.tune.worker import Job, table_blocks
 from tilewise import cli
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.gpu.config import KINDS, PASSES, Blocks

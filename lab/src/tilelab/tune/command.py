@@ -24,7 +24,7 @@ from tilelab.common.clock import Spread
 from tilelab.gpu_check import worker
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
-from tilelab.tune.jobs import Job, candidates, table_blocks
+from tilelab.tune.worker import Job, candidates, table_blocks
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.folders import cache_folder
 from tilewise.inspect.gpu import KINDS, PASSES, WIDTHS, chip_of, family_of, why_unfit

@@ -1,6 +1,7 @@
-"""The worker process: tries blocks on small problems ("check"), and times them ("measure").
+"""Tuning jobs, and the worker process that does them: it tries ("check") and times ("measure").
 
-This module imports Triton.
+A job is a pass for a dtype, a width and a kind of call. Rows of the table stand for a kind of call:
+small ones for exactness, large ones for time. Doing a job imports Triton; naming one does not.
 
 ``python -m tilelab.tune.worker SETTING`` speaks as the worker of the GPU check does. A job is
 the words of a ``Job`` and the blocks that are asked about, the table's first where they are timed.
@@ -10,24 +11,164 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilelab.cases.case import Case
+from tilelab.cases.case import Case, Use
 from tilelab.cases.inputs import build, problem_of, send
+from tilelab.cases.table import rows
 from tilelab.common.exactness import judge
+from tilelab.gate.cases import kind_of
+from tilelab.gate.search import ladder
 from tilelab.gpu_check.outcomes import Outcome, block_table, in_pages, refer
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import main
-from tilelab.tune import jobs
-from tilelab.tune.jobs import Job, read_job
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import KERNELS, Launch, Overrides, Pass, family_of, run
-from tilewise.plan.tuned import Blocks
+from tilewise.inspect.gpu import (
+    FAMILIES,
+    KERNELS,
+    PASSES,
+    Launch,
+    Overrides,
+    Pass,
+    family_of,
+    run,
+    tiles_for,
+)
+from tilewise.plan.tuned import Blocks, Place
 from tilewise.problem import Grads, Needs, Result
+
+
+class Job(NamedTuple):
+    """One entry of the table of blocks that is questioned."""
+
+    pass_name: Pass  # "forward", "dkdv" or "dq"
+    dtype: str  # "bfloat16" and so on
+    width: int  # the class of D and Dv
+    kind: str  # "plain", "+" or "*", as in the table
+
+    @property
+    def type(self) -> torch.dtype:
+        """The dtype itself."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def place(self) -> Place:
+        """The place of its blocks in a file."""
+        return Place(self.pass_name, self.type, self.width, self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.pass_name} {self.dtype} {self.width} {self.kind}"
+
+
+def table_blocks(family: str, job: Job) -> Blocks:
+    """Return the table's blocks for a job."""
+    width, heavy = job.width, job.kind != "plain"
+    return tiles_for(family, job.pass_name, job.type, width, width, heavy, job.kind == "*")
+
+
+def candidates(family: str, job: Job, most: int) -> list[Blocks]:
+    """Return other blocks worth a try: the nearest to the table's that fit the chip.
+
+    The distance counts doublings of sides and of warps, and stages. It adds one for blocks that
+    give a thread more pairs than the table's do: the table has the most that did not spill. Among
+    equally near blocks the larger come first.
+    """
+    table = table_blocks(family, job)
+    fitting = ladder(FAMILIES[family], job.pass_name, job.width, job.type.itemsize)
+    others = [blocks for blocks in fitting if blocks != table]
+    return sorted(others, key=lambda blocks: _distance(blocks, table))[:most]
+
+
+def _distance(one: Blocks, other: Blocks) -> float:
+    doublings = sum(abs(math.log2(a / b)) for a, b in zip(one[:3], other[:3], strict=True))
+    return doublings + abs(one.stages - other.stages) + (_pairs(one) > _pairs(other))
+
+
+def _pairs(blocks: Blocks) -> int:
+    """Return the pairs of a warp."""
+    return blocks.queries * blocks.keys // blocks.warps
+
+
+def read_job(words: str) -> tuple[Job, list[Blocks]]:
+    """Parse "dq bfloat16 64 + 64x32/4/2 64x64/8/1": a job and blocks as ``str`` has them."""
+    name, dtype, width, kind, *texts = words.split()
+    job = Job(next(each for each in PASSES if each == name), dtype, int(width), kind)
+    numbers = ([int(number) for number in text.replace("x", "/").split("/")] for text in texts)
+    return job, [Blocks(*each) for each in numbers]
+
+
+_HIDDEN, _BATCH, _LENGTH = 2048, 4, 4096
+_CACHED, _KEYS, _GROUP = 1024, 16384, 4  # of decoding: the width of the heads that share keys
+_SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40
+
+
+def _rows(use: Use, job: Job) -> list[Case]:
+    """Return the rows of the job's kind of call."""
+    return [case for case in rows(use) if kind_of(case) == job.kind]
+
+
+def small_cases(job: Job, tiny: bool) -> list[Case]:
+    """Problems whose results are compared with the reference's; lengths that no block divides."""
+    cases = _rows("tune small", job)
+    if job.pass_name == "decode":
+        dense = [case for case in cases if case.sequences is None]
+        cases = [replace(case, queries=3, keys=1200, kv_heads=2) for case in dense]
+    elif job.pass_name != "forward":  # no gradient knows pages
+        cases = [case for case in cases if not case.page_size]
+    return [_sized(case, job, tiny) for case in cases]
+
+
+def large_cases(job: Job, tiny: bool) -> list[Case]:
+    """Problems that are timed; tiny ones measure nothing.
+
+    They have 16k tokens; those of decoding have eight sequences of one query and 16k keys.
+    """
+    few, cases = job.pass_name == "decode", _rows("tune large", job)
+    if few:  # of one query, causal is full
+        ones = [case for case in cases if case.sequences is None and case.name != "causal"]
+        cases = [replace(case, queries=1, keys=_KEYS, kv_heads=2) for case in ones]
+    heads = max(1, (_CACHED if few else _HIDDEN) // job.width)
+    shape: dict[str, Any] = {"batch": _BATCH, "heads": heads, "kv_heads": heads}
+    if few:
+        shape |= {"batch": 2 * _BATCH, "heads": _GROUP * heads}
+    else:
+        shape |= {"queries": _LENGTH, "keys": _LENGTH}
+    wide = cases if tiny else [replace(case, **shape) for case in cases]
+    return [_sized(case, job, tiny) for case in wide]
+
+
+def _sized(case: Case, job: Job, tiny: bool) -> Case:
+    """Return the problem in the job's dtype and width, or tiny."""
+    if not tiny:
+        return replace(case, dtype=job.type, head_dim=job.width, value_dim=job.width)
+    sequences = case.sequences
+    if sequences is not None:
+        sequences = tuple((min(m, _LARGEST_TINY), min(n, _LARGEST_TINY)) for m, n in sequences[:2])
+    return replace(
+        case,
+        batch=1,
+        heads=2,
+        kv_heads=1 if case.kv_heads < case.heads else 2,
+        queries=_shrunk(case.queries),
+        keys=_shrunk(case.keys),
+        head_dim=_TINY_WIDTH,
+        value_dim=_TINY_WIDTH,
+        dtype=job.type,
+        sequences=sequences,
+    )
+
+
+def _shrunk(length: int) -> int:
+    """Return a length that takes the interpreter no long time; one that is tiny already stays."""
+    return length if length <= _LARGEST_TINY else min(length // _SHRINK, 4 * _LARGEST_TINY)
+
 
 _BUDGET_S = 1.0  # of the rounds in which blocks are timed in turn
 
@@ -154,7 +295,7 @@ def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
     """Return whether a pass in these blocks is exact on every small problem, and what it spills."""
     ratios: dict[str, float] = {}
     spills = 0
-    for case in jobs.small(job, setting.self_test):
+    for case in small_cases(job, setting.self_test):
         work, references = _small(setting, case)
         launches, outcome = work.launches(job.pass_name, blocks)
         spills += spills_in(launches)
@@ -206,7 +347,7 @@ def _timed(works: list[Work], job: Job, blocks: Blocks) -> list[Launch]:
 
 @lru_cache(maxsize=1)
 def _large(setting: Setting, job: Job) -> list[Work]:
-    cases = jobs.large(job, setting.self_test)
+    cases = large_cases(job, setting.self_test)
     return [Work(setting, case, _family(setting)) for case in cases]
 
 

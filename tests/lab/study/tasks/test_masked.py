@@ -14,7 +14,7 @@ from tests.lab.study.train.toys import record_of, session_for
 from tilelab.study.ask.config import change
 from tilelab.study.data.tokenizers import WordPiece, tokenizer, wordpiece
 from tilelab.study.need import parameters
-from tilelab.study.tasks.masked import mask
+from tilelab.study.tasks.language import mask
 from tilewise.errors import InvalidArgument
 
 pytestmark = needs_wordpiece

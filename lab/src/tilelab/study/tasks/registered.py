@@ -1,4 +1,4 @@
-"""Tasks by name: what a run learns. Each is a module of ``lab/study/tasks``; its options are here.
+"""Tasks by name: what a run learns. The modules beside this one have them, and it their options.
 
 They are not in the package itself, where a function and its module would have one name.
 
@@ -71,7 +71,7 @@ def listops(
 @register("task")
 def masked_language_modelling(*, probability: Probability = 0.15) -> Any:
     """Guess the tokens of a text that were masked, with a BERT."""
-    from tilelab.study.tasks.masked import MaskedLanguageModelling
+    from tilelab.study.tasks.language import MaskedLanguageModelling
 
     return MaskedLanguageModelling(probability)
 

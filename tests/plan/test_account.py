@@ -10,7 +10,7 @@ import torch
 
 import tilewise
 from tests.plan.some_problems import problem
-from tilelab.counted import fills
+from tilelab.counted import cases
 from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import backend
@@ -248,7 +248,7 @@ def test_the_constants() -> None:
         constant("base/schedule.h", "kBlockKeys"),
     )
     least, most = (constant("passes/key_sums.h", name) for name in ("kChunkBlocks", "kMostChunks"))
-    assert (tile, block, least) == (fills._TILE_QUERIES, fills._BLOCK_KEYS, fills._CHUNK_BLOCKS)
+    assert (tile, block, least) == (cases._TILE_QUERIES, cases._BLOCK_KEYS, cases._CHUNK_BLOCKS)
     assert block == backend._BLOCK_KEYS
     assert (least, most) == (backend._CHUNK_BLOCKS, backend._MOST_CHUNKS)
     assert constant("base/args.h", "kFewQueries") == backend._FEW_QUERIES

@@ -3,7 +3,7 @@
 Valgrind runs the native driver on a simulated CPU, one thread at a time, with caches of the given
 sizes. The counts are therefore the same on every machine, except for the addresses where memory
 begins. It knows no AVX-512, no prefetcher and no write-back. A line is fetched into the cache at
-the first read or write of it, which is what ``fills`` predicts.
+the first read or write of it, which is what ``cases`` predicts.
 """
 
 from __future__ import annotations

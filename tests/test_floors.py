@@ -68,7 +68,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilelab.study.browse",),
     ("tilelab.study.command",),
     ("tilelab.study",),
-    ("tilelab.completion",),
     ("tilewise.lab",),  # the lab's old name
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

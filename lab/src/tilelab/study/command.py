@@ -263,6 +263,16 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+def completion_names() -> dict[str, list[str]]:
+    """Return what the shell's TAB key offers after ``tilewise bench`` and ``tilewise study``.
+
+    By command, the names that may follow it: suites, recipes and subcommands.
+    """
+    from tilelab.bench.command import NAMES  # slow to import, and nothing else here needs it
+
+    return {"bench": list(NAMES), "study": [*recipes.names(), *SUBCOMMANDS]}
+
+
 def _minutes(text: str) -> float:
     try:
         value = float(text)

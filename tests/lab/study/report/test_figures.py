@@ -35,7 +35,6 @@ from tilelab.common.svg import (
 from tilelab.study.ask.config import Arm
 from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
 from tilelab.study.report import gather, write
-from tilelab.study.report.attention import attention_charts, layers_of
 from tilelab.study.report.costs import (
     Point,
     drawn_parts,
@@ -45,7 +44,15 @@ from tilelab.study.report.costs import (
     pareto_table,
     parts_of,
 )
-from tilelab.study.report.lines import Series, curve, difference, enough, loss_chart
+from tilelab.study.report.lines import (
+    Series,
+    attention_charts,
+    curve,
+    difference,
+    enough,
+    layers_of,
+    loss_chart,
+)
 from tilelab.study.report.page import Chart
 from tilelab.study.report.verdicts import effect_words
 from tilelab.study.verdict.measures import measure, over_seeds

@@ -8,10 +8,9 @@ Where its parts are made:
 - the rows of the table of arms: ``verdicts.row_of``, its intervals: ``verdicts.forest_of``; its
   drawing: ``templates/parts.html``, ``report.md``;
 - the tables below it: ``tables.evidence_tables``, columns by ``verdict/measures.py``;
-- the charts of curves and paired differences: ``lines``;
+- the charts of curves, paired differences and attention's layers: ``lines``;
 - the charts of memory, target, survival and cost: ``costs``;
-- the charts of effects and sweeps: ``tuning``;
-- the charts of attention's layers: ``attention``.
+- the charts of effects and sweeps: ``tuning``.
 
 matplotlib draws the charts. ``common/svg.finish`` turns each into an ``<svg>``.
 """
@@ -34,7 +33,6 @@ from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
-from tilelab.study.report.attention import attention_charts, attention_table, layers_of
 from tilelab.study.report.costs import (
     memory_chart,
     pareto_chart,
@@ -43,14 +41,17 @@ from tilelab.study.report.costs import (
 from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.lines import (
     Abscissa,
+    attention_charts,
     curve,
     difference,
     difference_chart,
     enough,
+    layers_of,
     loss_chart,
 )
 from tilelab.study.report.page import Chart, Table, html, markdown
 from tilelab.study.report.tables import (
+    attention_table,
     config_table,
     curve_table,
     evidence_tables,

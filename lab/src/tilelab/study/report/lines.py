@@ -1,12 +1,13 @@
-"""Line figures of an experiment: the metric along the runs, and the difference to the baseline.
+"""Lines along the runs of an experiment: its metric, differences to the baseline, attention.
 
-A line is the mean over seeds with a band from the lowest to the highest.
+A line is the mean over seeds with a band from the lowest to the highest. Of attention there is a
+line for each layer, of its largest logit and of its entropy.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -53,7 +54,7 @@ def _furthest(records: Records, metric: str) -> list[int]:
     return [seed for seed, step in last.items() if step == furthest or records[seed].diverged]
 
 
-def common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
+def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
     """Return the steps that all of these runs have come to."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
@@ -71,7 +72,7 @@ def curve(arm: str, place: int, records: Records, metric: str, along: Abscissa) 
     """
     found = [_finite(records[seed], metric) for seed in _furthest(records, metric)]
     x, rows = [], []
-    for step in common(found):
+    for step in _common(found):
         here = [each[step] for each in found]
         x.append(
             float(here[0].tokens)
@@ -241,7 +242,7 @@ def difference_chart(
     return Chart("Paired difference along the run", finish(figure, name, summary), caption)
 
 
-def frame(letters: Sequence[int], end: float, above: str, below: str) -> tuple[Figure, Axes]:
+def _frame(letters: Sequence[int], end: float, above: str, below: str) -> tuple[Figure, Axes]:
     """Return an empty figure for lines up to an end, with room for their names on the right."""
     figure, axes = beside_labels(letters, above, 18)
     axes.set_xlabel(below, color=SOFT, labelpad=7)
@@ -290,7 +291,7 @@ def _curves(
     drawn: Sequence[Series], above: str, below: str, limits: tuple[float, float]
 ) -> tuple[Figure, Axes]:
     letters = [len(each.arm) + 2 * each.broken for each in drawn]
-    figure, axes = frame(letters, max(each.x[-1] for each in drawn), above, below)
+    figure, axes = _frame(letters, max(each.x[-1] for each in drawn), above, below)
     axes.set_ylim(limits)
     for each in drawn:  # bands first: no line is covered by a band
         if each.seeds > 1:
@@ -385,3 +386,91 @@ def _band_words(drawn: Sequence[Series]) -> str:
     ended = [each.arm for each in drawn if each.broken]
     crosses = f" Crosses: a run of {words.listing(ended)} diverged there." if ended else ""
     return f"Lines: the mean of {said}. Bands: from the lowest to the highest.{crosses}"
+
+
+class ArmLayers(NamedTuple):
+    """The attention layers of an arm along its runs, means over the seeds."""
+
+    arm: str
+    place: int  # in its experiment: the colour
+    x: tuple[float, ...]  # tokens trained on, at each evaluation
+    entropy: tuple[tuple[float, ...], ...]  # of each layer, mean over its heads, nats
+    lowest_head: tuple[tuple[float, ...], ...]  # of each layer, that of its lowest head
+    logits: tuple[tuple[float, ...], ...]  # the largest of each layer
+    broken: bool  # whether a run of the arm diverged
+
+
+def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLayers | None:
+    """Return the layer statistics of an arm's runs; None where they have none.
+
+    The evaluations are those that every seed has reached, with numbers that are finite in all of
+    them.
+    """
+    runs = [found for record in records.values() if (found := _finite_layers(record))]
+    steps = _common(runs)
+    if not steps:
+        return None
+
+    def lines(name: str) -> tuple[tuple[float, ...], ...]:
+        layers = [[run[step].softmaxes or () for run in runs] for step in steps]
+        return tuple(
+            tuple(statistics.fmean(getattr(run[layer], name) for run in at) for at in layers)
+            for layer in range(len(layers[0][0]))
+        )
+
+    return ArmLayers(
+        arm,
+        place,
+        tuple(statistics.fmean(run[step].tokens for run in runs) for step in steps),
+        lines("entropy"),
+        lines("lowest_head"),
+        lines("max_logit"),
+        any(record.diverged for record in records.values()),
+    )
+
+
+def _finite_layers(record: RunRecord) -> dict[int, Evaluation]:
+    """Step -> an evaluation whose statistics are all there."""
+    return {
+        each.step: each
+        for each in record.evaluations
+        if each.softmaxes and all(None not in vars(layer).values() for layer in each.softmaxes)
+    }
+
+
+# Title, field of ``ArmLayers``, unit, what the thick line is of the layers, and caption.
+_LAYER_FIGURES: tuple[tuple[str, str, str, Callable[[Sequence[float]], float], str], ...] = (
+    (
+        *("Largest attention logit", "logits", "largest logit", max),
+        "Thin lines: the largest score of each layer over a few held-out windows, before the "
+        "softmax. Thick: the largest of all layers. One that grows without bound ends badly.",
+    ),
+    (
+        *("Entropy of attention", "entropy", "nats", statistics.fmean),
+        "Thin lines: the entropy of each layer's attention, mean over heads and queries of a few "
+        "held-out windows. Thick: the mean of the layers. At 0 every query looks at one key.",
+    ),
+)
+
+
+def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
+    """Draw the largest logit and the entropy by tokens, thin for layers and thick for arms."""
+    drawn = [each for each in arms if len(each.x) > 3]
+    for title, field, unit, together, caption in _LAYER_FIGURES if drawn else ():
+        letters = [len(each.arm) + 2 * each.broken for each in drawn]
+        figure, axes = _frame(letters, max(each.x[-1] for each in drawn), unit, "training tokens")
+        ends, said = [], []
+        for each in drawn:
+            layers, colour = getattr(each, field), arm_colour(each.place)
+            for line in layers:
+                axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
+            thick = [together(column) for column in zip(*layers, strict=True)]
+            axes.plot(each.x, thick, **line_style(each.place))
+            ends.append(LineEnd(each.arm, each.place, each.x[-1], thick[-1]))
+            said.append(f"{each.arm} from {thick[0]:.3g} to {thick[-1]:.3g}")
+        low, high = axes.dataLim.intervaly
+        margin = 0.06 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+        label_ends(axes, ends)
+        summary = f"{title} by training tokens: {'; '.join(said)}"
+        yield Chart(title, finish(figure, f"{slug}-{field}", summary), caption)

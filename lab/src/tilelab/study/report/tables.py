@@ -10,7 +10,7 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.need import Need, need
 from tilelab.study.records.store import flat
 from tilelab.study.report.costs import PARTS, pareto_table, parts_of, survival_table
-from tilelab.study.report.lines import Series
+from tilelab.study.report.lines import ArmLayers, Series
 from tilelab.study.report.page import NONE, Cell, Table
 from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
@@ -124,7 +124,7 @@ def _beaten_by(arms: Sequence[str], experiment: ExperimentVerdict) -> str:
     return words.listing(arms) if len(arms) <= _NAMED else f"{len(arms)} of {every}"
 
 
-def number_cell(summary: Summary | None, show: _Show) -> Cell:
+def _number_cell(summary: Summary | None, show: _Show) -> Cell:
     """Return the mean, and below it the spread over the seeds."""
     if summary is None:
         return NONE
@@ -158,7 +158,7 @@ def _columns(experiment: ExperimentVerdict, table: str) -> list[tuple[str, Calla
             summary, end = arm.measures[measure.name], arm.measures[measure.to or measure.name]
             show = measure.show or plain
             if not measure.to or summary is None or end is None:
-                return number_cell(summary, show)
+                return _number_cell(summary, show)
             return Cell(f"{show(summary.mean)} to {show(end.mean)}")
 
         return cell
@@ -175,7 +175,7 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
     names = dict.fromkeys(name for arm in experiment.all_arms for name in arm.measures.metrics)
 
     def of_task(metric: str) -> Callable[[_Arm], Cell]:
-        return lambda arm: number_cell(arm.measures.metrics.get(metric), plain)
+        return lambda arm: _number_cell(arm.measures.metrics.get(metric), plain)
 
     return _table(
         "Quality and stability",
@@ -352,6 +352,42 @@ def _seeds(experiment: ExperimentVerdict) -> Table | None:
     unit = METRICS[experiment.metric].unit
     note = f"{unit[0].upper()}{unit[1:]}; the difference of every arm with the same seed."
     return Table("Seed by seed", head, tuple(rows), (note,), "effect")
+
+
+def attention_table(
+    arms: Sequence[ArmLayers], measures: Mapping[str, ArmMeasures], without: Sequence[str]
+) -> Table | None:
+    """Tabulate every layer at the last evaluation, and the measures of the whole run."""
+    if not arms:
+        return None
+    rows = []
+    for layer in range(max(len(each.logits) for each in arms)):
+        cells = [_layer_cell(each, layer) if layer < len(each.logits) else NONE for each in arms]
+        rows.append((Cell(f"layer {layer}"), *cells))
+    whole = [measures[each.arm] for each in arms]
+    for measure in MEASURES.values():
+        if measure.table == "attention":
+            cells = [
+                _number_cell(each[measure.name], measure.show or words.fixed(3)) for each in whole
+            ]
+            rows.append((Cell(measure.column), *cells))
+    notes = [
+        "Layers: entropy in nats, mean over the heads and the seeds, at the last evaluation. The "
+        "last two rows: the outermost of all layers and evaluations."
+    ]
+    if without:
+        notes.append(
+            f"Nothing of {words.listing(list(without))}: only tilewise's kernels keep statistics, "
+            "and only where evaluation.attention_windows asks for them."
+        )
+    head = ("", *(each.arm for each in arms))
+    return Table("Attention by layer", head, tuple(rows), tuple(notes), "attention")
+
+
+def _layer_cell(each: ArmLayers, layer: int) -> Cell:
+    low, logit = each.lowest_head[layer][-1], each.logits[layer][-1]
+    note = f"lowest head {words.plain(low, 2)}, logits up to {words.plain(logit, 2)}"
+    return Cell(words.plain(each.entropy[layer][-1], 2), note)
 
 
 def curve_table(

@@ -29,11 +29,6 @@ GIVEN = {
     "CONTRIBUTING.md": "from tilewise.variants.values import Mask, mask_of",
     "docs/serving.md": "from tilewise.serving import generate; prompts = [[5, 6, 7], [8, 9]]",
     "docs/studies.md": "from tilelab.study.ask.config import Search, Sweep",
-    "docs/variants.md": (
-        "import torch; q, k, v = torch.randn(3, 1, 4, 512, 32).unbind()\n"
-        "document = torch.arange(512) // 200; bias = torch.randn(4, 1023)\n"
-        "table = torch.randn(1, 1, 512, 512)"
-    ),
 }
 
 

@@ -30,8 +30,8 @@ LINES = re.findall(r"^    (tilewise study .*)$", PAGE, re.MULTILINE)
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's example as a file."""
     path = tmp_path_factory.mktemp("page") / "my_study.py"
-    path.write_text(block_of("docs/studies.md", 0).code)
-    path.with_name("mine.py").write_text(block_of("docs/studies.md", 2).code)
+    path.write_text(block_of("docs/studies.md", 2).code)
+    path.with_name("mine.py").write_text(block_of("docs/studies.md", 0).code)
     runs = ["optimizer,seed,val_loss,State"]
     runs += [
         f"{arm},{seed},{2 + seed + 0.1 * len(arm)},finished"
@@ -42,7 +42,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@executes("docs/studies.md", 0)
+@executes("docs/studies.md", 2)
 def test_the_example_is_as_many_runs_as_it_says(example: Path) -> None:
     study = recipes.find(f"{example}:choices").study()
     assert f"`choices` has at most {len(planned(study))} runs" in PAGE

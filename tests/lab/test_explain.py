@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.blocks import TEXTS
 from tests.conftest import SHARED_DATA
 from tilewise import cli
 from tilewise.chips import CHIPS, row_of
@@ -49,6 +52,18 @@ def test_a_chip_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert part in text, part
     assert re.search(r"forward +171 MB to memory \(tiles move 4\.5 GB\), plain 26\.3 GB", text)
+
+
+def test_the_pages_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.findall(
+        r"^    \$ tilewise (explain .*)\n((?:    .*\n)+)", "".join(TEXTS.values()), re.M
+    )
+    assert len(shown) == 2
+    for command, lines in shown:
+        assert cli.main(shlex.split(command)) == 0
+        text = capsys.readouterr().out
+        parts = [dedent(part).strip("\n") for part in re.split(r"^    \.\.\.\n", lines, flags=re.M)]
+        assert [part for part in parts if part not in text] == []
 
 
 def test_the_old_form_still_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,7 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", help=f"between ranks: {', '.join(LINKS)}, or GB/s one way (default nvlink)")
     add("--html", type=Path, metavar="FILE", help="write a page with a roofline and bars")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--mask", help=MASK_FORMS)
+    sides = "window: N keys to either side; causal+window, sliding: N before; prefix: the first N"
+    which.add_argument("--mask", help=f"{MASK_FORMS} ({sides})")
     which.add_argument("--causal", action="store_true", help="the same as --mask causal")
     which.add_argument("--window", type=int, metavar="W", help="W keys to either side")
     return parser

@@ -108,7 +108,7 @@ def test_the_figures_of_a_gpu_are_the_stored_ones() -> None:
     (forward, over_cudnn, over_flex), (backward, *back) = said
     assert f"{forward:.0f} forward, {over_cudnn:.2f} times cuDNN" in text
     assert f"and {over_flex:.2f} times compiled FlexAttention" in text
-    assert f"{backward:.0f} backward, {back[0]:.2f} and {back[1]:.2f} times" in text
+    assert f"{backward:.0f} backward, {back[0]:.2f} times cuDNN and {back[1]:.2f} times" in text
     step = rows["GPT-2 small"].values["samples_s"]
     plain, sdpa, ours = (statistics.median(step[name]) for name in ("plain", "sdpa", "tilewise"))
     assert f"is {plain / ours:.2f} times as fast as with plain attention" in text

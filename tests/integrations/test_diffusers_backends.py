@@ -128,13 +128,13 @@ with torch.no_grad():
 """
 
 
-@executes("docs/model-libraries.md", 3)
+@executes("docs/model-libraries.md", 4)
 def test_the_block_of_the_page(dispatch: Any, tmp_path: Path) -> None:
     """In a process of its own, where nothing has imported diffusers or asked for the stand-in."""
     made, given = model()
     made.save_pretrained(tmp_path)
     torch.save(given, tmp_path / "given.pt")
-    code = f"name = {str(tmp_path)!r}\n{block_of('docs/model-libraries.md', 3).code}{SHOWN}"
+    code = f"name = {str(tmp_path)!r}\n{block_of('docs/model-libraries.md', 4).code}{SHOWN}"
     done = ran(sys.executable, "-W", "ignore", "-c", code, timeout=None)
     assert done.stdout.split()[-1] == "tilewise.compat.xformers.fmha"
     with torch.no_grad():

@@ -72,7 +72,7 @@ class Plain:
 
 def documented() -> Any:
     """The class, and that it is as short as the page says."""
-    block = block_of("docs/model-libraries.md", 5)
+    block = block_of("docs/model-libraries.md", 6)
     names = run([block], {})
     body = block.code[block.code.index("class ") :].strip().splitlines()
     assert len(body[:-1]) == 10  # the last line says that it has run

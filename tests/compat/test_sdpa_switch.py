@@ -36,6 +36,17 @@ def call(*args: Any, **keywords: Any) -> Tensor:
     return functional.scaled_dot_product_attention(*args, **keywords)
 
 
+def test_a_report_without_calls_says_what_to_do() -> None:
+    module, x = torch.nn.MultiheadAttention(8, 2), torch.randn(3, 1, 8)
+    with tilewise.sdpa() as report:
+        module(x, x, x)  # which writes its weights
+    assert str(report).startswith("0 of 0 calls taken\n  nothing called torch.nn.functional.")
+    assert str(report).endswith("tilewise.nn.convert(model)")
+    with tilewise.sdpa() as report:
+        call(*tensors())
+    assert str(report) == "1 of 1 calls taken"
+
+
 def test_taken_and_left_are_counted() -> None:
     qkv = tensors()
     with tilewise.sdpa() as report:

@@ -188,6 +188,19 @@ _PLACE: Any = torch.nn.functional
 _NAME = "scaled_dot_product_attention"
 
 
+class _Called(Report):
+    """A report that says what to do where nothing was called."""
+
+    def __str__(self) -> str:
+        if self.calls:
+            return super().__str__()
+        return (
+            f"{super().__str__()}\n"
+            "  nothing called torch.nn.functional.scaled_dot_product_attention by that name\n"
+            "  torch's own attention modules may not call it: tilewise.nn.convert(model)"
+        )
+
+
 class _State:
     """State of the process: what is switched on, and what torch's name held before."""
 
@@ -199,6 +212,8 @@ class _State:
 
 
 _STATE = _State()
+
+
 _HERE: ContextVar[tuple[Report, ...]] = ContextVar("tilewise_sdpa", default=())
 # For torch.compile, which guards on what a module's names hold: whether a switch is on.
 _on = False
@@ -230,7 +245,7 @@ def sdpa() -> Iterator[Report]:
     compiled call counts whenever it is traced, in the reports of the thread that traces, and not
     when it runs.
     """
-    report = Report()
+    report = _Called()
     _install()
     token = _HERE.set((*_HERE.get(), report))
     try:
@@ -249,7 +264,7 @@ def enable() -> Report:
     with _STATE.lock:
         if _STATE.everywhere:
             return _STATE.everywhere[0]
-        _STATE.everywhere = (Report(),)
+        _STATE.everywhere = (_Called(),)
         found = _STATE.everywhere[0]
     _install()
     return found

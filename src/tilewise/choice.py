@@ -92,6 +92,7 @@ SLOWER = (
     ),
     Slower("avx512_amx", torch.float16, False, (0.89, 0.89), (0, 300_000), (9, 16), alone=True),
     Slower("avx512_bf16", torch.float32, True, (0.7, 0.81), (0, 1_500_000)),
+    Slower("avx2", torch.float32, True, (0.65, 0.87), (0, 3_000_000)),
 )
 
 

@@ -69,15 +69,19 @@ def context_parallel_attention(
     output of its rows of q. Masks and scores count rows and keys in the whole sequence, and the
     tensors that they capture are for the whole sequence, the same on every process.
 
-    ========== ==================================== ===============================================
-    schedule   a process holds                      keys in its memory, of S over P processes
-    ========== ==================================== ===============================================
-    "ring"     one run of rows                      4 S / P: they come in turn
-    "zigzag"   two runs, one from either end        4 S / P; even work under a causal mask
-    "gather"   one run of rows                      S: they come at once
-    "ulysses"  one run of rows                      S, of its share of the heads
-    a Layout   what ``balanced_layout`` found       4 S / P; even work under that mask
-    ========== ==================================== ===============================================
+    +-----------+--------------------------------+-------------------------------------------+
+    | schedule  | a process holds                | keys in its memory, of S over P processes |
+    +===========+================================+===========================================+
+    | "ring"    | one run of rows                | 4 S / P: they come in turn                |
+    +-----------+--------------------------------+-------------------------------------------+
+    | "zigzag"  | two runs, one from either end  | 4 S / P; even work under a causal mask    |
+    +-----------+--------------------------------+-------------------------------------------+
+    | "gather"  | one run of rows                | S: they come at once                      |
+    +-----------+--------------------------------+-------------------------------------------+
+    | "ulysses" | one run of rows                | S, of its share of the heads              |
+    +-----------+--------------------------------+-------------------------------------------+
+    | a Layout  | what ``balanced_layout`` found | 4 S / P; even work under that mask        |
+    +-----------+--------------------------------+-------------------------------------------+
 
     With a mesh of two dimensions the first one is the ring, and the processes along the second one
     share rows and exchange them for heads, as Ulysses does.

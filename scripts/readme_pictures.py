@@ -25,7 +25,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tilelab.bench.points import SuiteRecord
+from tilelab.bench.steps import SuiteRecord
 from tilelab.bench.suites import LIST_ROWS, LISTED
 from tilelab.common.svg import (
     INK,

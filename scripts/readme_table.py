@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tilelab import bench
 from tilelab.bench.command import SUITES
-from tilelab.bench.points import Point, SuiteRecord, amount_of
 from tilelab.bench.sentences import sentences
+from tilelab.bench.steps import Point, SuiteRecord, amount_of
 from tilelab.bench.suites import (
     LIST_HEADS,
     LIST_MEMORY_HEADS,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ran
-from tilelab.bench.points import Point, SuiteRecord
+from tilelab.bench.steps import Point, SuiteRecord
 from tilelab.counted.cases import Row
 from tilelab.gpu_check.record import Record as GpuRecord
 from tilelab.gpu_check.record import rate

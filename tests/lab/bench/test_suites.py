@@ -21,9 +21,8 @@ from tests.variants_catalogue import assert_all_close
 from tilelab.bench import children, command, compare, main
 from tilelab.bench.children import STEPS
 from tilelab.bench.page import ABOUT, html, markdown
-from tilelab.bench.points import Point, SuiteRecord
 from tilelab.bench.sentences import crossing, crossings_in_words, sentences
-from tilelab.bench.steps import Step
+from tilelab.bench.steps import Point, Step, SuiteRecord
 from tilelab.bench.suites import CURE, DOUBLE, FEW, catalogue, layer, predicted
 from tilelab.bench.tables import suite_tables
 from tilelab.cases.case import Case

@@ -21,9 +21,8 @@ from rich.console import Console
 from tilelab.bench import children, compare, me, suites
 from tilelab.bench.goals import DTYPES, GoalRecord, cases, key_of, measure, overhead
 from tilelab.bench.page import html, markdown, pictures
-from tilelab.bench.points import SuiteRecord
 from tilelab.bench.sentences import sentences
-from tilelab.bench.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step, conduct
+from tilelab.bench.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step, SuiteRecord, conduct
 from tilelab.bench.tables import heading, suite_heading, suite_tables, tables
 from tilelab.cases.case import Case, Pass
 from tilelab.common.record import COMPLETE, INTERRUPTED, Finding

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilelab.bench.goals import GoalRecord
-from tilelab.bench.points import Point, SuiteRecord, amount_of
+from tilelab.bench.steps import Point, SuiteRecord, amount_of
 from tilelab.bench.suites import points_of
 from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilelab.bench.points import BenchRecord
+from tilelab.bench.steps import BenchRecord
 from tilelab.cases.case import Case, Goal
 from tilelab.cases.table import rows
 from tilelab.common import environment

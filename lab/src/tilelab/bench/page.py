@@ -10,8 +10,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.sentences import lead, sentences
+from tilelab.bench.steps import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.suites import CURE, DOUBLE
 from tilelab.bench.tables import BY_CASE, TITLES, suite_heading, suite_tables
 from tilelab.common.record import COMPLETE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tilelab.bench.points import Point, SuiteRecord, amount_of, groups
+from tilelab.bench.steps import Point, SuiteRecord, amount_of, groups
 from tilelab.bench.suites import CURE, DOUBLE
 from tilelab.peers.methods import OURS
 from tilelab.stats.values import listing

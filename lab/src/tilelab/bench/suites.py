@@ -25,8 +25,17 @@ from torch import Tensor
 
 from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, job_of, peaks
 from tilelab.bench.goals import CaseResult, cases, key_of, measure
-from tilelab.bench.points import Point, Status
-from tilelab.bench.steps import Budget, Settings, Step, attempted, method_key, timed, why_skipped
+from tilelab.bench.steps import (
+    Budget,
+    Point,
+    Settings,
+    Status,
+    Step,
+    attempted,
+    method_key,
+    timed,
+    why_skipped,
+)
 from tilelab.cases.case import Case, Pass
 from tilelab.cases.table import rows
 from tilelab.cases.variants import listed, softcap, window

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord, PeerResult
-from tilelab.bench.points import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.sentences import crossings, where
+from tilelab.bench.steps import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.common.clock import Spread
 from tilelab.common.record import COMPLETE
 from tilelab.common.tables import Table

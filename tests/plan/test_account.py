@@ -76,6 +76,19 @@ def test_each_backend_has_its_order() -> None:
     assert made["gpu"].flops == made["cpu"].flops * 7 // 5
 
 
+def test_the_core_computes_the_blocks_of_a_chunk_that_rows_see() -> None:
+    """Bytes follow the chunk of keys that stays, operations its blocks: half of a causal mask."""
+    case = problem(1, 1, 1, 1024, 1024, mask=masks.causal().program)
+    loops = dispatch.load("cpu").loops(case)
+    assert loops.backward[1] == 1024
+    found, whole = account(case, loops), account(case, loops._replace(blocks=None))
+    assert found.backward.ours.flops == found.forward.ours.flops * 5 // 2
+    assert found.backward.ours.bytes == whole.backward.ours.bytes
+    full = account(case._replace(mask=()), loops).backward.ours.flops
+    assert whole.backward.ours.flops == full
+    assert 0.5 < found.backward.ours.flops / full < 0.6
+
+
 def test_a_plan_has_its_account_when_it_is_asked_for() -> None:
     x = torch.zeros(2, 4, 96, 16)
     held = tilewise.plan(x, x, x, mask=masks.causal())

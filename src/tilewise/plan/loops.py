@@ -18,6 +18,8 @@ class Loops(NamedTuple):
         shared: whether a group of query heads walks together in such a forward.
         products: the dtype in which the forward multiplies, e.g. "float16", where it is not that of
             the operands.
+        blocks: in which a tile of ``backward`` is computed, each skipped alone where it is empty;
+            None for the tile as a whole.
     """
 
     forward: tuple[int, int]
@@ -27,3 +29,4 @@ class Loops(NamedTuple):
     split_keys: int = 0
     shared: bool = False
     products: str = ""
+    blocks: tuple[int, int] | None = None

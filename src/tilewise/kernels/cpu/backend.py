@@ -97,12 +97,14 @@ class CpuBackend(Backend):
         keys = problem.keys if problem.layout == "dense" else 0
         blocks = max(1, (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
         chunk = max(_CHUNK_BLOCKS, -(-blocks // _MOST_CHUNKS)) * _BLOCK_KEYS
+        block = (64, _BLOCK_KEYS)  # of a chunk: one that no row sees is skipped
         if problem.layout != "dense" or not 0 < problem.queries <= _FEW_QUERIES:
-            return Loops((64, _BLOCK_KEYS), "keys_outside", (64, chunk))
+            return Loops(block, "keys_outside", (64, chunk), blocks=block)
         together = min(problem.heads // problem.kv_heads, _DECODE_ROWS // problem.queries)
         split = max(_SPLIT_BLOCKS, -(-blocks // _MOST_SPLITS)) * _BLOCK_KEYS
         tile = (together * problem.queries, _BLOCK_KEYS)
-        return Loops(tile, "keys_outside", (64, chunk), split_keys=split, shared=True)
+        backward = (64, chunk)
+        return Loops(tile, "keys_outside", backward, split_keys=split, shared=True, blocks=block)
 
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return the table of a mask, by the core."""

@@ -146,7 +146,8 @@ def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Vi
         held = of(loops.keys or loops.backward)
         return tiled.backward_by_tiles(problem, of(loops.backward), held)
     if loops.order == "keys_outside":
-        return tiled.backward_keys_outside(problem, of(loops.backward))
+        computed = of(loops.blocks or loops.backward)
+        return tiled.backward_keys_outside(problem, of(loops.backward), computed=computed)
     return tiled.backward_rows_outside(problem, of(loops.backward))
 
 

@@ -277,7 +277,11 @@ def backward_by_tiles(
 
 
 def backward_keys_outside(
-    problem: Problem, visits: Visits, partial_bytes: int | None = None, delta: str = "pass"
+    problem: Problem,
+    visits: Visits,
+    partial_bytes: int | None = None,
+    delta: str = "pass",
+    computed: Visits | None = None,
 ) -> Traffic:
     """Keys outside, five products; dQ of a row is a sum in slow memory: the CPU core's order.
 
@@ -287,6 +291,7 @@ def backward_keys_outside(
         partial_bytes: of a number of the unfinished dQ; None for f.
         delta: where rowsum(dO * O) comes from: a "pass" of its own, the "first" visit of a tile of
             rows, which stores it, or "each" visit again (algorithm 4 to the letter).
+        computed: visits of the blocks in which a tile is computed; None for the tile as a whole.
     """
     size = _Sizes(problem, visits)
     head_dim, value_dim = size.widths
@@ -317,8 +322,9 @@ def backward_keys_outside(
         walk += (size.rows_walked("out", size.value),)
     else:
         raise InvalidArgument("delta", repr(delta), '"pass", "first" or "each"')
-    flops = 2 * visits.pairs * (3 * head_dim + 2 * value_dim)
-    one = Pass("dqkv", walk, flops, visits.pairs, size.of_rows())
+    pairs = (computed or visits).pairs
+    flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
+    one = Pass("dqkv", walk, flops, pairs, size.of_rows())
     return Traffic((*before, one), visits.omitted)
 
 

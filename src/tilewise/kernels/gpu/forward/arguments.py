@@ -184,10 +184,17 @@ def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     }
 
 
-def dropout_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Return the seed's memory, the threshold as a 32-bit word, and the factor of what is kept."""
+def scalars_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Return (scale, factor of what dropout keeps, the seed's memory), and the threshold.
+
+    The threshold is a 32-bit word, and an argument of its own: Triton specializes integers in a
+    tuple.
+    """
     return {
-        "seed": seed_memory(problem, operands),
+        "scalars": (
+            problem.scale,
+            1.0 / (1.0 - problem.dropout_p),
+            seed_memory(problem, operands),
+        ),
         "drop_below": word(threshold(problem.dropout_p)),
-        "keep_factor": 1.0 / (1.0 - problem.dropout_p),
     }

@@ -16,12 +16,12 @@ from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
-    dropout_of,
     finishing_of,
     form_of,
     functions_of,
     head_scales,
     paging_of,
+    scalars_of,
     sequences_of,
     tensors_of,
 )
@@ -117,10 +117,8 @@ def attend(
     last_page,
     tiles,
     section,
-    scale,
-    seed,
+    scalars,
     drop_below,
-    keep_factor,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
@@ -132,8 +130,9 @@ def attend(
     a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
     lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
 
-    Tensors come in tuples: see ``tensors_of``, ``sequences_of`` and ``lists_of``. Numbers do not,
-    because Triton would specialize those in a tuple, and compile anew for a batch of 1 or 16.
+    Tensors and floats come in tuples: see ``tensors_of``, ``sequences_of``, ``lists_of`` and
+    ``scalars_of``. Integers do not, because Triton would specialize those in a tuple, and compile
+    anew for a batch of 1 or 16.
     ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
     BM: tl.constexpr = FORM.BM
@@ -144,6 +143,7 @@ def attend(
     sinks, q_scale, k_scale, v_scale = per_head
     cu_q, cu_k, block_table, key_lengths = sequences
     q_strides, k_strides, v_strides, out_strides = strides
+    scale, keep_factor, seed = scalars
     lines = heads if cu_q is not None else batch * heads
     tile, line = slot_of(tiles, section, lines, FORM.REVERSED)
     b, h, begin_q, begin_k, M, N, m0 = line_place(
@@ -236,8 +236,7 @@ def forward_launches(
         **paging_of(problem, operands),
         "tiles": grid.tiles,
         "section": grid.section,
-        "scale": problem.scale,
-        **dropout_of(problem, operands),
+        **scalars_of(problem, operands),
     }
     form = form_of(problem, operands, config, variant, blocks, fp8)._replace(
         **finishing_of(problem, operands, variant),

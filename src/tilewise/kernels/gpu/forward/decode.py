@@ -31,12 +31,12 @@ from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward.arguments import (
-    dropout_of,
     finishing_of,
     form_of,
     functions_of,
     head_scales,
     paging_of,
+    scalars_of,
     tensors_of,
 )
 from tilewise.kernels.gpu.forward.online import (
@@ -182,7 +182,7 @@ def _merge_launch(
         "rows": rows,
         "slots": slots,
         "scale": problem.scale,
-        "keep_factor": dropout_of(problem, operands)["keep_factor"],
+        "keep_factor": 1.0 / (1.0 - problem.dropout_p),
     }
     constants = {**finishing_of(problem, operands, variant), "SPLITTING": splitting}
     warps = 4 if padded(problem.value_dim) <= _WIDE_VALUE else 8
@@ -214,8 +214,7 @@ def attend_split(
     outputs,
     per_head,
     per_row,
-    block_table,
-    key_lengths,
+    sequences,
     partials,
     strides,
     captured,
@@ -229,10 +228,8 @@ def attend_split(
     last_page,
     blocks,
     slots,
-    scale,
-    seed,
+    scalars,
     drop_below,
-    keep_factor,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr,
@@ -252,7 +249,9 @@ def attend_split(
     q, k, v = inputs
     out, lse, row_max, row_sum = outputs
     sinks, q_scale, k_scale, v_scale = per_head
+    block_table, key_lengths = sequences
     partial_out, partial_numbers = partials
+    scale, keep_factor, seed = scalars
     q_strides, k_strides, v_strides, out_strides = strides
     program = tl.program_id(0)
     block = program % blocks
@@ -355,8 +354,7 @@ def decode_launches(
     partials = empty_partials(problem, result, slots)
     arguments = {
         **tensors_of(problem, operands, result),
-        "block_table": operands.block_table,
-        "key_lengths": operands.key_lengths,
+        "sequences": (operands.block_table, operands.key_lengths),
         "partials": tuple(partials),
         "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         **page_rows(problem, operands, config, "decode"),
@@ -367,8 +365,7 @@ def decode_launches(
         **paging_of(problem, operands),
         "blocks": blocks,
         "slots": slots,
-        "scale": problem.scale,
-        **dropout_of(problem, operands),
+        **scalars_of(problem, operands),
     }
     form = form_of(problem, operands, config, unlisted, tiles, fp8)._replace(
         **finishing_of(problem, operands, variant)

@@ -143,27 +143,10 @@ def step_of(i, walk, lists, OTHER):
 
 @triton.jit(do_not_specialize=COUNTS)
 def line_kernel(
-    call,
-    sums,
-    sum_strides,
-    lists,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
-    RANGE: tl.constexpr,
-    SKIPS: tl.constexpr,
-    FORM: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    DUE: tl.constexpr,
-):
+    call, sums, sum_strides, lists, batch, heads, group, queries, keys, tiles, plane, threshold,
+    SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
+    SKIPS: tl.constexpr, FORM: tl.constexpr, BY_KEYS: tl.constexpr, DUE: tl.constexpr,
+):  # fmt: skip
     """Sum the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
 
     Row sums are corrected for the rounding of the row's shift. DUE is the plane of ``rows`` with
@@ -219,22 +202,10 @@ def line_kernel(
 
 @triton.jit(do_not_specialize=["batch", "heads", "length", "out_length", "blocks"])
 def fold_kernel(
-    sums,
-    sum_strides,
-    out,
-    out_strides,
-    cu,
-    batch,
-    heads,
-    length,
-    out_length,
-    blocks,
-    KEEP_B: tl.constexpr,
-    KEEP_H: tl.constexpr,
-    KEEP_I: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums, sum_strides, out, out_strides, cu, batch, heads, length, out_length, blocks,
+    KEEP_B: tl.constexpr, KEEP_H: tl.constexpr, KEEP_I: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-):
+):  # fmt: skip
     """Adds up the sums of lines over the batch items, heads and lines that are not kept.
 
     ``out_strides`` are along (b, h, line); ADD adds to what is there.
@@ -282,28 +253,10 @@ def fold_kernel(
 
 @triton.jit(do_not_specialize=[*COUNTS, "rows", "columns", "row_tiles", "column_tiles"])
 def pair_kernel(
-    call,
-    out,
-    out_strides,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    rows,
-    columns,
-    row_tiles,
-    column_tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
-    FORM: tl.constexpr,
-    KEEP_B: tl.constexpr,
-    KEEP_H: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    call, out, out_strides, batch, heads, group, queries, keys, rows, columns, row_tiles,
+    column_tiles, plane, threshold, SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr,
+    FORM: tl.constexpr, KEEP_B: tl.constexpr, KEEP_H: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """The shares of a tile of pairs, summed over the batch items and heads that are not kept.
 
     The sum is compensated: what a float32 loses is carried along. ``out_strides`` are along
@@ -352,22 +305,9 @@ def pair_kernel(
 
 @triton.jit(do_not_specialize=[*COUNTS, "row_tiles"])
 def diagonal_kernel(
-    call,
-    sums,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    row_tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    call, sums, batch, heads, group, queries, keys, tiles, row_tiles, plane, threshold,
+    SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Sums of shares along diagonals: a program adds up the tiles of one diagonal of tiles.
 
     ``sums`` is float64 [B, Hq, tiles, 2 * BLOCK]: of a diagonal of tiles its ``m - n`` from

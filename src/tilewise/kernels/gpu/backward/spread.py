@@ -34,27 +34,10 @@ _LARGEST_POWER: tl.constexpr = tl.constexpr(120)
 
 @triton.jit(do_not_specialize=COUNTS)
 def spread_pairs_kernel(
-    call,
-    totals,
-    fixed,
-    factors,
-    lists,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
-    RANGE: tl.constexpr,
-    INDEX: tl.constexpr,
-    SKIPS: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    call, totals, fixed, factors, lists, batch, heads, group, queries, keys, tiles, plane,
+    threshold, SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
+    INDEX: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Adds every share of a tile of rows to its element of ``fixed``.
 
     Without ``fixed``, puts the sum of their absolute values into ``totals``.
@@ -107,25 +90,10 @@ def line_value(sums, sum_strides, b, h, begin, i, inside, diagonals, DIAGONAL: t
 
 @triton.jit(do_not_specialize=["batch", "heads", "queries", "keys", "tiles", "origin", "diagonals"])
 def spread_lines_kernel(
-    sums,
-    sum_strides,
-    captured,
-    totals,
-    fixed,
-    factors,
-    starts,
-    batch,
-    heads,
-    queries,
-    keys,
-    tiles,
-    origin,
-    diagonals,
-    INDEX: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    sums, sum_strides, captured, totals, fixed, factors, starts, batch, heads, queries, keys, tiles,
+    origin, diagonals, INDEX: tl.constexpr, BY_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Do as ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
 
     DIAGONAL is 0, or the size of the tiles that gave the sums; ``origin`` is then the line whose
@@ -195,27 +163,10 @@ def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.const
 
 @triton.jit(do_not_specialize=[*COUNTS, "elements"])
 def table_kernel(
-    call,
-    sums,
-    lists,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    elements,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SEEN: tl.constexpr,
-    RANGE: tl.constexpr,
-    INDEX: tl.constexpr,
-    SKIPS: tl.constexpr,
-    TABLE: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    call, sums, lists, batch, heads, group, queries, keys, tiles, elements, plane, threshold,
+    SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
+    INDEX: tl.constexpr, SKIPS: tl.constexpr, TABLE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Sums of the shares of a tile of rows by the element that they name.
 
     ``sums`` is float64 [programs, TABLE]; TABLE is ``elements`` or more, a power of two.

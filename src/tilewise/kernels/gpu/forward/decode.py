@@ -98,26 +98,10 @@ def split_size(N, SPLITTING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "rows", "slots"])
 def merge_splits(
-    outputs,
-    sinks,
-    v_scale,
-    key_lengths,
-    partials,
-    out_strides,
-    heads,
-    group,
-    queries,
-    keys,
-    rows,
-    slots,
-    scale,
-    keep_factor,
-    FOLDED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    SPLITTING: tl.constexpr,
-):
+    outputs, sinks, v_scale, key_lengths, partials, out_strides, heads, group, queries, keys, rows,
+    slots, scale, keep_factor, FOLDED: tl.constexpr, DROPOUT: tl.constexpr, DV: tl.constexpr,
+    DV_PADDED: tl.constexpr, SPLITTING: tl.constexpr,
+):  # fmt: skip
     """Merge one row of the result. Rows of a sequence of one split are there already."""
     out, lse, row_max, row_sum = outputs
     partial_out, partial_numbers = partials

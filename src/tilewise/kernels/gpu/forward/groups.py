@@ -72,17 +72,9 @@ def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, walk, FORM: gl.con
 
 @gluon.jit
 def _softmax(
-    products,
-    n0,
-    top,
-    total,
-    place,
-    scale,
-    captured,
-    SEEN: gl.constexpr,
-    MASKED: gl.constexpr,
+    products, n0, top, total, place, scale, captured, SEEN: gl.constexpr, MASKED: gl.constexpr,
     FORM: gl.constexpr,
-):
+):  # fmt: skip
     """(p, fade, top, total) after a tile of products, see ``online.absorb``."""
     b, h, m, M, N = place
     n = (n0 + gl.arange(0, FORM.BN, gl.SliceLayout(0, products.type.layout)))[None, :]
@@ -107,14 +99,8 @@ def _softmax(
 
 @gluon.jit
 def _step(
-    j,
-    n0,
-    state,
-    fixed,
-    SEEN: gl.constexpr,
-    MASKED: gl.constexpr,
-    FORM: gl.constexpr,
-):
+    j, n0, state, fixed, SEEN: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
     """(out, top, total, p) after the scores of tile ``j`` and the values of the tile before it.
 
     ``fixed`` is what all tiles of a group share.
@@ -167,20 +153,9 @@ def _after_exponentials(total):
 
 @gluon.jit
 def _attend_rows(
-    c,
-    out_rows,
-    outputs,
-    memory,
-    bars,
-    place,
-    spans,
-    walk,
-    scale,
-    sinks,
-    captured,
-    SEEN: gl.constexpr,
-    FORM: gl.constexpr,
-):
+    c, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
+    SEEN: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
     """Attention of the queries of group ``c``."""
     q_s, k_s, v_s = memory
     q_full, k_full, k_empty, v_full, _ = bars
@@ -241,26 +216,9 @@ def _attend_rows(
 
 @gluon.jit(do_not_specialize=["heads", "group", "queries", "keys", "tiles", "section", "lines"])
 def attend_in_groups(
-    q_rows,
-    k_rows,
-    v_rows,
-    out_rows,
-    outputs,
-    sinks,
-    lists,
-    captured,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    section,
-    lines,
-    scale,
-    SEEN: gl.constexpr,
-    KEYS_OF: gl.constexpr,
-    FORM: gl.constexpr,
-):
+    q_rows, k_rows, v_rows, out_rows, outputs, sinks, lists, captured, heads, group, queries, keys,
+    tiles, section, lines, scale, SEEN: gl.constexpr, KEYS_OF: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
     """Attention of 128 queries of one head; arguments as ``attend.attend`` takes them.
 
     ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D]; ``outputs`` are lse, row_max and

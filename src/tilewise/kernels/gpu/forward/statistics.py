@@ -123,27 +123,10 @@ def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "heads", "group", "queries", "keys", "last_page", "tiles"])
 def describe(
-    inputs,
-    outputs,
-    per_head,
-    per_row,
-    sequences,
-    lists,
-    strides,
-    captured,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    last_page,
-    tiles,
-    scale,
-    SEEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    KEYS_OF: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    inputs, outputs, per_head, per_row, sequences, lists, strides, captured, batch, heads, group,
+    queries, keys, last_page, tiles, scale, SEEN: tl.constexpr, SCORE: tl.constexpr,
+    KEYS_OF: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN

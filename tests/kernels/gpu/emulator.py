@@ -9,7 +9,11 @@ What the chip may do at any time happens at a random time:
 
 * a copy into shared memory makes its destination NaN when it is issued, and lands later;
 * an asynchronous product reads its operands when it is issued, or when a wait finishes it;
-* a copy out of shared memory reads it when it is issued, or when a wait finishes it.
+* a copy out of shared memory reads it when it is issued, or when a wait finishes it. It writes or
+  adds at some time after, at the latest when the kernel waits for that.
+
+Programs run one after the other, or several at the same time: then those that wait for one another
+by integers in memory meet in every order.
 
 So a missing wait, an early release or a wrong phase shows as NaN, as wrong numbers or as an
 ``EmulatorError``, which is raised where
@@ -20,8 +24,9 @@ So a missing wait, an early release or a wrong phase shows as NaN, as wrong numb
 * an actor ends with products or copies under way;
 * a load or a store goes beyond its tensor.
 
-Not modelled: layouts, registers, the threads of a warp, the order of sums in a product, and
-approximate exponentials. The compiler checks layouts.
+Not modelled: the order of accesses that fences and atomics ask for, layouts, registers, the
+threads of a warp, the order of sums in a product, and approximate exponentials. The compiler checks
+layouts.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gpu.floats import Array
 from tilewise.kernels.gpu import Launch
+from tilewise.kernels.gpu.walk.groups import add_to_global
 
 _NARROW = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}
 _WIDE = {gl.float32: np.float32, gl.int32: np.int32, gl.int64: np.int64, gl.int1: np.bool_}
@@ -200,6 +206,10 @@ class Shared:
     def __init__(self, array: Array, dtype: Any, stage: Stage) -> None:
         self.array, self.dtype, self.stage = array, dtype, stage
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        part = (slice(None),) * dim + (slice(start, start + length),)
+        return Shared(self.array[part], self.dtype, self.stage)
+
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.array.reshape(shape), self.dtype, self.stage)
 
@@ -253,7 +263,8 @@ class Descriptor:
 
     def __init__(self, given: TensorDescriptor) -> None:
         self.tensor = given.base.detach().as_strided(given.shape, given.strides)
-        self.dtype = next(kind for kind in _NARROW if _NARROW[kind] == given.base.dtype)
+        narrow = [kind for kind in _NARROW if _NARROW[kind] == given.base.dtype]
+        self.dtype = narrow[0] if narrow else gl.float32
         self.layout = _LAYOUT
         self.shape = tuple(given.block_shape)
         nbytes = int(np.prod(self.shape)) * given.base.dtype.itemsize
@@ -270,10 +281,11 @@ class Descriptor:
         room = [(0, size - there) for size, there in zip(self.shape, found.shape, strict=True)]
         return np.pad(found, room)
 
-    def store(self, place: Sequence[Any], values: Array) -> None:
+    def store(self, place: Sequence[Any], values: Array, add: bool) -> None:
         target = self.tensor[self._box(place)]
         there = tuple(slice(size) for size in target.shape)
-        target.copy_(torch.from_numpy(values)[there])
+        new = torch.from_numpy(values)[there]
+        target.copy_(target + new if add else new)
 
 
 # ---- actors --------------------------------------------------------------------------------------
@@ -284,10 +296,16 @@ def _at_once() -> bool:
 
 
 class Actor:
-    """A partition of the warps: a thread that runs when it is its turn."""
+    """A program, or a partition of its warps: a thread that runs when it is its turn.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        name: for messages.
+        program: of which it is a partition; None for a program.
+        place: of the program in the grid.
+    """
+
+    def __init__(self, name: str, program: Actor | None, place: Sequence[int]) -> None:
+        self.name, self.program, self.place = name, program or self, place
         self.turn = threading.Lock()
         self.turn.acquire()
         self.ready: Callable[[], bool] = _at_once
@@ -296,40 +314,70 @@ class Actor:
         self.unfenced: list[Array] = []  # where it has stored since its last fence
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
+        self.writes: list[Landing] = []
+        self.looked: dict[int, int] = {}  # what an integer in memory was when it looked last
 
 
 class Landing(NamedTuple):
-    """A copy into shared memory that is under way."""
+    """A copy that is under way; ``program`` is whose shared memory it goes to."""
 
     finish: Callable[[], None]
     late: bool
+    program: Actor | None
 
 
 class Stage:
-    """Runs actors in turn; copies land between."""
+    """Runs actors in turn; copies land between.
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    Args:
+        chance: decides.
+        slots: programs at the same time.
+    """
+
+    def __init__(self, chance: random.Random, slots: int) -> None:
+        self.chance, self.slots = chance, slots
         self.actors: list[Actor] = []
         self.actor: Actor | None = None  # whose turn it is
         self.landings: list[Landing] = []
         self.fault: BaseException | None = None
 
-    def play(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Run functions with their arguments at the same time, until all have ended."""
-        names = [f"{function.__name__} {number}" for number, (function, _) in enumerate(parts)]
-        self.actors = [Actor(name) for name in names]
-        threads = [
-            threading.Thread(target=self._act, args=(actor, *part), daemon=True)
-            for actor, part in zip(self.actors, parts, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
+    def play(self, program: Callable[[], None], places: Sequence[Sequence[int]]) -> None:
+        """Run the programs of these places, until all have ended; they start in this order."""
+        waiting = list(places)
+        done = threading.Event()
+
+        def go_on() -> None:
+            running = sum(not actor.ended for actor in self.actors if actor.program is actor)
+            for place in waiting[: self.slots - running]:
+                waiting.remove(place)
+                self._start(Actor(f"program {place}", None, place), whole, ())
+
+        def whole() -> None:
+            program()
+            own = self.actor
+            if any(landing.program is own for landing in self.landings):
+                raise EmulatorError("a copy lands after the program has ended")
+
+        self._go_on, self._done = go_on, done
         self._hand_on()
-        for thread in threads:
-            thread.join()
+        done.wait()
         if self.fault is not None:
             raise self.fault
+
+    def part(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Run functions with their arguments at the same time, as partitions of a program."""
+        program = self.actor
+        assert program is not None
+        partitions = []
+        for number, (function, given) in enumerate(parts):
+            name = f"{function.__name__} {number} of {program.name}"
+            partitions.append(Actor(name, program, program.place))
+            self._start(partitions[-1], function, given)
+        self.pause(lambda: all(actor.ended for actor in partitions))
+
+    def _start(self, actor: Actor, function: Callable[..., None], given: tuple[Any, ...]) -> None:
+        self.actors.append(actor)
+        threading.Thread(target=self._act, args=(actor, function, given), daemon=True).start()
 
     def pause(self, ready: Callable[[], bool] = _at_once) -> Actor:
         """Let others run until ``ready``; the actor whose turn it is."""
@@ -340,9 +388,19 @@ class Stage:
         self._await(actor)
         return actor
 
-    def land(self, finish: Callable[[], None]) -> None:
-        """Let a copy land at some time."""
-        self.landings.append(Landing(finish, self._is_late()))
+    def land(self, finish: Callable[[], None], shared: bool) -> Landing:
+        """Let a copy land at some time, in shared memory or elsewhere."""
+        actor = self.actor
+        assert actor is not None
+        landing = Landing(finish, self._is_late(), actor.program if shared else None)
+        self.landings.append(landing)
+        return landing
+
+    def finish(self, landing: Landing) -> None:
+        """Let a copy land now, if it has not."""
+        if landing in self.landings:
+            self.landings.remove(landing)
+            landing.finish()
 
     def _is_late(self) -> bool:
         return self.chance.random() < _LATE
@@ -366,6 +424,7 @@ class Stage:
             pass
         except BaseException as fault:
             self.fault = fault
+            self._done.set()
             for other in self.actors:
                 if other is not actor and not other.ended:
                     other.ended = True
@@ -373,6 +432,7 @@ class Stage:
 
     def _hand_on(self) -> None:
         """Choose an actor that can go on; copies land on the way."""
+        self._go_on()
         while not all(actor.ended for actor in self.actors):
             able: list[Any] = [each for each in self.actors if not each.ended and each.ready()]
             able += self.landings
@@ -383,10 +443,10 @@ class Stage:
             if isinstance(chosen, Actor):
                 chosen.turn.release()
                 return
-            self.landings.remove(chosen)
-            chosen.finish()
-        if self.landings:
-            raise EmulatorError("a copy lands after the program has ended")
+            self.finish(chosen)
+        for landing in list(self.landings):
+            self.finish(landing)
+        self._done.set()
 
 
 # ---- the chip ------------------------------------------------------------------------------------
@@ -407,12 +467,16 @@ def _any_layout(*_: Any, **__: Any) -> Any:
 
 
 class Chip:
-    """Runs programs of a kernel one after another; what stands in for all that its source names."""
+    """Runs programs of a kernel; what stands in for all that its source names.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of all that happens at random.
+        slots: programs at the same time.
+    """
+
+    def __init__(self, seed: int, slots: int = 1) -> None:
         self.chance = random.Random(seed)
-        self.place: Sequence[int] = (0,)
-        self.stage = Stage(self.chance)
+        self.stage = Stage(self.chance, slots)
         self.lifted: dict[Any, FunctionType] = {}
         language = self._language()
         self.stand_ins: dict[int, Any] = {
@@ -430,6 +494,7 @@ class Chip:
                 async_copy_shared_to_global=self._copy_out,
                 store_wait=self._wait_for_stores,
             ),
+            id(add_to_global): self._add_out,
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
             id(hopper.warpgroup_mma_wait): self._wait_for_products,
@@ -439,7 +504,8 @@ class Chip:
         """What stands in for both ``gl`` and ``tl``."""
         return SimpleNamespace(
             **{name: getattr(gl, name) for name in ("float32", "int1", "int32", "int64")},
-            program_id=lambda axis: Block(np.int32(self.place[axis])),
+            program_id=lambda axis: Block(np.int32(self._actor().place[axis])),
+            atomic_add=self._atomic_add,
             static_range=range,
             arange=lambda low, high, _=None: Block(np.arange(low, high, dtype=np.int32)),
             full=lambda shape, value, dtype, _=None: Block(np.full(shape, value, _WIDE[dtype])),
@@ -458,20 +524,23 @@ class Chip:
             load=_load,
             store=_store,
             convert_layout=lambda block, layout: block,
-            # The kernels have assembly that orders instructions and changes no number.
-            inline_asm_elementwise=lambda text, constraints, given, **_: given[0],
+            inline_asm_elementwise=self._assembly,
             allocate_shared_memory=self._allocate,
-            warp_specialize=lambda parts, warps, registers: self.stage.play(parts),
+            warp_specialize=lambda parts, warps, registers: self.stage.part(parts),
             NVMMADistributedLayout=_any_layout,
             DotOperandLayout=_any_layout,
             SliceLayout=_any_layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=_any_layout),
         )
 
-    def run(self, place: Sequence[int], kernel: Any, named: dict[str, Any]) -> None:
-        """Run the program at a place of the grid."""
-        self.place, self.stage = place, Stage(self.chance)
-        with np.errstate(all="ignore"):
-            self.lift(kernel)(**named)
+    def run(self, places: Sequence[Sequence[int]], kernel: Any, named: dict[str, Any]) -> None:
+        """Run the programs at these places of the grid."""
+        function = self.lift(kernel)
+        self.stage.play(lambda: function(**named), places)
+
+    def _actor(self) -> Actor:
+        assert self.stage.actor is not None
+        return self.stage.actor
 
     def lift(self, kernel: Any) -> FunctionType:
         """Return the Python function of a jit function, with stand-ins for what it names."""
@@ -523,16 +592,51 @@ class Chip:
             target.array[...] = values
             barrier.land(rows.block_type.nbytes)
 
-        self.stage.land(land)
+        self.stage.land(land, shared=True)
 
-    def _copy_out(self, rows: Descriptor, place: Sequence[Any], source: Shared) -> None:
+    def _copy_out(
+        self, rows: Descriptor, place: Sequence[Any], source: Shared, add: bool = False
+    ) -> None:
         actor = self.stage.pause()
-        early = source.read() if self.chance.random() < 0.5 else None
 
         def store() -> None:
-            rows.store(place, source.read() if early is None else early)
+            values = source.read()
+            write = self.stage.land(lambda: rows.store(place, values, add), shared=False)
+            actor.writes.append(write)
 
-        actor.stores.append(store)
+        if self.chance.random() < 0.5:
+            store()
+            actor.stores.append(lambda: None)
+        else:
+            actor.stores.append(store)
+
+    def _add_out(self, rows: Descriptor, place: Sequence[Any], source: Shared) -> None:
+        self._copy_out(rows, place, source, add=True)
+
+    def _assembly(self, text: str, constraints: str, given: Sequence[Any], **_: Any) -> Any:
+        """Assembly that waits for writes, or orders instructions; it changes no number."""
+        if "wait_group 0" in text:
+            actor = self.stage.pause()
+            self._wait_for_stores(0)
+            for write in actor.writes:
+                self.stage.finish(write)
+            actor.writes.clear()
+        return given[0]
+
+    def _atomic_add(self, pointer: Pointer, number: Any, sem: str, scope: str) -> Block:
+        """Add to an integer; who adds nothing looks at it, again only when it has changed."""
+        place, memory = int(pointer.places.data), pointer.memory
+        if not 0 <= place < memory.size:
+            raise EmulatorError("a load or a store beyond its tensor")
+        looked = self._actor().looked
+        look = int(number) == 0
+        self.stage.pause(lambda: not look or looked.get(place) != int(memory[place]))
+        before = int(memory[place])
+        looked.pop(place, None)
+        if look:
+            looked[place] = before
+        memory[place] += int(number)
+        return Block(np.int32(before))
 
     def _wait_for_stores(self, running: int) -> None:
         actor = self.stage.pause()
@@ -590,16 +694,20 @@ def _argument(value: Any) -> Any:
     return Block(np.float32(value)) if isinstance(value, float) else value
 
 
-def emulate(launch: Launch, seed: int) -> None:
+def emulate(launch: Launch, seed: int, slots: int = 1) -> None:
     """Run a launch of a Gluon kernel; all that happens at random follows from the seed.
+
+    Args:
+        launch: of the kernel.
+        seed: of all that happens at random.
+        slots: programs at the same time, at most.
 
     Raises:
         EmulatorError: as the module says.
     """
-    chip = Chip(seed)
+    chip = Chip(seed, slots)
     named = {name: _argument(value) for name, value in launch.arguments.items()}
     named |= {name: chip.stand_in(value) for name, value in launch.constants.items()}
     places = list(np.ndindex(*launch.grid))
     chip.chance.shuffle(places)
-    for place in places:
-        chip.run(place, launch.kernel, named)
+    chip.run(places, launch.kernel, named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from itertools import combinations, count, product
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from tests.cases import Case, Inputs, build
 from tests.contract import assert_same_bits
 from tests.kernels.gpu.emulator import Block, Chip, EmulatorError, emulate
+from tests.kernels.gpu.faults import Fault, moved, with_fault, without
 from tests.kernels.gpu.passes import GQA, HALVES, NAN, prepare_forward, variant
 from tests.oracle import Outcome, Sent, check_twice, problem_of, send
 from tilewise import masks
@@ -163,7 +163,7 @@ def _check(case: Case, draws: int) -> None:
     check_twice(case, draws, outcome)
 
 
-def _of(case: Case, width: int, dtype: torch.dtype) -> Case:
+def of_width(case: Case, width: int, dtype: torch.dtype) -> Case:
     name = f"{case.name}-{width}"
     return replace(case, name=name, head_dim=width, value_dim=width, dtype=dtype)
 
@@ -171,7 +171,7 @@ def _of(case: Case, width: int, dtype: torch.dtype) -> Case:
 # Each width in either type; of dK and dV alone where no forward pass is served. Each score has one
 # width with a mask, the other without.
 SAMPLE = [
-    _of(case, width, HALVES[(index + width // 64) % 2])
+    of_width(case, width, HALVES[(index + width // 64) % 2])
     for width in (64, 128)
     for index, case in enumerate(CASES)
     if not case.score or (index // 2 + index + width // 64) % 2
@@ -189,7 +189,7 @@ def test_both_passes(case: Case) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_many_seeds(case: Case, dtype: torch.dtype, width: int) -> None:
-    _check(_of(case, width, dtype), 10)
+    _check(of_width(case, width, dtype), 10)
 
 
 # ---- leaks ---------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _band(problem: Problem, instr: Instr) -> Tensor:
     return seen
 
 
-def _shown(problem: Problem) -> Tensor:
+def shown_pairs(problem: Problem) -> Tensor:
     """Which pairs a mask of bands shows."""
     bands = [_band(problem, instr) for instr in problem.mask if instr.op == "band"]
     return torch.stack(bands).all(0)
@@ -270,37 +270,20 @@ def test_queries_hidden_from_a_tile_may_be_nan(case: Case) -> None:
 # ---- the protocol --------------------------------------------------------------------------------
 
 
-class Fault(NamedTuple):
-    """A change of the text of a kernel that breaks its protocol."""
-
-    name: str
-    before: str
-    after: str
-
-
-def _moved(line: str, beyond: str, name: str) -> Fault:
-    """A line that comes before the one it should follow."""
-    return Fault(name, f"{beyond}\n{line}\n", f"{line}\n{beyond}\n")
-
-
-def _without(line: str, name: str) -> Fault:
-    return Fault(name, f"{line}\n", "\n")
-
-
 # Keys released early are no fault but for the first tile: the loader waits for the values of the
 # tile before, and these are released later.
 FORWARD_FAULTS = [
-    _moved(
+    moved(
         "    mbarrier.arrive(v_empty.index(before), count=1)",
         "    out = warpgroup_mma_wait(0, deps=[sums])",
         "values released early",
     ),
-    _moved(
+    moved(
         "    mbarrier.arrive(k_empty.index(0), count=1)",
         "    products = warpgroup_mma_wait(0, deps=[products])",
         "first keys released early",
     ),
-    _without("    mbarrier.arrive(k_empty.index(here), count=1)", "keys never released"),
+    without("    mbarrier.arrive(k_empty.index(here), count=1)", "keys never released"),
     Fault("scores before their wait", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
     Fault("sums before their wait", "warpgroup_mma_wait(0, deps=[sums])\n    mbarrier",
           "warpgroup_mma_wait(1, deps=[sums])\n    mbarrier"),
@@ -308,16 +291,16 @@ FORWARD_FAULTS = [
     Fault("phase of the keys", "k_full.index(here), (j //", "k_full.index(here), ((j + 1) //"),
     Fault("phase of the values", "v_full.index(before), ((j - 1)", "v_full.index(before), ((j)"),
     Fault("place of the values", "before = (j - 1) % FORM.STAGES", "before = j % FORM.STAGES"),
-    _without("        mbarrier.wait(k_empty.index(place_of), free)", "keys overwritten"),
-    _without("        mbarrier.wait(v_empty.index(place_of), free)", "values overwritten"),
-    _without("    mbarrier.wait(q_full.index(c), 0)", "no wait for queries"),
-    _without("    mbarrier.wait(k_full.index(0), 0)", "no wait for first keys"),
-    _without("    mbarrier.wait(k_full.index(here), (j // FORM.STAGES) & 1)", "no wait for keys"),
-    _without(
+    without("        mbarrier.wait(k_empty.index(place_of), free)", "keys overwritten"),
+    without("        mbarrier.wait(v_empty.index(place_of), free)", "values overwritten"),
+    without("    mbarrier.wait(q_full.index(c), 0)", "no wait for queries"),
+    without("    mbarrier.wait(k_full.index(0), 0)", "no wait for first keys"),
+    without("    mbarrier.wait(k_full.index(here), (j // FORM.STAGES) & 1)", "no wait for keys"),
+    without(
         "    mbarrier.wait(v_full.index(before), ((j - 1) // FORM.STAGES) & 1)",
         "no wait for values",
     ),
-    _without(
+    without(
         "    mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)",
         "no wait for last values",
     ),
@@ -326,33 +309,33 @@ FORWARD_FAULTS = [
     Fault("expected bytes", "k_full.index(place_of), k_rows.block_type.nbytes",
           "k_full.index(place_of), k_rows.block_type.nbytes // 2"),
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
-    _without("    tma.store_wait(0)", "no wait for the store"),
+    without("    tma.store_wait(0)", "no wait for the store"),
 ]  # fmt: skip
 KEY_FAULTS = [
-    _moved(
+    moved(
         "    mbarrier.arrive(empty.index(here), count=1)",
         "    total_k, total_v = warpgroup_mma_wait(0, deps=[total_k, total_v])",
         "released early",
     ),
-    _without("    mbarrier.arrive(empty.index(here), count=1)", "never released"),
+    without("    mbarrier.arrive(empty.index(here), count=1)", "never released"),
     Fault("products before their wait", "warpgroup_mma_wait(0, deps=[products",
           "warpgroup_mma_wait(1, deps=[products"),
     Fault("sums before their wait", "warpgroup_mma_wait(0, deps=[total_k",
           "warpgroup_mma_wait(1, deps=[total_k"),
     Fault("phase of the loader", "((t // FORM.STAGES) & 1) ^ 1)", "(t // FORM.STAGES) & 1)"),
     Fault("phase of the queries", "turn = (t //", "turn = ((t + 1) //"),
-    _without(
+    without(
         "        mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)",
         "overwritten",
     ),
-    _without("    mbarrier.wait(q_full.index(here), turn)", "no wait for queries"),
-    _without("    mbarrier.wait(g_full.index(here), turn)", "no wait for gradients"),
-    _without("    mbarrier.wait(held.index(c), 0)", "no wait for keys"),
+    without("    mbarrier.wait(q_full.index(here), turn)", "no wait for queries"),
+    without("    mbarrier.wait(g_full.index(here), turn)", "no wait for gradients"),
+    without("    mbarrier.wait(held.index(c), 0)", "no wait for keys"),
     Fault("count of empty", "empty.index(i), count=GROUPS", "empty.index(i), count=1"),
     Fault("expected bytes", "k_rows.block_type.nbytes + v_rows.block_type.nbytes",
           "k_rows.block_type.nbytes"),
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
-    _without("    tma.store_wait(0)", "no wait for the stores"),
+    without("    tma.store_wait(0)", "no wait for the stores"),
 ]  # fmt: skip
 # Of ``walk/groups.py``; they show in both passes.
 LIST_FAULTS = [
@@ -368,24 +351,10 @@ LIST_FAULTS = [
 SEEDS = range(40)
 
 
-def _with_fault(module: Any, fault: Fault, folder: Path) -> Any:
-    """A copy of a module that has a fault."""
-    text = Path(module.__file__).read_text()
-    assert text.count(fault.before) == 1, f"{fault.name}: {text.count(fault.before)} such lines"
-    path = folder / f"{Path(module.__file__).stem}_with_fault.py"
-    path.write_text(text.replace(fault.before, fault.after))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 def _with_lists(module: Any, fault: Fault, folder: Path) -> Any:
     """A copy of a module of kernels whose tiles are counted and listed with a fault."""
-    found = _with_fault(module, Fault("", "from __future__", "from __future__"), folder)
-    wrong = _with_fault(tiles, fault, folder)
+    found = with_fault(module, Fault("", "from __future__", "from __future__"), folder)
+    wrong = with_fault(tiles, fault, folder)
     found.counted, found.tile_at = wrong.counted, wrong.tile_at
     return found
 
@@ -462,13 +431,13 @@ def listed_runs() -> tuple[Run, Run]:
 def test_a_fault_of_the_forward_pass_is_found(
     fault: Fault, forward_run: Run, tmp_path: Path
 ) -> None:
-    kernel = _with_fault(forward, fault, tmp_path).attend_in_groups
+    kernel = with_fault(forward, fault, tmp_path).attend_in_groups
     assert any(forward_run.differs(kernel, seed) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("fault", KEY_FAULTS, ids=_name)
 def test_a_fault_of_the_key_pass_is_found(fault: Fault, key_run: Run, tmp_path: Path) -> None:
-    kernel = _with_fault(keys, fault, tmp_path).keys_in_groups
+    kernel = with_fault(keys, fault, tmp_path).keys_in_groups
     assert any(key_run.differs(kernel, seed) for seed in SEEDS)
 
 
@@ -488,7 +457,7 @@ def test_a_tile_that_is_not_moved_is_found(listed_runs: tuple[Run, Run], tmp_pat
 
 
 def test_tiles_of_heads_before_are_counted(listed_runs: tuple[Run, Run], tmp_path: Path) -> None:
-    kernel = _with_fault(keys, _without("        before += count", "before"), tmp_path)
+    kernel = with_fault(keys, without("        before += count", "before"), tmp_path)
     assert any(listed_runs[1].differs(kernel.keys_in_groups, seed) for seed in SEEDS)
 
 
@@ -500,7 +469,7 @@ def test_every_order_gives_the_same_bits(forward_run: Run, key_run: Run) -> None
 # ---- which calls are served ----------------------------------------------------------------------
 
 
-def _problem(*mask: Instr, queries: int = 384, keys: int = 384, **changed: Any) -> Problem:
+def problem_with(*mask: Instr, queries: int = 384, keys: int = 384, **changed: Any) -> Problem:
     plain = Problem(
         batch=1,
         heads=2,
@@ -521,53 +490,53 @@ def _problem(*mask: Instr, queries: int = 384, keys: int = 384, **changed: Any) 
     return plain._replace(**changed)
 
 
-def _window(left: int, right: int, anchor: int = 1) -> Instr:
+def window(left: int, right: int, anchor: int = 1) -> Instr:
     return Instr("band", (left, right, anchor))
 
 
-CAUSAL, AND, OR = _window(-1, 0), Instr("and"), Instr("or")
+CAUSAL, AND, OR = window(-1, 0), Instr("and"), Instr("or")
 DOCUMENTS = Instr("same_document", (), (0, 1))
 TABLE = Instr("tiles", (128, 128, 0, 0, 384, 384, 0), (2,))
 SERVED = {
-    "full": _problem(),
-    "float16": _problem(dtype=torch.float16),
-    "sinks": _problem(sinks=True),
-    "grouped": _problem(kv_heads=1),
-    "negative scale": _problem(scale=-1.0),
-    "causal": _problem(CAUSAL, queries=333, keys=333),
-    "window": _problem(_window(256, 128), queries=333, keys=333),
-    "anchored": _problem(CAUSAL, queries=200, keys=328),
-    "rows without keys": _problem(CAUSAL, queries=384, keys=128),
-    "two bands": _problem(CAUSAL, _window(128, -1), AND),
-    "tiles": _problem(CAUSAL, TABLE),
-    "tiles of documents": _problem(DOCUMENTS, CAUSAL, AND, TABLE, queries=333, keys=333),
-    "tiles of tiles": _problem(DOCUMENTS, TABLE, CAUSAL, OR, TABLE),
+    "full": problem_with(),
+    "float16": problem_with(dtype=torch.float16),
+    "sinks": problem_with(sinks=True),
+    "grouped": problem_with(kv_heads=1),
+    "negative scale": problem_with(scale=-1.0),
+    "causal": problem_with(CAUSAL, queries=333, keys=333),
+    "window": problem_with(window(256, 128), queries=333, keys=333),
+    "anchored": problem_with(CAUSAL, queries=200, keys=328),
+    "rows without keys": problem_with(CAUSAL, queries=384, keys=128),
+    "two bands": problem_with(CAUSAL, window(128, -1), AND),
+    "tiles": problem_with(CAUSAL, TABLE),
+    "tiles of documents": problem_with(DOCUMENTS, CAUSAL, AND, TABLE, queries=333, keys=333),
+    "tiles of tiles": problem_with(DOCUMENTS, TABLE, CAUSAL, OR, TABLE),
 }
 CAP = Instr("softcap", (20.0,))
 NOT_SERVED = {
-    "edge": _problem(_window(100, 0)),
-    "other edge": _problem(_window(128, 20)),
-    "anchored elsewhere": _problem(CAUSAL, queries=200, keys=333),
-    "last rows": _problem(CAUSAL._replace(params=(-1, 0, 0)), queries=200, keys=333),
-    "one of two": _problem(CAUSAL, _window(100, -1), AND),
-    "either": _problem(CAUSAL, _window(128, -1), OR),
-    "not": _problem(CAUSAL, Instr("not")),
-    "lengths": _problem(Instr("below", (), (0,))),
-    "documents": _problem(DOCUMENTS),
-    "tiles with lengths": _problem(DOCUMENTS, Instr("below", (), (3,)), AND, TABLE),
-    "tiles with an edge": _problem(DOCUMENTS, _window(100, 0), AND, TABLE),
-    "tiles of one of two": _problem(DOCUMENTS, TABLE, CAUSAL, AND),
-    "tiles of either": _problem(DOCUMENTS, TABLE, CAUSAL, OR),
-    "tiles of what is not": _problem(DOCUMENTS, TABLE, Instr("not")),
-    "raw score": _problem(score=(CAP, Instr(RAW, ("weigh",), (0,)))),
-    "dropout": _problem(dropout_p=0.1),
-    "pages": _problem(page_size=128),
-    "packed": _problem(layout="varlen"),
-    "float32": _problem(dtype=torch.float32),
-    "float8": _problem(dtype=torch.float8_e4m3fn),
-    "narrow values": _problem(value_dim=64),
-    "wide": _problem(head_dim=256, value_dim=256),
-    "between": _problem(head_dim=96, value_dim=96),
+    "edge": problem_with(window(100, 0)),
+    "other edge": problem_with(window(128, 20)),
+    "anchored elsewhere": problem_with(CAUSAL, queries=200, keys=333),
+    "last rows": problem_with(CAUSAL._replace(params=(-1, 0, 0)), queries=200, keys=333),
+    "one of two": problem_with(CAUSAL, window(100, -1), AND),
+    "either": problem_with(CAUSAL, window(128, -1), OR),
+    "not": problem_with(CAUSAL, Instr("not")),
+    "lengths": problem_with(Instr("below", (), (0,))),
+    "documents": problem_with(DOCUMENTS),
+    "tiles with lengths": problem_with(DOCUMENTS, Instr("below", (), (3,)), AND, TABLE),
+    "tiles with an edge": problem_with(DOCUMENTS, window(100, 0), AND, TABLE),
+    "tiles of one of two": problem_with(DOCUMENTS, TABLE, CAUSAL, AND),
+    "tiles of either": problem_with(DOCUMENTS, TABLE, CAUSAL, OR),
+    "tiles of what is not": problem_with(DOCUMENTS, TABLE, Instr("not")),
+    "raw score": problem_with(score=(CAP, Instr(RAW, ("weigh",), (0,)))),
+    "dropout": problem_with(dropout_p=0.1),
+    "pages": problem_with(page_size=128),
+    "packed": problem_with(layout="varlen"),
+    "float32": problem_with(dtype=torch.float32),
+    "float8": problem_with(dtype=torch.float8_e4m3fn),
+    "narrow values": problem_with(value_dim=64),
+    "wide": problem_with(head_dim=256, value_dim=256),
+    "between": problem_with(head_dim=96, value_dim=96),
 }
 
 
@@ -585,19 +554,19 @@ def test_not_served(name: str) -> None:
 
 def test_what_else_decides() -> None:
     """The width, the score, the pass, the chip, and blocks that somebody asks for."""
-    capped = _problem(CAUSAL, score=(CAP,))
+    capped = problem_with(CAUSAL, score=(CAP,))
     assert HOPPER.in_groups("forward", capped) is None
     assert HOPPER.in_groups("dkdv", capped) == Blocks(32, 128, 8, 4)
     capped = capped._replace(head_dim=64, value_dim=64)
     assert HOPPER.in_groups("dkdv", capped) == Blocks(32, 128, 8, 4)
-    narrow = _problem(head_dim=64, value_dim=64)
+    narrow = problem_with(head_dim=64, value_dim=64)
     assert HOPPER.in_groups("forward", narrow) is None
     assert HOPPER.in_groups("dkdv", narrow) == Blocks(64, 128, 8, 2)
     asked = Config("sm_90", overrides=(("forward", Blocks(64, 64, 4, 2)),))
-    assert asked.in_groups("forward", _problem()) is None
-    assert asked.in_groups("dkdv", _problem()) is not None
+    assert asked.in_groups("forward", problem_with()) is None
+    assert asked.in_groups("dkdv", problem_with()) is not None
     for name in config.PASSES:
-        others = {family for family in FAMILIES if Config(family).in_groups(name, _problem())}
+        others = {family for family in FAMILIES if Config(family).in_groups(name, problem_with())}
         assert others == ({"sm_90"} if name in ("forward", "dkdv") else set())
 
 
@@ -605,10 +574,10 @@ def test_no_tile_has_rows_that_its_band_hides(monkeypatch: pytest.MonkeyPatch) -
     """In small: tiles of 4 for 128, all bands, all sizes. Rows beyond the last one are zeros."""
     monkeypatch.setattr(config, "_EDGE", 4)
     sides, sizes = (-1, 0, 1, 2, 3, 4, 6, 8, 12), range(1, 11)
-    bands = [_window(*params) for params in product(sides, sides, (0, 1))]
+    bands = [window(*params) for params in product(sides, sides, (0, 1))]
     served = 0
     for band, M, N in product(bands, sizes, sizes):
-        problem = _problem(band, queries=M, keys=N)
+        problem = problem_with(band, queries=M, keys=N)
         if HOPPER.in_groups("forward", problem) is not None:
             served += 1
             _check_tiles(problem)
@@ -618,10 +587,10 @@ def test_no_tile_has_rows_that_its_band_hides(monkeypatch: pytest.MonkeyPatch) -
 def test_no_tile_has_rows_that_two_bands_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_EDGE", 4)
     sides, sizes = (-1, 0, 4), (3, 4, 8)
-    bands = [_window(*params) for params in product(sides, sides, (0, 1))]
+    bands = [window(*params) for params in product(sides, sides, (0, 1))]
     for one, other in combinations(bands, 2):
         for M, N in product(sizes, sizes):
-            problem = _problem(one, other, AND, queries=M, keys=N)
+            problem = problem_with(one, other, AND, queries=M, keys=N)
             if HOPPER.in_groups("forward", problem) is not None:
                 _check_tiles(problem)
 
@@ -631,23 +600,25 @@ CHIP = Chip(0)
 
 def _check_tiles(problem: Problem) -> None:
     """Each row that a tile meets, some row of the tile sees: of keys and of queries."""
-    own, seen = variant_of(problem, (), ()), _shown(problem)
+    own, seen = variant_of(problem, (), ()), shown_pairs(problem)
     sides = problem.queries, problem.keys
     for ranges, met, step, by_keys in (
         (own.keys_of, seen, 4, False),
         (own.queries_of, seen.mT, 2, True),
     ):
         for first in range(0, met.shape[0], 4):
-            tiles = _tiles(CHIP.stand_in(ranges), first, sides, step, by_keys)
+            tiles = rows_met(CHIP.stand_in(ranges), first, sides, step, by_keys)
             some = met[first : first + 4].any(0)
             hidden = [row for row in tiles if row < len(some) and not some[row]]
             assert not hidden, f"{problem.mask}, {sides}: {'keys' if by_keys else 'rows'} {first}"
 
 
-def _tiles(ranges: Any, first: int, sides: tuple[int, int], step: int, by_keys: bool) -> list[int]:
-    """The rows that the tile from ``first`` on meets, as the kernels find them."""
+def rows_met(
+    ranges: Any, first: int, sides: tuple[int, int], step: int, by_keys: bool, of: int = 4
+) -> list[int]:
+    """The rows that the tile of ``of`` rows from ``first`` on meets, as the kernels find them."""
     number = [Block(np.int32(each)) for each in (0, first, *sides)]
-    found = CHIP.lift(range_of)(*number, ((), ()), ranges, 4, by_keys)
+    found = CHIP.lift(range_of)(*number, ((), ()), ranges, of, by_keys)
     end = sides[0] if by_keys else sides[1]
     left, _, _, right = map(int, CHIP.lift(split_range)(*found, end, step))
     return [row for start in range(left, right, step) for row in range(start, start + step)]

@@ -20,8 +20,10 @@ from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import EXPR, RAW, Instr
 
-Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode"]
-PASSES: tuple[Pass, ...] = get_args(Pass)
+# "fused" is "dq" and "dkdv" in one kernel. It has no row in the table: see ``Config.fused``.
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode", "fused"]
+MEASURED: tuple[Pass, ...] = get_args(Pass)
+PASSES: tuple[Pass, ...] = MEASURED[:-1]
 
 LARGEST_WIDTH = 512
 # Of queries and keys in the forward pass: latent vectors of 512 and what is rotated. The columns
@@ -160,6 +162,8 @@ _GROUPED = {
     ("sm_90", "dkdv+", 64): Blocks(32, 128, 8, 4),
     ("sm_90", "dkdv+", 128): Blocks(32, 128, 8, 4),
 }
+# Tiles of the kernel of the whole backward (``backward/fused.py``), by family and width.
+FUSED = {("sm_90", 64): Blocks(64, 128, 8, 3), ("sm_90", 128): Blocks(64, 128, 8, 2)}
 _EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide
 
 # The widest of D and Dv, padded, up to which a row of the table holds.
@@ -374,6 +378,20 @@ class Config(NamedTuple):
         )
         return blocks if plain else None
 
+    def fused(self, problem: Problem) -> Blocks | None:
+        """Return the tiles of the kernel that makes all gradients; None where two kernels do.
+
+        It has not run on a GPU yet. So it is taken only where ``tilewise tune`` measured that it is
+        faster on this chip, or where it is asked for. It serves what ``in_groups`` serves but
+        scores, which spill, and lists of tiles: their order would make programs wait.
+        """
+        listed = any(instr.op == "tiles" for instr in problem.mask)
+        asked = dict(self.overrides)
+        if problem.score or listed or "dq" in asked or not self.in_groups("dkdv", problem):
+            return None
+        entry = self.measured.entries.get(place_of("fused", problem))
+        return asked.get("fused") or (None if entry is None else entry.blocks)
+
     def part(self, kernel: str, problem: Problem) -> int:
         """Return how many columns of its operands a kernel multiplies at a time; 0 for all.
 
@@ -389,6 +407,18 @@ class Config(NamedTuple):
     def splitting(self) -> Splitting:
         """Return how the pass "decode" splits keys."""
         return _SPLITTING_INTERPRETED if self.family == _INTERPRETER else _SPLITTING
+
+
+def table_blocks(family: str, place: Place) -> Blocks:
+    """Return the blocks that measured ones of a place come before.
+
+    Those of the fused backward come before the two kernels: it returns the blocks of dK and dV.
+    """
+    name: Pass = next(each for each in MEASURED if each == place.pass_name)
+    if name == "fused":
+        return _GROUPED[family, "dkdv", place.width]
+    heavy, scattered = place.kind != "plain", place.kind == "*"
+    return tiles_for(family, name, place.dtype, place.width, place.width, heavy, scattered)
 
 
 def _has_even_tiles(problem: Problem) -> bool:

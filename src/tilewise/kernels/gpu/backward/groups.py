@@ -1,9 +1,11 @@
-"""Gradients of keys and values on Hopper: one warp loads tiles, two groups of warps share the keys.
+"""Gradients on Hopper: one warp loads tiles, two groups of warps share the keys.
 
 A program owns 128 keys of one key head, 64 for each group, and walks the queries of its group of
 heads. Keys and values stay in shared memory, and queries and incoming gradients come through a
 ring. Products are computed transposed, ``[keys, queries]``: so P and dS are operands as they lie in
 the registers, and nothing of a pair goes through shared memory.
+
+The fused form makes the gradients of queries too: see ``fused.py``.
 """
 
 from __future__ import annotations
@@ -22,9 +24,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gpu import Launch
+from tilewise.kernels.gpu.backward.fused import (
+    Sums,
+    add_queries,
+    by_keys,
+    here_only,
+    leave,
+    rooms_for,
+)
 from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
+from tilewise.kernels.gpu.walk.groups import (
+    GROUPS,
+    counted,
+    described_rows,
+    in_groups,
+    masked_and_whole,
+    tile_at,
+    tile_down,
+)
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 from tilewise.kernels.gpu.walk.tiles import (
@@ -40,12 +58,13 @@ from tilewise.kernels.gpu.walk.tiles import (
 
 
 @gluon.jit
-def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, lists, group,
-          FORM: gl.constexpr):  # fmt: skip
+def _load(sources, shared, FORM: gl.constexpr):
     """Load keys and values of both groups, then fill the ring with queries and gradients."""
-    k_s, v_s, q_s, g_s = memory
-    held, q_full, g_full, empty = bars
-    b, key_head, n0 = place
+    q_rows, k_rows, v_rows, grad_rows = sources
+    memory, bars, place, spans, lists, group = shared
+    k_s, v_s, q_s, g_s = memory[:4]
+    held, q_full, g_full, empty = bars[:4]
+    b, key_head, n0 = place[:3]
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     for c in gl.static_range(GROUPS):
         mbarrier.expect(held.index(c), k_rows.block_type.nbytes + v_rows.block_type.nbytes)
@@ -59,8 +78,12 @@ def _load(q_rows, k_rows, v_rows, grad_rows, memory, bars, place, spans, lists, 
     for member in range(group):
         h = key_head * group + member
         walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
-        for j in range(walk[1] + walk[2]):
-            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+        count = walk[1] + walk[2]
+        for j in range(count):
+            if FORM.FUSED:
+                m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+            else:
+                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
             here = t % FORM.STAGES
             mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(here), q_rows.block_type.nbytes)
@@ -83,17 +106,8 @@ def _of_rows(numbers, m, M, other: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    t,
-    m0,
-    totals,
-    fixed,
-    SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
-    GAIN: gl.constexpr,
-    MASKED: gl.constexpr,
-    FORM: gl.constexpr,
-):
+def _step(t, m0, totals, fixed, c: gl.constexpr, SEEN: gl.constexpr, SCORE: gl.constexpr,
+          GAIN: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """(dK, dV) after a tile of queries, dK not yet scaled.
 
     ``fixed`` is what all tiles of a head share.
@@ -102,14 +116,19 @@ def _step(
     operands, memory, bars, place, rows, plane, scale, call = fixed
     k, v = operands
     b, h, n, M, N = place
-    _, _, q_s, g_s = memory
-    _, q_full, g_full, empty = bars
+    k_s, v_s, q_s, g_s = memory[:4]
+    _, q_full, g_full, empty = bars[:4]
     S_LAYOUT: gl.constexpr = n.type.layout
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     here = t % FORM.STAGES
     turn = (t // FORM.STAGES) & 1
+    if FORM.SHARED:
+        own = here_only(c)
+        k = k_s.index(own).reshape([HALF, FORM.HEAD_DIM])
+        v = v_s.index(own).reshape([HALF, FORM.HEAD_DIM])
+        M += here_only(0)
     zeros = gl.full([HALF, FORM.BLOCK_M], 0.0, gl.float32, S_LAYOUT)
     mbarrier.wait(q_full.index(here), turn)
     q = q_s.index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
@@ -146,7 +165,29 @@ def _step(
         weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
         total_v = warpgroup_mma(weights, grad, total_v, is_async=True)
     ds = gl.convert_layout(ds.to(q.dtype), P_LAYOUT)
-    total_k = warpgroup_mma(ds, q, total_k, is_async=True)
+    if FORM.FUSED:
+        side = t % 2
+        ds_full = bars[4][0]
+        # This side is free. The last to multiply by it was this group, or the other one two tiles
+        # ago: that has ended, since dS of the last tile was waited for.
+        memory[4].index(side * GROUPS + c).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(side), count=1)
+    if FORM.SHARED:
+        mbarrier.wait(ds_full.index(side), (t // 2) & 1)
+        part = by_keys(c, t, memory, FORM)
+        total_k = warpgroup_mma(ds, q, total_k, is_async=True)
+        part = warpgroup_mma_wait(1, deps=[part])  # dK goes on while dQ is stored
+        leave(c, t, part, memory, bars, FORM)
+    elif FORM.FUSED:
+        total_k = warpgroup_mma(ds, q, total_k, is_async=True)
+        if side == c:  # the groups take turns: halves of 32 columns would be slow products
+            mbarrier.wait(ds_full.index(side), (t // 2) & 1)
+            part = by_keys(c, t, memory, FORM)
+            part = warpgroup_mma_wait(0, deps=[part])
+            leave(c, t, part, memory, bars, FORM)
+    else:
+        total_k = warpgroup_mma(ds, q, total_k, is_async=True)
     # Left running into the next tile they gained nothing: 501 TFLOP/s, where it is 636 so.
     total_k, total_v = warpgroup_mma_wait(0, deps=[total_k, total_v])
     mbarrier.arrive(empty.index(here), count=1)
@@ -154,28 +195,12 @@ def _step(
 
 
 @gluon.jit
-def _sum(
-    c,
-    grad_k_rows,
-    grad_v_rows,
-    rows,
-    row_strides,
-    plane,
-    memory,
-    bars,
-    place,
-    spans,
-    lists,
-    group,
-    scale,
-    call,
-    SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
-    GAIN: gl.constexpr,
-    FORM: gl.constexpr,
-):
+def _sum(c: gl.constexpr, own, shared, SEEN: gl.constexpr, SCORE: gl.constexpr,
+         GAIN: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """Gradients of the keys and values of group ``c``."""
-    k_s, v_s, _, _ = memory
+    grad_k_rows, grad_v_rows, rows, row_strides, plane, scale, call = own
+    memory, bars, place, spans, lists, group = shared
+    k_s, v_s = memory[:2]
     held = bars[0]
     b, key_head, n0, M, N = place
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
@@ -195,14 +220,30 @@ def _sum(
         walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
         count = walk[1] + walk[2]
         fixed = (k, v), memory, bars, (b, h, n, M, N), row_head, plane, scale, call
-        for j in range(walk[1]):
-            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
-            totals = _step(before + j, m0, totals, fixed, SEEN, SCORE, GAIN, True, FORM)
-        for j in range(walk[1], count):
-            m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
-            totals = _step(before + j, m0, totals, fixed, None, SCORE, GAIN, False, FORM)
+        if FORM.FUSED:
+            j = count * 0
+            for end in range(2):
+                masked, whole = masked_and_whole(end, spans, count, FORM.BLOCK_M)
+                for _ in range(masked):
+                    m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+                    totals = _step(before + j, m0, totals, fixed, c, SEEN, SCORE, GAIN, True, FORM)
+                    j += 1
+                for _ in range(whole):
+                    m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+                    totals = _step(before + j, m0, totals, fixed, c, None, SCORE, GAIN, False, FORM)
+                    j += 1
+        else:
+            for j in range(walk[1]):
+                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+                totals = _step(before + j, m0, totals, fixed, c, SEEN, SCORE, GAIN, True, FORM)
+            for j in range(walk[1], count):
+                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+                totals = _step(before + j, m0, totals, fixed, c, None, SCORE, GAIN, False, FORM)
         before += count
     total_k, total_v = totals
+    if FORM.FUSED:  # the other group multiplies dS by these keys too
+        mbarrier.arrive(bars[4][3].index(0), count=1)
+        mbarrier.wait(bars[4][3].index(0), 0)
     # Keys and values were multiplied for the last time: their memory takes their gradients.
     k.store((total_k * scale).to(k.dtype))
     v.store(total_v.to(v.dtype))
@@ -214,38 +255,25 @@ def _sum(
 
 @gluon.jit(do_not_specialize=["heads", "group", "queries", "keys", "tiles", "plane"])
 def keys_in_groups(
-    q_rows,
-    k_rows,
-    v_rows,
-    grad_rows,
-    grad_k_rows,
-    grad_v_rows,
-    rows,
-    row_strides,
-    lists,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    plane,
-    scale,
-    call,
-    SEEN: gl.constexpr,
-    SCORE: gl.constexpr,
-    GAIN: gl.constexpr,
-    QUERIES_OF: gl.constexpr,
+    q_rows, k_rows, v_rows, grad_rows, grad_k_rows, grad_v_rows, sum_rows, turns, rows, row_strides,
+    lists, heads, group, queries, keys, tiles, plane, scale, call, SEEN: gl.constexpr,
+    SCORE: gl.constexpr, GAIN: gl.constexpr, QUERIES_OF: gl.constexpr, KEYS_OF: gl.constexpr,
     FORM: gl.constexpr,
-):
+):  # fmt: skip
     """Gradients of 128 keys and values of one key head; arguments as ``passes.key_kernel`` has.
 
-    ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D].
+    ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D]. FUSED: also what these keys add
+    to dQ, in ``sum_rows`` (float32, not yet scaled). ``turns`` are zeros: how many programs have
+    started, then for each head and tile of queries how many have added to it.
     """
     ST: gl.constexpr = FORM.STAGES
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     KIND: gl.constexpr = q_rows.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    program = gl.program_id(0)
+    if FORM.FUSED:
+        program = gl.atomic_add(turns, 1, sem="relaxed", scope="gpu")
+    else:
+        program = gl.program_id(0)
     tile = program % tiles
     line = program // tiles
     key_heads = heads // group
@@ -255,6 +283,9 @@ def keys_in_groups(
     low, full_low, full_high, high = range_of(
         b, n0, queries, keys, call.captured, QUERIES_OF, FORM.BLOCK_N, True
     )
+    if FORM.FUSED:
+        # Keys beyond the last are zeros, and p of them may be infinite: their product is NaN in dQ.
+        full_high = gl.where(n0 + FORM.BLOCK_N > keys, 0, full_high)
     spans = split_range(low, full_low, full_high, high, queries, FORM.BLOCK_M)
     k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], k_rows.layout)
     v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], v_rows.layout)
@@ -270,41 +301,55 @@ def keys_in_groups(
         mbarrier.init(empty.index(i), count=GROUPS)
     for i in gl.static_range(GROUPS):
         mbarrier.init(held.index(i), count=1)
+    ds_s, dq_s, adding = None, None, None
+    if FORM.FUSED:
+        ds_s, dq_s, adding = rooms_for(sum_rows, KIND, FORM)
     fence_async_shared()
-    memory = (k_s, v_s, q_s, g_s)
-    bars = (held, q_full, g_full, empty)
+    memory = (k_s, v_s, q_s, g_s, ds_s, dq_s)
+    bars = (held, q_full, g_full, empty, adding)
     place = (b, key_head, n0, queries, keys)
-    gl.warp_specialize(
-        [
-            (
-                _sum,
-                (0, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, lists, group, scale, call, SEEN, SCORE, GAIN, FORM),
-            ),
-            (
-                _sum,
-                (1, grad_k_rows, grad_v_rows, rows, row_strides, plane, memory, bars, place,
-                 spans, lists, group, scale, call, SEEN, SCORE, GAIN, FORM),
-            ),
-            (
-                _load,
-                (q_rows, k_rows, v_rows, grad_rows, memory, bars, (b, key_head, n0), spans, lists,
-                 group, FORM),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    own = (grad_k_rows, grad_v_rows, rows, row_strides, plane, scale, call)
+    shared = (memory, bars, place, spans, lists, group)
+    sources = (q_rows, k_rows, v_rows, grad_rows)
+    if FORM.FUSED:
+        sums = (sum_rows, turns, heads, call.captured)
+        gl.warp_specialize(
+            [
+                (_sum, (0, own, shared, SEEN, SCORE, GAIN, FORM)),
+                (_sum, (1, own, shared, SEEN, SCORE, GAIN, FORM)),
+                (_load, (sources, shared, FORM)),
+                (add_queries, (sums, shared, KEYS_OF, FORM)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_sum, (0, own, shared, SEEN, SCORE, GAIN, FORM)),
+                (_sum, (1, own, shared, SEEN, SCORE, GAIN, FORM)),
+                (_load, (sources, shared, FORM)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 class Form(NamedTuple):
-    """The constants of ``keys_in_groups``: see ``gradients.Form`` and ``forward.groups.Form``."""
+    """The constants of ``keys_in_groups``: see ``gradients.Form`` and ``forward.groups.Form``.
+
+    FUSED: dQ is made too, and ROOMS tiles of it wait in shared memory. SHARED: each group makes 64
+    of its columns, which are all columns else, in turn.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     HEAD_DIM: int
     STAGES: int
     LISTED: bool
+    FUSED: bool
+    SHARED: bool
+    ROOMS: int = 2
     FOLD: bool = True
     DROPOUT: bool = False
     ENTROPY: bool = False
@@ -316,25 +361,30 @@ class Captured(NamedTuple):
     captured: tuple[Any, ...]
 
 
-def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -> Launch | None:
+def key_launch(
+    call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks, sums: Sums | None = None
+) -> Launch | None:
     """Return the launch of dK and dV; None where a tensor can have no descriptor.
 
     Args:
         call: what all walks of the backward are given.
         grad_k: where the gradient of the keys goes.
         grad_v: where that of the values goes.
-        blocks: of ``Config.in_groups``.
+        blocks: of ``Config.in_groups``, or of ``Config.fused``.
+        sums: where dQ goes in the fused form, or None.
     """
     problem, operands, variant = call.problem, call.operands, call.variant
     half = blocks.keys // GROUPS.value
-    tiles = (
+    tiles = [
         ("q_rows", operands.q, blocks.queries),
         ("k_rows", operands.k, half),
         ("v_rows", operands.v, half),
         ("grad_rows", call.upstream.out, blocks.queries),
         ("grad_k_rows", grad_k, half),
         ("grad_v_rows", grad_v, half),
-    )
+    ]
+    if sums is not None:
+        tiles.append(("sum_rows", sums.sums, blocks.queries))
     rows = described_rows(tiles, problem)
     if rows is None:
         return None
@@ -342,7 +392,9 @@ def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -
     sides = blocks.queries, blocks.keys
     lists = tile_lists(problem, operands, variant.tables, *sides, by_keys=True)
     arguments = {
+        "sum_rows": None,
         **rows,
+        "turns": None if sums is None else sums.turns,
         "rows": call.rows,
         "row_strides": number_strides(call.rows[0], problem),
         "lists": lists_of(lists),
@@ -355,12 +407,14 @@ def key_launch(call: Backward, grad_k: Tensor, grad_v: Tensor, blocks: Blocks) -
         "scale": problem.scale,
         "call": Captured(call.captured()),
     }
+    fused, shared = sums is not None, sums is not None and problem.head_dim > 64
     constants = {
         "SEEN": variant.seen,
         "SCORE": variant.score,
         "GAIN": variant.gain,
         "QUERIES_OF": variant.queries_of,
-        "FORM": Form(*sides, problem.head_dim, blocks.stages, lists is not None),
+        "KEYS_OF": variant.keys_of if fused else None,
+        "FORM": Form(*sides, problem.head_dim, blocks.stages, lists is not None, fused, shared),
     }
     grid = (programs_of(problem, problem.kv_heads, slots),)
     return in_groups(launch_of(keys_in_groups, grid, arguments, constants))

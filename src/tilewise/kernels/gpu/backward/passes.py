@@ -66,28 +66,10 @@ from tilewise.problem import Grads, Needs, Operands, Problem, Result
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    call,
-    grad_q,
-    grad_q_strides,
-    k_rows,
-    v_rows,
-    lists,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    GAIN: tl.constexpr,
-    SEEN: tl.constexpr,
-    KEYS_OF: tl.constexpr,
-    BLIND: tl.constexpr,
-    SKIPS: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    call, grad_q, grad_q_strides, k_rows, v_rows, lists, batch, heads, group, queries, keys, tiles,
+    plane, threshold, SCORE: tl.constexpr, GAIN: tl.constexpr, SEEN: tl.constexpr,
+    KEYS_OF: tl.constexpr, BLIND: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Gradient of one tile of queries of one head, over the keys that the mask leaves it.
 
     ``k_rows`` and ``v_rows`` are those of ``page_rows``.
@@ -148,26 +130,10 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
-    call,
-    grads,
-    grad_strides,
-    lists,
-    batch,
-    heads,
-    group,
-    queries,
-    keys,
-    tiles,
-    plane,
-    threshold,
-    SCORE: tl.constexpr,
-    GAIN: tl.constexpr,
-    SEEN: tl.constexpr,
-    QUERIES_OF: tl.constexpr,
-    BLIND: tl.constexpr,
-    SKIPS: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    call, grads, grad_strides, lists, batch, heads, group, queries, keys, tiles, plane, threshold,
+    SCORE: tl.constexpr, GAIN: tl.constexpr, SEEN: tl.constexpr, QUERIES_OF: tl.constexpr,
+    BLIND: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Gradients of one tile of keys and values of one key head, over its group's queries.
 
     ``grads`` are those of keys and values, of which one may be None. Blocks of pairs are
@@ -274,17 +240,38 @@ def backward_launches(
     upstream = Upstream(grad_out, grad_lse, grad_entropy)
     planes = planes_of(upstream, any(needs.score_tensors))
     rows = scratch(result.lse, (planes, *result.lse.shape))
-    grad_sinks = grads.sinks if needs.sinks else None
-    launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config)
     call = Backward(problem, operands, upstream, config, variant, rows)
-    if needs.k or needs.v:
+    fused, turns = _fused(call, needs, grads)
+    grad_sinks = grads.sinks if needs.sinks else None
+    launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config, turns)
+    launches += fused
+    if not fused and (needs.k or needs.v):
         wanted = (grads.k if needs.k else None, grads.v if needs.v else None)
         launches.append(_key_launch(call, wanted))
-    if needs.q and grads.q is not None:
+    if not fused and needs.q and grads.q is not None:
         launches.append(query_launch(call, grads.q))
     if any(needs.score_tensors):
         launches += captured_launches(call, needs, grads.score_tensors)
     return launches
+
+
+def _fused(call: Backward, needs: Needs, grads: Grads) -> tuple[list[Launch], Tensor | None]:
+    """Return the launches of the kernel of the whole backward, and what is to be 0 before it."""
+    problem, (grad_q, grad_k, grad_v) = call.problem, grads[:3]
+    blocks = call.config.fused(problem)
+    plain = call.upstream.entropy is None and not any(needs.score_tensors)
+    if blocks is None or not plain or not all(needs[:3]):
+        return [], None
+    if grad_q is None or grad_k is None or grad_v is None:
+        return [], None
+    from tilewise.kernels.gpu.backward.fused import narrow_launch, sums_for
+    from tilewise.kernels.gpu.backward.groups import key_launch
+
+    sums = sums_for(problem, call.rows, blocks)
+    launch = key_launch(call, grad_k, grad_v, blocks, sums)
+    if launch is None:
+        return [], None
+    return [launch, narrow_launch(problem, sums, grad_q, blocks)], sums.turns
 
 
 def _key_launch(call: Backward, grads: tuple[Tensor | None, Tensor | None]) -> Launch:

@@ -70,34 +70,16 @@ def folds(problem: Problem) -> bool:
 
 @triton.jit(do_not_specialize=["plane", "batch", "heads", "queries", "tiles"])
 def row_kernel(
-    out,
-    grad_out,
-    stats,
-    grad_lse,
-    grad_entropy,
-    sinks,
-    cu_q,
-    rows,
-    shares,
-    strides,
-    plane,
-    batch,
-    heads,
-    queries,
-    tiles,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FOLD: tl.constexpr,
-    DUE: tl.constexpr,
+    out, grad_out, stats, grad_lse, grad_entropy, sinks, cu_q, rows, shares, turns, strides, plane,
+    batch, heads, queries, tiles, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, FOLD: tl.constexpr, DUE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Write what both walks read per row (see ``row_values``), and each tile's sinks' gradient.
+):  # fmt: skip
+    """Write what all walks read per row (see ``row_values``), and each tile's sinks' gradient.
 
     FOLD: the row sum goes into the base as its logarithm. DUE: the plane of what the gradients of
     a row's scores add up to, 0 for none. ``strides`` are those of out, grad_out, grad_lse,
-    grad_entropy and of numbers per row.
+    grad_entropy and of numbers per row. ``turns``: those of ``fused.py``, or None.
     """
     out_strides, grad_out_strides, lse_strides, entropy_strides, row_strides = strides
     program = tl.program_id(0)
@@ -107,6 +89,9 @@ def row_kernel(
     )
     m = first + tl.arange(0, BLOCK)
     inside = m < M
+    if turns is not None:
+        tl.store(turns + 1 + program, 0)
+        tl.store(turns, 0, mask=program == 0)
     o_head = head_of(out, out_strides, b, h, begin)
     g_head = head_of(grad_out, grad_out_strides, b, h, begin)
     if FOLD:
@@ -226,6 +211,7 @@ def row_launches(
     grad_sinks: Tensor | None,
     rows: Tensor,
     config: Config,
+    turns: Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches that make the values of each row and, where wanted, the sinks' gradient.
 
@@ -237,6 +223,7 @@ def row_launches(
         grad_sinks: where that of the sinks goes, or None.
         rows: float32 [planes, *lse.shape], where the values go; ``planes_of`` says how many.
         config: of the walks.
+        turns: of ``fused.Sums``, to be set to zero.
     """
     _, by_lse, by_entropy = upstream
     due = due_plane(upstream)
@@ -256,6 +243,7 @@ def row_launches(
         "cu_q": operands.cu_seqlens_q,
         "rows": rows,
         "shares": shares,
+        "turns": turns,
         "strides": (
             head_strides(result.out, problem),
             head_strides(upstream.out, problem),

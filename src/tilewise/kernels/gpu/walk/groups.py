@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.gpu import Launch
@@ -15,7 +17,7 @@ from tilewise.kernels.gpu.walk.descriptors import described
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, tile_in
 from tilewise.problem import Problem
 
-_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _WARPS = 4  # of a group: the kernels add the other group and the warp that loads
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
 
@@ -50,6 +52,35 @@ def tile_at(j, spans, walk, BLOCK: gl.constexpr, LISTED: gl.constexpr):
         masked = tile_in(j, spans, BLOCK, True)
         first = gl.where(j < partial, masked, tile_in(j - partial, spans, BLOCK, False))
     return first + moved
+
+
+@gluon.jit
+def tile_down(j, spans, count, BLOCK: gl.constexpr):
+    """Return where tile ``j`` of ``count`` of a split range begins if the last one comes first."""
+    return spans[0] + (count - 1 - j) * BLOCK
+
+
+@gluon.jit
+def masked_and_whole(end, spans, count, BLOCK: gl.constexpr):
+    """Return how many tiles that need a mask come next in ``tile_down``, and then how many not.
+
+    ``end`` is 0 before the first tile, and 1 after the last one that needs no mask.
+    """
+    first, full, beyond, _ = spans
+    after = (full - first) // BLOCK
+    whole = (beyond - full) // BLOCK
+    return gl.where(end == 0, count - whole - after, after), gl.where(end == 0, whole, 0)
+
+
+@builtin
+def add_to_global(rows, place, source, _semantic=None):
+    """Add a tile of shared memory to a tensor by the copy engine, as it stores one.
+
+    Gluon names this instruction from Triton 3.9 on. The builder has it before.
+    """
+    indices = _semantic._convert_to_ir_values(place, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, rows.handle, indices, source.handle)
 
 
 def described_rows(

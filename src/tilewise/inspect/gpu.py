@@ -19,7 +19,9 @@ from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import empty_result
 from tilewise.kernels.gpu.config import (
     FAMILIES,
+    FUSED,
     KINDS,
+    MEASURED,
     PASSES,
     WIDTHS,
     Blocks,
@@ -32,7 +34,7 @@ from tilewise.kernels.gpu.config import (
     holds,
     place_of,
     shared_need,
-    tiles_for,
+    table_blocks,
 )
 from tilewise.kernels.gpu.measured import chip_of, why_unfit
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "FUSED",
     "KERNELS",
     "KINDS",
+    "MEASURED",
     "PASSES",
     "WIDTHS",
     "Family",
@@ -62,7 +66,7 @@ __all__ = [
     "place_of",
     "run",
     "shared_need",
-    "tiles_for",
+    "table_blocks",
     "why_unfit",
 ]
 
@@ -72,6 +76,7 @@ KERNELS: Mapping[Pass, str] = {
     "dkdv": "key_kernel",
     "dq": "query_kernel",
     "decode": "attend_split",
+    "fused": "keys_in_groups",
 }
 # Blocks of passes in the place of the family's own.
 Overrides: TypeAlias = Sequence[tuple[Pass, Blocks]]

@@ -29,6 +29,7 @@ from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
+from tilewise.variants.program import Instr
 
 CHIP, FAMILY = "NVIDIA H200", "sm_90"
 MINE = Blocks(64, 32, 4, 2)
@@ -174,11 +175,11 @@ def test_every_row_of_the_table_would_fit() -> None:
                 assert fits == "", own.place
 
 
-def explained(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def explained(monkeypatch: pytest.MonkeyPatch, of: Problem | None = None) -> dict[str, str]:
     """What is said of a call on a chip that is not there."""
     monkeypatch.setattr(gpu, "_family", lambda device: FAMILY)
     monkeypatch.setattr(gpu, "_chip", lambda device: CHIP)
-    return dict(gpu.GpuBackend().notes(problem(device="cuda")))
+    return dict(gpu.GpuBackend().notes(of or problem(device="cuda")))
 
 
 def test_the_notes_say_where_blocks_come_from(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +208,58 @@ def test_the_notes_name_the_kernels_in_groups(place: Path, monkeypatch: pytest.M
     """Blocks that were measured are of the Triton kernel: they do not stand before those."""
     keep(place, entry("dkdv"))
     assert explained(monkeypatch)["dkdv"].startswith("64x128/8/2: two groups of warps")
+
+
+FUSED_HERE = Entry(
+    Place("fused", torch.bfloat16, 128, "plain"), Blocks(64, 128, 8, 2), 1.0, 0.0,
+    Blocks(64, 128, 8, 3), 1.25, 0.0,
+)  # fmt: skip
+
+
+def test_the_fused_backward_is_taken_where_it_was_measured(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(place.parent))
+    one = problem(128, torch.bfloat16)
+    assert config_for(FAMILY).fused(one) is None
+    keep(place, FUSED_HERE)
+    chip = config_for(FAMILY, measured_on(CHIP, FAMILY))
+    assert chip.fused(one) == FUSED_HERE.blocks
+    assert chip.in_groups("dkdv", one) == FUSED_HERE.table_blocks
+    for other in (
+        problem(64, torch.bfloat16),
+        problem(128, torch.float16),
+        problem(128, torch.float32),
+        problem(128, torch.bfloat16, dropout_p=0.1),
+        problem(128, torch.bfloat16, score=(Instr("softcap", (2.0,)),)),
+        problem(128, torch.bfloat16, mask=(Instr("tiles", (128, 128, 0, 0, 384, 384, 0), (0,)),)),
+    ):
+        assert chip.fused(other) is None
+    asked = chip._replace(overrides=(("dq", Blocks(64, 64, 4, 2)),))
+    assert asked.fused(one) is None
+    notes = explained(monkeypatch, one._replace(device="cuda"))
+    assert list(notes) == ["forward", "backward"]
+    assert notes["backward"] == (
+        "64x128/8/2: one kernel of five products (Gluon), blocks measured by tilewise tune on "
+        "2026-11-20 (1.25 times as fast as two kernels), from ~/nvidia-h200.json"
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"blocks": Blocks(64, 128, 8, 3)},
+        {"table_blocks": Blocks(64, 128, 8, 2)},
+        {"place": FUSED_HERE.place._replace(kind="+")},
+        {"place": FUSED_HERE.place._replace(width=256)},
+        {"place": FUSED_HERE.place._replace(dtype=torch.float32)},
+    ],
+    ids=str,
+)
+def test_other_blocks_of_the_fused_backward_are_refused(changed: dict[str, Any]) -> None:
+    assert not why_unfit(FAMILY, FUSED_HERE)
+    assert why_unfit(FAMILY, FUSED_HERE._replace(**changed))
+    assert why_unfit("sm_100", FUSED_HERE)
 
 
 def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,29 @@ import pytest
 
 from tests.lab.tune.team import FAMILY, FakeTeam, gain
 from tilelab.common.clock import Spread
+from tilelab.gate.cases import operands_of
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.command import MOST, Finding, Team, beats, lines_of, plan_of, summary, tune
-from tilelab.tune.worker import Job, candidates, read_job, table_blocks
-from tilewise.kernels.gpu.config import FAMILIES, KINDS, PASSES, WIDTHS, Blocks, shared_need
+from tilelab.tune.worker import (
+    Job,
+    candidates,
+    is_known,
+    large_cases,
+    read_job,
+    small_cases,
+    table_blocks,
+)
+from tilewise.kernels.gpu.config import (
+    FAMILIES,
+    FUSED,
+    KINDS,
+    PASSES,
+    WIDTHS,
+    Blocks,
+    Config,
+    shared_need,
+)
 
 JOB = Job("forward", "bfloat16", 128, "plain")
 TABLE = Blocks(128, 128, 8, 2)
@@ -43,6 +61,25 @@ def test_candidates_are_few_and_fit(family: str) -> None:
                     for blocks in found:
                         need = shared_need(name, blocks, job.type.itemsize, width, width)
                         assert need <= FAMILIES[family].shared_bytes
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_fused_backward_is_compared_with_two_kernels(width: int) -> None:
+    job = Job("fused", "bfloat16", width, "plain")
+    assert is_known(FAMILY, job)
+    assert candidates(FAMILY, job, MOST) == [FUSED[FAMILY, width]]
+    assert str(table_blocks(FAMILY, job)) != str(FUSED[FAMILY, width])
+    chip = Config(FAMILY, overrides=(("fused", FUSED[FAMILY, width]),))
+    for case in large_cases(job, tiny=False):
+        assert chip.fused(operands_of(case)[0]) == FUSED[FAMILY, width]
+    assert any(chip.fused(operands_of(case)[0]) for case in small_cases(job, tiny=False))
+    for other in (
+        job._replace(kind="+"),
+        job._replace(width=256),
+        job._replace(dtype="float32"),
+    ):
+        assert not is_known(FAMILY, other)
+    assert not is_known("sm_100", job)
 
 
 def test_the_nearest_come_first() -> None:

@@ -19,6 +19,7 @@ from tilelab.gpu_check.worker import STEPS, Step
 from tilelab.tune import half_hour
 from tilelab.tune.half_hour import PARTS, chosen, main
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.inspect.gpu import PASSES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +84,8 @@ def test_three_commands_write_one_record(machine: Machine, tmp_path: Path) -> No
     ((_, folder, _, minutes, *rest),) = machine.tuned
     assert folder == str(tmp_path / "measured")
     assert 0 < float(minutes) <= PARTS["B"].minutes
-    assert rest == ["--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain"]
+    passes = ["--passes", "fused", *PASSES]
+    assert rest == [*passes, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain"]
 
 
 def test_the_steps_of_b_leave_time_for_its_blocks(machine: Machine, tmp_path: Path) -> None:

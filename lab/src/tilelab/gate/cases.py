@@ -19,7 +19,7 @@ from tilelab.cases.inputs import build, problem_of
 from tilelab.cases.table import rows
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import FAMILIES, Launch, Overrides, holds, place_of
+from tilewise.inspect.gpu import FAMILIES, FUSED, Launch, Overrides, holds, place_of
 from tilewise.problem import Grads, Needs, Operands, Problem, output_like
 from tilewise.variants.float8 import FLOAT8
 
@@ -118,6 +118,11 @@ def listed(case: Attention, forward: bool, family: str) -> Sequence[Launch]:
     return gpu.listed_launches(tensors, *variant, inputs.keys, family, forward=forward)
 
 
+def fused(case: Attention, family: str) -> Sequence[Launch]:
+    """Return the launches of ``backward`` with one kernel for all gradients."""
+    return backward(case, family, [("fused", FUSED[family, case.head_dim])])
+
+
 def captured(case: Attention, family: str) -> Sequence[Launch]:
     """Return the launches of ``backward`` that make gradients of what the score captured."""
     launches = backward(case, family)
@@ -137,12 +142,14 @@ _PLAIN = frozenset(
         "factor_kernel",
         "cross_entropy_kernel",
         "number_kernel",
+        "narrow_kernel",
     }
 )
 # Of a wgmma beside a score: this takes longer than what a narrow product leaves idle, and wider
 # ones spill in the loops of dK and dV.
 _SCORED_COLUMNS = 32
 _TRANSPOSING = frozenset({"transpose_kernel"})
+_FUSED = ("D64 full", "D64 causal", "D128 full", "D128 causal", "D128 causal fp16")
 
 
 def cases() -> list[Case]:
@@ -172,6 +179,10 @@ def cases() -> list[Case]:
             launches = partial(backward, each)
             name = f"backward {each.name}"
             found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns))
+            if each.name in _FUSED:
+                launches, here = partial(fused, each), ("sm_90",)
+                name = f"fused {each.name}"
+                found.append(Case(name, launches, True, _PLAIN, quick, here, measured=False))
     return found + vocabulary_cases()
 
 

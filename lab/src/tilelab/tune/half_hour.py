@@ -34,10 +34,12 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS, Step
 from tilelab.tune.command import main as tune
 from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.inspect.gpu import PASSES
 
 BLOCKS = "measured"  # the folder of measured blocks, beside the record
 _SELF_TEST_MINUTES = 60.0
-_TUNED = ("--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain")
+_PASSES = ("--passes", "fused", *PASSES)  # the fused backward first: it decides most
+_TUNED = (*_PASSES, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain")
 
 
 class Part(NamedTuple):

@@ -31,14 +31,14 @@ from tilelab.gpu_check.worker import main
 from tilewise.inspect import gpu
 from tilewise.inspect.gpu import (
     FAMILIES,
+    FUSED,
     KERNELS,
-    PASSES,
+    MEASURED,
     Launch,
     Overrides,
     Pass,
     family_of,
     run,
-    tiles_for,
 )
 from tilewise.plan.tuned import Blocks, Place
 from tilewise.problem import Grads, Needs, Result
@@ -47,7 +47,7 @@ from tilewise.problem import Grads, Needs, Result
 class Job(NamedTuple):
     """One entry of the table of blocks that is questioned."""
 
-    pass_name: Pass  # "forward", "dkdv" or "dq"
+    pass_name: Pass  # "forward", "dkdv", "dq", "decode" or "fused"
     dtype: str  # "bfloat16" and so on
     width: int  # the class of D and Dv
     kind: str  # "plain", "+" or "*", as in the table
@@ -69,8 +69,13 @@ class Job(NamedTuple):
 
 def table_blocks(family: str, job: Job) -> Blocks:
     """Return the table's blocks for a job."""
-    width, heavy = job.width, job.kind != "plain"
-    return tiles_for(family, job.pass_name, job.type, width, width, heavy, job.kind == "*")
+    return gpu.table_blocks(family, job.place)
+
+
+def is_known(family: str, job: Job) -> bool:
+    """Return whether a family has kernels for a job: few calls have a fused backward."""
+    served = job.kind == "plain" and job.type.itemsize == 2 and (family, job.width) in FUSED
+    return job.pass_name != "fused" or served
 
 
 def candidates(family: str, job: Job, most: int) -> list[Blocks]:
@@ -80,6 +85,8 @@ def candidates(family: str, job: Job, most: int) -> list[Blocks]:
     give a thread more pairs than the table's do: the table has the most that did not spill. Among
     equally near blocks the larger come first.
     """
+    if job.pass_name == "fused":
+        return [FUSED[family, job.width]]
     table = table_blocks(family, job)
     fitting = ladder(FAMILIES[family], job.pass_name, job.width, job.type.itemsize)
     others = [blocks for blocks in fitting if blocks != table]
@@ -99,7 +106,7 @@ def _pairs(blocks: Blocks) -> int:
 def read_job(words: str) -> tuple[Job, list[Blocks]]:
     """Parse "dq bfloat16 64 + 64x32/4/2 64x64/8/1": a job and blocks as ``str`` has them."""
     name, dtype, width, kind, *texts = words.split()
-    job = Job(next(each for each in PASSES if each == name), dtype, int(width), kind)
+    job = Job(next(each for each in MEASURED if each == name), dtype, int(width), kind)
     numbers = ([int(number) for number in text.replace("x", "/").split("/")] for text in texts)
     return job, [Blocks(*each) for each in numbers]
 
@@ -209,6 +216,8 @@ class Work:
         All blocks share this memory, which now holds NaN: no blocks get another's results.
         """
         overrides = [(pass_name, blocks)]
+        if pass_name == "fused" and blocks != FUSED[self._family, self._problem.head_dim]:
+            overrides = []  # the two kernels that it is compared with
         if pass_name in ("forward", "decode"):
             outcome = {"out": self._other.out, "lse": self._other.lse}
             launches = self._forward(self._other, overrides)
@@ -219,17 +228,23 @@ class Work:
         return launches, outcome
 
     def own(self, pass_name: Pass, launches: Sequence[Launch]) -> list[Launch]:
-        """Return the launches that walk over the pairs: only these are timed."""
+        """Return the launches that walk over the pairs: only these are timed.
+
+        Of a fused backward, and of the kernels in its place, all are.
+        """
+        if pass_name == "fused":
+            return list(launches)
         return [launch for launch in launches if launch.kernel.__name__ == KERNELS[pass_name]]
 
     def _forward(self, result: Result, overrides: Overrides = ()) -> Sequence[Launch]:
         return gpu.forward_launches(self._problem, self._operands, result, self._family, overrides)
 
     def _backward(self, pass_name: Pass, overrides: Overrides) -> tuple[Sequence[Launch], Outcome]:
-        """Gradients of keys and values, or of the queries and of what the score captured."""
-        operands, by_keys = self._operands, pass_name == "dkdv"
-        learned = tuple(each and not by_keys for each in self._learned)
-        needs = Needs(not by_keys, by_keys, by_keys, learned, False)
+        """Gradients of keys and values, or of queries and of what the score captured, or all."""
+        operands, by_keys = self._operands, pass_name in ("dkdv", "fused")
+        by_queries = pass_name != "dkdv"
+        learned = tuple(each and by_queries for each in self._learned)
+        needs = Needs(by_queries, by_keys, by_keys, learned, False)
         wanted: Outcome = {}
 
         def room(name: str, tensor: Tensor, need: bool) -> Tensor | None:
@@ -241,7 +256,7 @@ class Work:
 
         captured = zip(operands.score_tensors, learned, strict=True)
         grads = Grads(
-            room("q", operands.q, not by_keys),
+            room("q", operands.q, by_queries),
             room("k", operands.k, by_keys),
             room("v", operands.v, by_keys),
             tuple(room(f"captured {i}", x, need) for i, (x, need) in enumerate(captured)),

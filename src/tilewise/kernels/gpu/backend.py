@@ -114,9 +114,17 @@ class GpuBackend(Backend):
         left_out = {"forward" if decodes(problem) else "decode"}
         if problem.page_size or tail_of(problem.head_dim):
             left_out |= {"dkdv", "dq"}
+        fused = config.fused(problem)
+        if fused is not None:
+            left_out |= {"dkdv", "dq"}
         found: list[tuple[str, str]] = [
             (name, _way(config, name, problem)) for name in PASSES if name not in left_out
         ]
+        if fused is not None:
+            said = (
+                f"{fused}: one kernel of five products (Gluon), {origin(config, 'fused', problem)}"
+            )
+            found.append(("backward", said))
         if tail_of(problem.head_dim):
             found.append(("backward", f"none: gradients end at D = {LARGEST_WIDTH}"))
         return tuple(found)

@@ -6,14 +6,15 @@ import torch
 
 from tilewise.kernels.gpu.config import (
     FAMILIES,
+    FUSED,
     KINDS,
-    PASSES,
+    MEASURED,
     WIDTHS,
     Config,
     Pass,
     place_of,
     shared_need,
-    tiles_for,
+    table_blocks,
 )
 from tilewise.plan.tuned import STORE, Entry, Found, shown
 from tilewise.problem import Problem
@@ -38,13 +39,17 @@ def why_unfit(family: str, entry: Entry) -> str:
     """Return why the blocks of an entry cannot be taken on a family; "" if they can."""
     (pass_name, dtype, width, kind), blocks = entry.place, entry.blocks
     for what, value, known in (
-        ("pass", pass_name, PASSES),
+        ("pass", pass_name, MEASURED),
         ("width", width, WIDTHS),
         ("kind", kind, KINDS),
     ):
         if value not in known:
             return f"{what} {value!r} is none of {', '.join(str(each) for each in known)}"
-    name: Pass = next(each for each in PASSES if each == pass_name)
+    name: Pass = next(each for each in MEASURED if each == pass_name)
+    if name == "fused" and (
+        blocks != FUSED.get((family, width)) or kind != "plain" or dtype.itemsize != 2
+    ):
+        return f"there is no fused backward of {dtype}, width {width}, kind {kind} in {blocks}"
     need = shared_need(name, blocks, dtype.itemsize, width, width)
     if need > FAMILIES[family].shared_bytes:
         most = FAMILIES[family].shared_bytes
@@ -52,7 +57,7 @@ def why_unfit(family: str, entry: Entry) -> str:
     least = Config(family).splitting().least
     if name == "decode" and least % blocks.keys:
         return f"{blocks} do not divide a split of {least} keys"
-    table = tiles_for(family, name, dtype, width, width, kind != "plain", kind == "*")
+    table = table_blocks(family, entry.place)
     if table != entry.table_blocks:
         return f"the table now has {table}, and they were compared with {entry.table_blocks}"
     return ""
@@ -66,7 +71,8 @@ def origin(config: Config, pass_name: Pass, problem: Problem) -> str:
     entry = found.entries.get(place_of(pass_name, problem))
     file = "" if found.path is None else shown(found.path)
     if entry is not None:
-        gain = f"{entry.ratio:.2f} times as fast as the table's {entry.table_blocks}"
+        other = "two kernels" if pass_name == "fused" else f"the table's {entry.table_blocks}"
+        gain = f"{entry.ratio:.2f} times as fast as {other}"
         return f"blocks measured by tilewise tune on {found.date} ({gain}), from {file}"
     if found.refusal:
         return f"blocks of the table; {file} is not used: {found.refusal}"

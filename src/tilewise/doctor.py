@@ -199,7 +199,9 @@ def _peak_checks() -> list[Check]:
     kinds = (("fma", "float32 multiply-add"), ("bf16", "bfloat16 dot product"))
     measured = [(what, core().peak(kind, threads)) for kind, what in kinds]
     found = [
-        Check("peak", f"{what}: {flops_s / 1e9:.0f} GFLOP/s on {threads} threads")
+        Check(
+            "peak", f"{what}: {flops_s / 1e9:.0f} GFLOP/s on {threads} thread{'s' * (threads > 1)}"
+        )
         for what, flops_s in measured
         if flops_s
     ]

@@ -133,6 +133,7 @@ def test_a_function_yields_or_logs(place: Path) -> None:
     (verdict,) = verdicts(out)
     (page,) = (path.read_text() for path in out.glob("*/report.md"))
     assert r"effect, a\|val |" in page, "a metric's name is no border of a table"
+    assert "tokens reported, or else steps: 12" in page
     (arm,) = verdict["arms"]
     assert (status, arm["label"], arm["effect"]) == (0, "better", 0.5)
     evaluations = records(out)["functions/up/seed-2"].evaluations

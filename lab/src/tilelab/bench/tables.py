@@ -45,8 +45,9 @@ def heading(record: GoalRecord) -> list[str]:
     loads = " to ".join(str(load) for load in machine["load_average"] if load is not None)
     numbers = "/".join(filter(None, (machine["family"], machine["model"])))
     chip = f"{machine['chip']} (family/model {numbers})" if numbers else machine["chip"]
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
     lines = [
-        f"{chip}, {machine['cores']} cores, {machine['isa']}; torch {versions['torch']}, "
+        f"{chip}, {cores}, {machine['isa']}; torch {versions['torch']}, "
         f"Python {versions['python']}, {machine['system']}; load {loads or 'unknown'}",
     ]
     if record.status != COMPLETE:

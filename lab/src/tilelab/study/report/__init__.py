@@ -236,6 +236,9 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     ]
     steps = [step for _, taken in own for step in taken]
     tokens = sum(learnt(record, taken) for record, taken in own)
+    # What reports no tokens has its steps counted as them: see conduct/script.py.
+    external = any(each.baseline.learning.external for each in evidence.stored.study.experiments)
+    trained_on = "tokens reported, or else steps" if external else "tokens trained on"
     runs = (
         f"{agenda.done:,}" if evidence.verdict.complete else f"{agenda.done:,} of {agenda.total:,}"
     )
@@ -245,7 +248,7 @@ def _facts(agenda: Agenda, evidence: Evidence) -> tuple[tuple[str, str], ...]:
     found = [
         ("runs", runs),
         ("paired seeds", " and ".join(str(number) for number in sorted(seeds))),
-        ("tokens trained on", words.shorten(float(f"{tokens:.3g}"))),
+        (trained_on, words.shorten(float(f"{tokens:.3g}"))),
         ("CPU time of training", words.duration(sum(step.cpu_s for step in steps))),
     ]
     chip = evidence.stored.environment.get("chip")

@@ -162,6 +162,9 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.places + offset, self.dtype)
 
+    def __sub__(self, offset: Any) -> Pointer:
+        return self + -offset
+
     def chosen(self, mask: Any) -> tuple[Array, Array]:
         """Return the places and the mask, of one shape; fail where a place is beyond the tensor."""
         places, mask = np.broadcast_arrays(self.places.data, True if mask is None else mask.data)
@@ -477,6 +480,7 @@ class Chip:
     def __init__(self, seed: int, slots: int = 1) -> None:
         self.chance = random.Random(seed)
         self.stage = Stage(self.chance, slots)
+        self.count = 0  # of the programs
         self.lifted: dict[Any, FunctionType] = {}
         language = self._language()
         self.stand_ins: dict[int, Any] = {
@@ -505,6 +509,7 @@ class Chip:
         return SimpleNamespace(
             **{name: getattr(gl, name) for name in ("float32", "int1", "int32", "int64")},
             program_id=lambda axis: Block(np.int32(self._actor().place[axis])),
+            num_programs=lambda axis: Block(np.int32(self.count)),
             atomic_add=self._atomic_add,
             static_range=range,
             arange=lambda low, high, _=None: Block(np.arange(low, high, dtype=np.int32)),
@@ -536,6 +541,7 @@ class Chip:
     def run(self, places: Sequence[Sequence[int]], kernel: Any, named: dict[str, Any]) -> None:
         """Run the programs at these places of the grid."""
         function = self.lift(kernel)
+        self.count = len(places)
         self.stage.play(lambda: function(**named), places)
 
     def _actor(self) -> Actor:

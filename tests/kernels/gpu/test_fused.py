@@ -205,10 +205,12 @@ IN_GROUPS = [
           "warpgroup_mma_wait(2, deps=[part])"),
     Fault("no fence after dS", "store(ds)\n        fence_async_shared()", "store(ds)"),
     without("        mbarrier.wait(bars[4][3].index(0), 0)", "keys overwritten by their gradient"),
-    Fault("no ticket", "program = gl.atomic_add(turns, 1, sem=\"relaxed\", scope=\"gpu\")",
-          "program = gl.program_id(0)"),
 ]  # fmt: skip
 IN_FUSED = [
+    Fault("no ticket", "program = gl.atomic_add(turns, 1, sem=\"relaxed\", scope=\"gpu\")",
+          "program = gl.program_id(0)"),
+    Fault("tiles that descend", "return within // here,", "return tiles - 1 - within // here,"),
+    Fault("tiles of other lines", "first + within % here", "first + within // here % here"),
     Fault("no wait for a turn", "while added < before", "while added < 0"),
     Fault("one turn early", "while added < before", "while added < before - 1"),
     Fault("turns never handed on", "turn, ordered(1)", "turn, ordered(0)"),
@@ -218,6 +220,7 @@ IN_FUSED = [
     Fault("nobody stores", "if before == 0:", "if before == -1:"),
     Fault("all store", "if before == 0:", "if before >= 0:"),
     Fault("turns of the first head", "(1 + (b * heads + h) * row_tiles", "(1 + h * 0 * row_tiles"),
+    Fault("turn of the tile after the next", "turn - 1, 0", "turn - 2, 0"),
     without("            tma.store_wait(0)", "room released before it is read"),
     without("            mbarrier.arrive(dq_empty.index(here), count=1)", "room never released"),
     without("            mbarrier.wait(dq_full.index(here), (t // FORM.ROOMS) & 1)", "dQ missed"),
@@ -239,15 +242,16 @@ def _module(fault: Fault, folder: Path) -> ModuleType:
         return found
     found = with_fault(groups, Fault("", "from __future__", "from __future__"), folder)
     wrong = with_fault(fused, fault, folder)
-    for name in ("add_queries", "by_keys", "leave", "rooms_for"):
+    for name in ("add_queries", "by_keys", "leave", "place_in_turn", "rooms_for"):
         setattr(found, name, getattr(wrong, name))
     return found
 
 
 @pytest.fixture(scope="module")
 def backward() -> tuple[Backward, tuple[Tensor, ...]]:
-    """Three programs a key head, two query heads for each; and what is right."""
-    inputs = build(Case("turns", **SHAPE | {"heads": 2}, queries=320, keys=384, dtype=HALVES[0]))
+    """Three programs a key head, two items, two query heads for each; and what is right."""
+    shape = SHAPE | {"batch": 2, "heads": 2}
+    inputs = build(Case("turns", **shape, queries=320, keys=384, dtype=HALVES[0]))
     problem, operands = problem_of(inputs.detached())
     sent = send(inputs)._replace(entropy=None)
     made = _prepared(problem, operands, tiled.forward(problem, operands, ""), sent)

@@ -30,6 +30,7 @@ from tilewise.kernels.gpu.backward.fused import (
     by_keys,
     here_only,
     leave,
+    place_in_turn,
     rooms_for,
 )
 from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
@@ -271,11 +272,11 @@ def keys_in_groups(
     KIND: gl.constexpr = q_rows.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if FORM.FUSED:
-        program = gl.atomic_add(turns, 1, sem="relaxed", scope="gpu")
+        tile, line = place_in_turn(turns, tiles)
     else:
         program = gl.program_id(0)
-    tile = program % tiles
-    line = program // tiles
+        tile = program % tiles
+        line = program // tiles
     key_heads = heads // group
     b = line // key_heads
     key_head = line % key_heads

@@ -249,7 +249,7 @@ _ACCURACY = _used(
     _problem("scale below 0", scale=-0.3, mask=_CAUSAL),
     _problem("D512", head_dim=512, batch=1, heads=2, queries=129),
     _problem("key lists", listed=64, mask=_CAUSAL, score=("alibi",), keys=500, **_GROUPED_8),
-    _problem("key lists, learned", listed=40, score=("relative",), sinks=True, heads=2),
+    _problem("key lists, learned", listed=40, score=("relative",), sinks=True),
     _problem(
         "blocks of keys",
         listed=5,

@@ -123,6 +123,7 @@ SAMPLE = [
     of_width(case, width, HALVES[(index + width // 64) % 2])
     for width in (64, 128)
     for index, case in enumerate(CASES)
+    if len(case.mask) <= 1 or width == 64  # joined bands are left to two kernels at D = 128
 ]
 
 
@@ -133,11 +134,10 @@ def test_all_gradients(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=_name)
-def test_many_seeds(case: Case, dtype: torch.dtype, width: int) -> None:
-    _check(of_width(case, width, dtype), 10)
+@pytest.mark.parametrize("case", SAMPLE, ids=_name)
+def test_many_seeds(case: Case, dtype: torch.dtype) -> None:
+    _check(case.of(dtype), 10)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -322,8 +322,12 @@ def test_turns_of_two_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_EDGE", 4)
     sides, sizes = (-1, 0, 4), (3, 4, 8)
     bands = [window(*params) for params in product(sides, sides, (0, 1))]
+    served = 0
     for one, other in product(bands, bands):
         for M, N in product(sizes, sizes):
-            problem = problem_with(one, other, AND, queries=M, keys=N)
-            if asking(128).fused(problem) is not None:
+            problem = problem_with(one, other, AND, queries=M, keys=N, head_dim=64, value_dim=64)
+            assert asking(128).fused(problem._replace(head_dim=128, value_dim=128)) is None
+            if asking(64).fused(problem) is not None:
+                served += 1
                 _check_turns(problem)
+    assert served > 100

@@ -383,11 +383,13 @@ class Config(NamedTuple):
 
         It has not run on a GPU yet. So it is taken only where ``tilewise tune`` measured that it is
         faster on this chip, or where it is asked for. It serves what ``in_groups`` serves but
-        scores, which spill, and lists of tiles: their order would make programs wait.
+        scores and, at D = 128, bands that are joined, which spill, and lists of tiles: their order
+        would make programs wait.
         """
         listed = any(instr.op == "tiles" for instr in problem.mask)
+        spills = problem.score or (len(problem.mask) > 1 and problem.head_dim > 64)
         asked = dict(self.overrides)
-        if problem.score or listed or "dq" in asked or not self.in_groups("dkdv", problem):
+        if spills or listed or "dq" in asked or not self.in_groups("dkdv", problem):
             return None
         entry = self.measured.entries.get(place_of("fused", problem))
         return asked.get("fused") or (None if entry is None else entry.blocks)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAMILY = "sm_90"
+FAMILY, CHIP = "sm_90", "a chip that is not there"
 _SOURCE = Path(__file__).with_name("driver_stub.c")
 
 
@@ -78,7 +78,7 @@ def _pretend(stub: Stub) -> None:
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (backend, "_family", lambda device: FAMILY),
-        (backend, "_chip", lambda device: ""),
+        (backend, "_chip", lambda device: CHIP),
         (backend.GpuBackend, "absence", lambda self: None),
         (backend.GpuBackend, "why_not", lambda self, problem: []),
         (Setting, "device", property(lambda self: torch.device("cpu"))),
@@ -147,10 +147,12 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     import torch
     from triton.backends.nvidia.driver import CudaLauncher
 
+    from tilewise.kernels import gpu
     from tilewise.kernels.gpu import backend, replay, run
     from tilewise.kernels.gpu.walk.lists import _KEPT
 
     given: list[Any] = []
+    kernels: list[str] = []
     replayed: list[Any] = []
     memory: dict[Any, Any] = {}  # results and gradients, the same for both ways
     held: list[Any] = []  # tensors of a call live on, so that no other takes their addresses
@@ -160,6 +162,10 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     def noting(self: Any, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
         given.append((x, y, z, id(self), rest[4:]))
         launch(self, x, y, z, stream, function, *rest)
+
+    def naming(launches: Sequence[Any]) -> list[Any]:
+        kernels.extend(each.kernel.__name__ for each in launches)
+        return run(launches)
 
     def counting(plan: Any, *rest: Any) -> bool:
         replayed.extend(plan.steps)
@@ -182,6 +188,7 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     changes: list[tuple[Any, str, Any]] = [
         (CudaLauncher, "__call__", noting),
+        (gpu, "run", naming),
         (replay, "_replay", counting),
         (torch, "empty", holding),
         (backend, "empty_result", kept(backend.empty_result)),
@@ -191,7 +198,9 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         setattr(owner, name, value)
     ways: tuple[Any, ...] = (quick, plain)
     for job, made in _accuracy(names):
+        kernels.clear()
         made()()
+        names = list(kernels)
         before, other = dict(memory), made()  # what came before stays where it is
         memory.clear()
         replayed.clear()
@@ -207,7 +216,8 @@ def _replays(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         replay.Replays.run = replaying  # type: ignore[method-assign]
         same = found[0] == found[1] and bool(before)
         memory.clear()
-        yield {"name": job, "launches": len(found[1]), "replayed": len(replayed), "same": same}
+        counts = {"launches": len(found[1]), "replayed": len(replayed)}
+        yield {"name": job, **counts, "same": same, "kernels": names}
 
 
 def _tensors(x: Any) -> Iterator[Any]:

@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.kernels.gpu.launching import CHIP
+from tilewise.kernels.gpu.config import FUSED, Blocks
+from tilewise.plan.tuned import Entry, Place, Tuned, installed_triton, write
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
@@ -31,13 +36,14 @@ pytestmark = [
 ]
 
 
-def launched(folder: Path, way: str, *names: str) -> list[dict[str, Any]]:
-    """What a process of its own launched."""
+def launched(folder: Path, way: str, *names: str, blocks: str = "off") -> list[dict[str, Any]]:
+    """What a process of its own launched; ``blocks`` is its file of measured blocks."""
     hidden = ("TRITON_INTERPRET", "LD_LIBRARY_PATH")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TILEWISE_TUNED": blocks,
     }
     module = "tests.kernels.gpu.launching"
     done = subprocess.run(
@@ -130,6 +136,28 @@ def test_a_call_is_replayed(tmp_path: Path) -> None:
     check_replays(said)
     assert {each["name"] for each in said} == set(names)
     assert all(each["replayed"] for each in said)
+
+
+@pytest.mark.thorough
+def test_a_measured_file_is_the_switch_of_the_fused_backward(tmp_path: Path) -> None:
+    """A public call takes three kernels for its backward in place of four, and so does a replay."""
+    table = {64: Blocks(64, 128, 8, 2), 128: Blocks(64, 128, 8, 3)}
+    entries = [
+        Entry(Place("fused", torch.bfloat16, width, "plain"), FUSED["sm_90", width], 1.0, 0.0,
+              table[width], 1.2, 0.0)
+        for width in table
+    ]  # fmt: skip
+    versions = torch.__version__, installed_triton()
+    file = tmp_path / "measured.json"
+    write(file, Tuned(CHIP, "sm_90", *versions, "2026-11-29", tuple(entries)))
+    names = ("bfloat16 causal D64", "bfloat16 sinks", "bfloat16 full D128")
+    said = launched(tmp_path, "replays", *names, blocks=str(file))
+    check_replays(said)
+    kernels = [each["kernels"] for each in said]
+    assert len(kernels) == 3
+    for each in kernels:
+        assert [each.count(name) for name in ("keys_in_groups", "narrow_kernel")] == [1, 1]
+        assert "query_kernel" not in each
 
 
 @pytest.mark.slow

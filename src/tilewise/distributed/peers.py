@@ -225,7 +225,8 @@ class _Waits:
     A process that leaves closes its connections, and whoever waits for it gets an error. Under load
     that news was lost once with torch 2.14, and the wait did not end. So the thread asks the
     group's store whether somebody left, and closes the connections of this process then, which ends
-    its wait. The thread ends when nobody waits.
+    its wait. It does not always: one send in gloo kept waiting after that (torch 2.13, seen once),
+    and then ends with the group's timeout alone. The thread ends when nobody waits.
     """
 
     def __init__(self) -> None:

@@ -15,15 +15,13 @@ from tests.cases import Case, Inputs, build
 from tests.contract import assert_same_bits
 from tests.kernels.gpu.emulator import EmulatorError, emulate
 from tests.kernels.gpu.faults import Fault, with_fault, without
-from tests.kernels.gpu.passes import GQA, HALVES, NAN, variant
+from tests.kernels.gpu.passes import HALVES, NAN, variant
 from tests.kernels.gpu.test_hopper import (
     AND,
     CHIP,
-    ODD,
+    PLAIN,
     SHAPE,
-    SHORT,
     TILE,
-    Window,
     of_width,
     problem_with,
     rows_met,
@@ -45,21 +43,7 @@ def asking(width: int, family: str = "sm_90") -> Config:
     return Config(family, overrides=(("fused", FUSED["sm_90", width]),))
 
 
-CASES = [
-    Case("full", **SHAPE, queries=200, keys=333),
-    Case("whole", **SHAPE, queries=256, keys=384),
-    Case("causal", **ODD, mask=("causal",)),
-    Case("causal-short", **SHORT, mask=("causal",), scale=-0.2),
-    Case("grouped", **SHORT | GQA, mask=("causal",), layout="bshd"),
-    Case("sinks", **SHORT | {"heads": 2, "kv_heads": 1, "batch": 2}, mask=("causal",), sinks=True),
-    Case("window", **SHAPE, queries=512, keys=512, mask=(Window(128, 0),)),
-    Case("both-sides", **ODD, mask=(Window(128, 128),)),
-    Case("two-bands", **ODD, mask=(Window(None, 0), Window(128, 256, "top_left"), "and")),
-    Case("anchored", **SHAPE, queries=200, keys=328, mask=("causal",)),
-    Case("tiny", **SHAPE, queries=17, keys=5),
-    Case("no-keys-first", **SHAPE, queries=384, keys=128, mask=("causal",), sinks=True),
-    Case("no-keys-last", **SHAPE, queries=512, keys=128, mask=(Window(128, 0, "top_left"),)),
-]
+CASES = [*PLAIN, Case("whole", **SHAPE, queries=256, keys=384)]
 MASKED = [case for case in CASES if case.mask]
 
 

@@ -76,7 +76,7 @@ class Layout:
 SHAPE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
 ODD = SHAPE | {"queries": 333, "keys": 333}
 SHORT = SHAPE | {"queries": 200, "keys": 200}
-CASES = [
+PLAIN = [
     Case("full", **SHAPE, queries=200, keys=333),
     Case("causal", **ODD, mask=("causal",)),
     Case("causal-short", **SHORT, mask=("causal",), scale=-0.2),
@@ -107,7 +107,7 @@ SCORED = [
     for name, mask in (("", ()), ("-causal", ("causal",)))
 ]
 SCORED.append(replace(LISTED[0], name="alibi-documents", score=("alibi",)))
-CASES += LISTED + SCORED
+CASES = PLAIN + LISTED + SCORED
 MASKED = [case for case in CASES if case.mask and not case.score]
 
 

@@ -292,6 +292,24 @@ def test_who_waits_asks_whether_somebody_left(ranks: Ranks, way: str) -> None:
             assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told
 
 
+def hears_nothing(_: dist.ProcessGroup, way: Way) -> tuple[str, float]:
+    """As ``fails_in``; no connection is closed anywhere, so no wait in gloo ever ends."""
+    peers._close = lambda peers: None
+    try:
+        return fails_in(_, way, "backward")
+    finally:
+        peers._close = CLOSE
+
+
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_a_wait_that_gloo_does_not_end(ranks: Ranks, way: str) -> None:
+    """As if the news were lost for good: nobody waits for the group's timeout."""
+    for rank, (told, seconds) in enumerate(ranks.run(hears_nothing, WAYS[way])):
+        assert seconds < 20, (rank, told, seconds)
+        if rank != VICTIM:
+            assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told
+
+
 def names_no_key(_: dist.ProcessGroup) -> str:
     group = dist.new_group(list(range(dist.get_world_size())))
     keys = torch.zeros(1, 1, 6, 2, dtype=torch.int32)  # of the 6 rows of each process

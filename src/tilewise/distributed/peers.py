@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Lock, Thread
-from typing import NamedTuple
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from tilewise.errors import TilewiseError, Unsupported
 _FIRST_ERROR = "tilewise: the first error"  # in the store of a group
 _STORE_S = 5.0  # for an answer of the store: its machine may be the one that is lost
 _NO_TAG = 0x7469_6C65  # of messages that nobody sends
-_LOOK_S, _PATIENCE_S = 1.0, 2.0  # between two looks after waits; of a wait before the first look
+_LOOK_S = 1.0  # between two looks of who waits
+
+T = TypeVar("T")
 
 
 class LostPeer(TilewiseError):  # noqa: N818  reads as what is wrong
@@ -64,14 +66,17 @@ class _Message(NamedTuple):
 class Pending:
     """Messages on their way. They need their tensors until ``wait`` returns."""
 
-    def __init__(self, peers: Peers, phase: str, messages: Sequence[_Message]) -> None:
+    def __init__(
+        self, peers: Peers, phase: str, messages: Sequence[_Message], device: torch.device
+    ) -> None:
         self._peers, self._phase, self._messages = peers, phase, messages
+        self._device = device
 
     def wait(self) -> None:
         """Wait for all of them, or raise ``LostPeer``."""
         for work, position in self._messages:
             try:
-                self._peers.wait(work)
+                self._peers.wait(work, self._device)
             except RuntimeError as error:
                 raise self._peers.lost(self._phase, position, error) from error
         self._messages = ()
@@ -94,16 +99,30 @@ class Peers:
         self.count = dist.get_world_size(group)
         self.groups = [self]
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a message; RuntimeError where it does not come."""
-        _WAITS.begin(self)
-        try:
-            if self.timeout is None:
-                work.wait()
-            else:
-                work.wait(self.timeout)
-        finally:
-            _WAITS.end(self)
+    def wait(self, work: dist.Work, device: torch.device) -> None:
+        """Wait for a message of tensors of a device; RuntimeError where it does not come.
+
+        A process that leaves closes its connections of gloo, and whoever waits for it gets an
+        error. That news can be lost: under load a send or a receive then kept waiting (torch 2.13
+        and 2.14), and nothing ends such a wait but the group's timeout. So another thread waits in
+        gloo, and this one asks the group's store meanwhile whether somebody left.
+        """
+        arguments = () if self.timeout is None else (self.timeout,)
+        # On a GPU a wait is a matter of this thread's stream.
+        if device.type != "cpu" or "gloo" not in dist.get_backend_config(self.group):
+            work.wait(*arguments)
+            return
+        waiter = _Waiter.free()
+        waiter.give(lambda: work.wait(*arguments))
+        looks = 0
+        while not waiter.answered(_LOOK_S):
+            looks += 1
+            if looks > 1 and _somebody_left(self):
+                _close(self)
+                if not waiter.answered(_LOOK_S):  # it waits on, and keeps what it waits for
+                    raise RuntimeError("a process left, and gloo does not end the wait for it")
+                break
+        waiter.result()
 
     def lost(self, phase: str, position: int | None, error: Exception) -> LostPeer:
         """Return the error for a message that failed, and leave: the others would wait too."""
@@ -162,7 +181,7 @@ class Peers:
             if tensor.numel() and position != self.position
         ]
         if not operations:
-            return Pending(self, phase, ())
+            return Pending(self, phase, (), torch.device("cpu"))
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -170,9 +189,8 @@ class Peers:
         positions: list[int | None] = [each.group_peer for each in operations]
         if len(works) != len(positions):  # NCCL has one work for all of them
             positions = [positions[0] if len(set(positions)) == 1 else None] * len(works)
-        return Pending(
-            self, phase, [_Message(*each) for each in zip(works, positions, strict=True)]
-        )
+        messages = [_Message(*each) for each in zip(works, positions, strict=True)]
+        return Pending(self, phase, messages, operations[0].tensor.device)
 
     def everywhere(self, phase: str, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the tensors of all positions, in their order; each has a shape of its own."""
@@ -188,7 +206,7 @@ class Peers:
         try:
             work = dist.all_gather(every, mine, group=self.group, async_op=True)
             assert work is not None
-            self.wait(work)
+            self.wait(work, device)
         except RuntimeError as error:
             raise self.lost(phase, None, error) from error
         return [each.tolist() for each in every]
@@ -196,13 +214,24 @@ class Peers:
 
 def _said_first(store: dist.distributed_c10d.Store, why: str) -> str:
     """Tell the others why, unless one of them was first; return what the first one said."""
-    found = [why]
+    return _answer_of(lambda: store.compare_set(_FIRST_ERROR, "", why).decode(), why)
 
-    def ask() -> None:
+
+def _somebody_left(peers: Peers) -> bool:
+    """Return whether a process of the group said an error."""
+    store = peers.group.get_group_store()
+    return _answer_of(lambda: bool(store.check([_FIRST_ERROR])), False)
+
+
+def _answer_of(ask: Callable[[], T], otherwise: T) -> T:
+    """Return a store's answer; ``otherwise`` where none comes in time."""
+    found = [otherwise]
+
+    def asked() -> None:
         with suppress(RuntimeError):
-            found.append(store.compare_set(_FIRST_ERROR, "", why).decode())
+            found.append(ask())
 
-    asking = Thread(target=ask, daemon=True)
+    asking = Thread(target=asked, daemon=True)
     asking.start()
     asking.join(_STORE_S)
     return found[-1]
@@ -219,53 +248,60 @@ def _close(peers: Peers) -> None:
             late.wait(timedelta(milliseconds=1))
 
 
-class _Waits:
-    """The groups of gloo that this process waits in, and a thread that looks after long waits.
+class _Waiter:
+    """A thread that waits for others, one wait after the other.
 
-    A process that leaves closes its connections, and whoever waits for it gets an error. Under load
-    that news was lost once with torch 2.14, and the wait did not end. So the thread asks the
-    group's store whether somebody left, and closes the connections of this process then, which ends
-    its wait. It does not always: one send in gloo kept waiting after that (torch 2.13, seen once),
-    and then ends with the group's timeout alone. The thread ends when nobody waits.
+    One that never gets an answer is left to itself: it is no more among the free ones. A thread for
+    each wait would cost 0.1 ms.
     """
 
+    _free: list[_Waiter] = []  # noqa: RUF012  of the process
+
     def __init__(self) -> None:
-        self._since: dict[Peers, float] = {}
-        self._lock = Lock()
-        self._thread: Thread | None = None
+        self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._errors: SimpleQueue[Exception | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
 
-    def begin(self, peers: Peers) -> None:
-        """Look after a wait from now on."""
-        if "gloo" not in dist.get_backend_config(peers.group):
-            return
-        with self._lock:
-            self._since[peers] = time.monotonic()
-            # That of a process before a fork is not alive here.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = Thread(target=self._look, daemon=True)
-                self._thread.start()
+    @classmethod
+    def free(cls) -> _Waiter:
+        """Return one that has nothing to do."""
+        while cls._free:
+            found = cls._free.pop()
+            if found._thread.is_alive():  # that of a process before a fork is not alive here
+                return found
+        return cls()
 
-    def end(self, peers: Peers) -> None:
-        """Stop looking after a wait."""
-        with self._lock:
-            self._since.pop(peers, None)
+    def give(self, wait: Callable[[], object]) -> None:
+        """Let it wait."""
+        self._given.put(wait)
 
-    def _look(self) -> None:
+    def answered(self, seconds: float) -> bool:
+        """Return whether the wait has ended, after so many seconds at most."""
+        try:
+            self._error = self._errors.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
+    def result(self) -> None:
+        """Raise what the wait has raised; it is free then."""
+        error, self._error = self._error, None
+        self._free.append(self)
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
         while True:
-            time.sleep(_LOOK_S)
-            with self._lock:
-                if not self._since:
-                    self._thread = None
-                    return
-                late = time.monotonic() - _PATIENCE_S
-                long = [peers for peers, since in self._since.items() if since < late]
-            for peers in long:
-                with suppress(RuntimeError):
-                    if peers.group.get_group_store().check([_FIRST_ERROR]):
-                        _close(peers)
-
-
-_WAITS = _Waits()
+            wait = self._given.get()
+            try:
+                wait()
+            except Exception as error:
+                self._errors.put(error)
+            else:
+                self._errors.put(None)
+            del wait  # a message's memory is not kept until the next one
 
 
 def refuse_second_derivatives() -> None:

@@ -33,14 +33,15 @@ from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.kernels.cpu import DTYPES, absence
 from tilewise.kernels.cpu.rows import InCore
 from tilewise.kernels.cross_entropy import (
+    PIECE,
     InTorch,
     Loss,
     RowKernel,
     Rows,
     add_product,
-    logits_of,
     target_logits,
     wide,
+    write_logits,
     write_product,
 )
 from tilewise.variants.lower import check_cap
@@ -84,9 +85,9 @@ def linear_cross_entropy(
     give the same bits.
 
     Peak memory is 1.08 times that of operands and gradients in float32 and 1.09 times in bfloat16,
-    as measured on a CPU with 32,000 to 256,000 words. With float32 weights beside hidden states in
-    16 bits it is 1.4 times, a copy of the weights in 16 bits among it. On a GPU a block has 2,048
-    tokens at least. Differentiable once, in hidden, weight and bias.
+    as measured on a CPU with 32,000 to 256,000 words, and 1.08 to 1.09 times with float32 weights
+    beside bfloat16 hidden states. On a GPU a block has 2,048 tokens at least. Differentiable once,
+    in hidden, weight and bias.
 
     Products are in the dtype of hidden. A float32 weight beside hidden states in 16 bits is
     rounded to theirs for the products, and its gradient is added up in float32. Under autocast,
@@ -269,7 +270,6 @@ def _losses(
     _check_targets(of.targets, words, loss.ignore_index)
     kernel = _kernel(of.hidden)
     dtype, dtype_of_sums = of.hidden.dtype, wide(of.hidden.dtype)
-    weight = of.weight.to(dtype)
     bias = None if of.bias is None else of.bias.to(dtype)
     losses = of.hidden.new_empty(tokens, dtype=dtype_of_sums)
     lse, nll = torch.empty_like(losses), torch.empty_like(losses)
@@ -284,33 +284,51 @@ def _losses(
     # One room for all blocks: a new one for each would be there beside the last.
     size = max(min(step, tokens) * words, tokens * min(block, words) if narrow and grads else 0)
     room = of.hidden.new_empty(size)
-    for first in range(0, tokens, step):
-        rows = slice(first, min(first + step, tokens))
+    # Wider weights are rounded part by part, twice for each block of tokens: all of them rounded
+    # once would take a quarter of the memory of operands and gradients.
+    parts = [slice(None)] if of.weight.dtype == dtype else _slices(words, block)
+    for rows in _slices(tokens, step):
         hidden, targets = of.hidden[rows], of.targets[rows]
         some = None if scales is None else scales[rows]
-        logits = logits_of(hidden, weight, bias, room)
+        logits = room[: len(hidden) * words].view(len(hidden), words)
+        for part in parts:
+            of_words = None if bias is None else bias[part]
+            write_logits(hidden, of.weight[part], of_words, logits[:, part])
         at = target_logits(logits, targets, loss)  # now: the kernel writes over them
         losses[rows], lse[rows], change = kernel.close(Rows(logits, targets, some, loss))
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
         if grads is None or change is None:
             continue
-        write_product(change, weight, grads.hidden[rows])
         if bias is not None:
             grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
+        of_hidden = grads.hidden[rows]
+        if len(parts) == 1:
+            write_product(change, of.weight, of_hidden)
+        else:
+            sums = torch.zeros_like(of_hidden, dtype=dtype_of_sums)
+            for part in parts:
+                add_product(sums, change[:, part], of.weight[part])
+            of_hidden.copy_(sums)
         if not narrow:
-            add_product(grads.weight, change, hidden, block)
+            for part in parts:
+                add_product(grads.weight[part], change[:, part].T, hidden)
         del change  # of a kernel that does not work in place
     if grads is None or scales is None:
         return losses, nll, None
     if narrow:
-        for first in range(0, words, block):
-            part = slice(first, min(first + block, words))
+        for part in _slices(words, block):
             of_words = None if bias is None else bias[part]
-            logits = logits_of(of.hidden, weight[part], of_words, room)
+            weight = of.weight[part]
+            logits = room[: tokens * len(weight)].view(tokens, len(weight))
+            write_logits(of.hidden, weight, of_words, logits)
             rows_of = Rows(logits, of.targets, scales, loss)
-            change = kernel.differentiate(rows_of, lse, first, words)
+            change = kernel.differentiate(rows_of, lse, part.start, words)
             write_product(change.T, of.hidden, grads.weight[part])
     return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
+
+
+def _slices(size: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
 
 
 def _kernel(hidden: Tensor) -> RowKernel:
@@ -337,21 +355,24 @@ def _check_targets(targets: Tensor, words: int, ignore_index: int) -> None:
 
 
 def _block(of: _Operands, in_place: bool, block_tokens: int) -> tuple[int, int]:
-    """Return the tokens of a block of all words, and the words of a product over tokens.
+    """Return the tokens of a block of all words, and the words of a part of the weights.
 
-    The latter are a block's of all tokens with weights in 16 bits, or those whose gradient is added
-    to float32 at once.
+    A part has as many logits for all tokens as a block, where weights have 16 bits. Where they are
+    wider than hidden states, it is what is rounded at once; it and a product of its size take half
+    as many bytes as a block.
     """
     tokens, (words, width) = max(1, len(of.hidden)), of.weight.shape
     size = of.hidden.element_size()
     each = size if in_place else size + 4 * max(4, size)
-    bytes_ = max(_LEAST_BYTES, int(2 * width * (words + tokens) * size * _PART))
+    mixed = of.weight.element_size() != size
+    moved = 2 * width * (words * of.weight.element_size() + tokens * size)
+    bytes_ = max(_LEAST_BYTES, int(moved * _PART * (2 / 3 if mixed else 1)))
     least = (_LEAST_ON_GPU, _LEAST_ON_GPU) if of.hidden.is_cuda else (_LEAST_TOKENS, _LEAST_WORDS)
     if block_tokens:
         bytes_, least = block_tokens * words * each, (block_tokens, 1)
-    narrow = of.weight.dtype != wide(of.hidden.dtype)
-    fit = bytes_ // (tokens * each if narrow else width * size)
-    return max(least[0], bytes_ // (words * each) // 16 * 16), max(least[1], fit // 16 * 16)
+    fit = bytes_ // (4 * width * size if mixed else tokens * each)
+    whole = PIECE if mixed and fit > PIECE else 16
+    return max(least[0], bytes_ // (words * each) // 16 * 16), max(least[1], fit // whole * whole)
 
 
 def _needed(grads: _Grads, factor: Tensor | None, needs: tuple[bool, ...]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.torch_private import fast_products
 
-_PIECE = 512  # rows, columns and terms of a product by float32: three pieces take 3 MiB
+PIECE = 512  # rows, columns and terms of a product by float32: three pieces take 3 MiB
 
 
 class Loss(NamedTuple):
@@ -62,36 +62,35 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor) -> Tensor:
-    """Return the logits [T', V'] of hidden states [T', D] and weights [V', D], in a flat room."""
-    sizes = len(hidden), len(weight)
-    out = room[: math.prod(sizes)].view(sizes)
+def write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the logits of hidden states [T', D] and weights [V', D] to ``out`` [T', V'].
+
+    Here and below a second operand with wider numbers is rounded to the dtype of the first.
+    """
     if _by_float32(hidden):
-        return _multiply(hidden, weight.T, out, bias)
-    if bias is None:
-        return torch.mm(hidden, weight.T, out=out)
-    return torch.addmm(bias, hidden, weight.T, out=out)
+        _multiply(hidden, weight.T, out, bias)
+    elif bias is None:
+        torch.mm(hidden, weight.to(hidden.dtype).T, out=out)
+    else:
+        torch.addmm(bias, hidden, weight.to(hidden.dtype).T, out=out)
 
 
 def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write ``a @ b`` to ``out``, of the same dtype."""
+    """Write ``a @ b`` to ``out``, of the dtype of a."""
     if _by_float32(a):
         _multiply(a, b, out)
     else:
-        torch.mm(a, b, out=out)
+        torch.mm(a, b.to(a.dtype), out=out)
 
 
-def add_product(total: Tensor, change: Tensor, hidden: Tensor, block: int) -> None:
-    """Add ``change.T @ hidden`` to ``total``, so many rows at a time if it has a wider dtype."""
-    if _by_float32(hidden):
-        _multiply(change.T, hidden, total, added=True)
-        return
-    if total.dtype == hidden.dtype:
-        total.addmm_(change.T, hidden)
-        return
-    for first in range(0, len(total), block):
-        part = slice(first, first + block)
-        total[part].add_(change[:, part].T @ hidden)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, of the dtype of a or a wider one."""
+    if _by_float32(a):
+        _multiply(a, b, total, added=True)
+    elif total.dtype == a.dtype:
+        total.addmm_(a, b.to(a.dtype))
+    else:
+        total.add_(a @ b.to(a.dtype))
 
 
 def _by_float32(x: Tensor) -> bool:
@@ -104,22 +103,21 @@ def _by_float32(x: Tensor) -> bool:
 
 def _multiply(
     a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, added: bool = False
-) -> Tensor:
-    """Write ``a @ b`` to ``out`` or add it, piece by piece in float32; return ``out``."""
+) -> None:
+    """Write ``a @ b`` to ``out`` or add it, piece by piece in float32."""
     (rows, depth), columns = a.shape, b.shape[1]
-    for row, column in product(range(0, rows, _PIECE), range(0, columns, _PIECE)):
-        here = slice(row, row + _PIECE), slice(column, column + _PIECE)
+    for row, column in product(range(0, rows, PIECE), range(0, columns, PIECE)):
+        here = slice(row, row + PIECE), slice(column, column + PIECE)
         into = out[here]
         total = torch.zeros(into.shape, dtype=torch.float32, device=out.device)
         if added:
             total += into
         if bias is not None:
             total += bias[here[1]]
-        for at in range(0, depth, _PIECE):
-            inner = slice(at, at + _PIECE)
-            total.addmm_(a[here[0], inner].float(), b[inner, here[1]].float())
+        for at in range(0, depth, PIECE):
+            inner = slice(at, at + PIECE)
+            total.addmm_(a[here[0], inner].float(), b[inner, here[1]].to(a.dtype).float())
         into.copy_(total)
-    return out
 
 
 class InPlace(ABC):

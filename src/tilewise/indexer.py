@@ -306,6 +306,21 @@ class _Item(NamedTuple):
         return sums * abs(self.scale)  # once, so that its rounding parts no equal scores
 
 
+def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest scores of each row, in order, and their places; the first of equal ones.
+
+    Args:
+        scores: float32 or float64 [rows, n].
+        k: at most n.
+
+    Returns:
+        scores [rows, k], and their places, int32 [rows, k].
+    """
+    found = _largest([_pack(_ranks(scores), range(scores.shape[1]))], k, in_order=True)
+    ranks, places = _unpack(found, scores.dtype)
+    return _swap(ranks).view(scores.dtype), places
+
+
 def _ranks(scores: Tensor) -> Tensor:
     """Return integers of the same order and width; the largest of all for every NaN."""
     scores = torch.where(scores.isnan(), math.nan, scores + 0.0)  # -0.0 + 0.0 is 0.0

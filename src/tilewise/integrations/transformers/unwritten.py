@@ -1,0 +1,218 @@
+"""Objects in the place of queries x keys tensors, for code of models that would write them.
+
+The code of an indexer runs on them as it is: they note what is asked of them, and compute a tile at
+a time once the answer is small. What they do not know raises an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from tilewise.errors import Unsupported
+from tilewise.indexer import top_keys
+from tilewise.integrations.transformers.block_scores import best_blocks
+from tilewise.integrations.transformers.masks import Hidden
+from tilewise.variants import masks
+from tilewise.variants.values import Mask
+
+_UNDO = "untile_indexers(model) gives the model its own way back"
+
+
+def choose_keys(indexer: Any, *given: Any, **named: Any) -> Any:
+    """Stand in for the forward of an indexer like that of DeepSeek-V3.2."""
+    return _by_tiles(_Scores, indexer, *given, **named)
+
+
+def choose_blocks(indexer: Any, *given: Any, **named: Any) -> Any:
+    """Stand in for the forward of an indexer like that of MiniMax-M3."""
+    return _by_tiles(_BlockScores, indexer, *given, **named)
+
+
+def _by_tiles(
+    kind: type[_Scores] | type[_BlockScores], indexer: Any, *given: Any, **named: Any
+) -> Any:
+    if torch.compiler.is_compiling():
+        raise Unsupported("an indexer by tiles under torch.compile", fix=_UNDO)
+    with _Unwritten(kind):
+        return type(indexer).forward(indexer, *given, **named)
+
+
+class _Later(NamedTuple):
+    """Pairs that are hidden because the key comes later: places[n] >= limits[b, m].
+
+    Args:
+        places: [N].
+        limits: [B or 1, M].
+    """
+
+    places: Tensor
+    limits: Tensor
+
+
+class _Chosen(NamedTuple):
+    """As ``torch.topk`` returns it; an object that makes no values has None."""
+
+    values: Tensor | None
+    indices: Tensor
+
+
+class _Unwritten(TorchFunctionMode):
+    """Gives an object in the place of a product of q [B, _, _, D] and k [B, 1, D, N].
+
+    And in the place of the comparison of keys with queries that follows it, to hide later keys.
+
+    Args:
+        kind: the class of the object.
+    """
+
+    def __init__(self, kind: type[_Scores] | type[_BlockScores]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scores: _Scores | _BlockScores | None = None
+        self.compared = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.matmul and all(isinstance(x, Tensor) and x.dim() == 4 for x in args):
+            q, k = args
+            if k.shape[1] == 1:
+                self.scores = self.kind(q, k.transpose(-1, -2))
+                return self.scores
+        if func in (torch.Tensor.gt, torch.Tensor.ge) and self.scores and not self.compared:
+            keys, queries = args
+            if keys.dim() == queries.dim() and keys.numel() == keys.shape[-1]:
+                self.compared = True
+                limits = queries.squeeze(-1).flatten(1)
+                return _Later(keys.flatten(), limits + (func is torch.Tensor.gt))
+        return func(*args, **(kwargs or {}))
+
+
+class _Scores:
+    """Scores of an indexer like that of DeepSeek-V3.2.
+
+        scores = relu(matmul(q, k^T) * scale)                    [B, M, Hi, N]
+        index_scores = matmul(weights, scores)                   [B, M, N]
+        index_scores.masked_fill(~mask, -inf).topk(K).indices    [B, M, K]
+
+    Args:
+        queries: [B, M, Hi, D].
+        keys: [B, 1, N, D].
+    """
+
+    def __init__(self, queries: Tensor, keys: Tensor) -> None:
+        self.queries, self.keys = queries.transpose(1, 2), keys
+        self.scale = 1.0
+        self.weights: Tensor | None = None
+        self.mask: Mask | None = None
+        self.shown = keys.shape[2]  # keys that the mask speaks of, the first ones
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return that of the weighted sum."""
+        return self.queries.shape[0], self.queries.shape[2], self.keys.shape[2]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> _Scores:
+        *weights, scores = args
+        if isinstance(scores, cls):
+            if func is torch.nn.functional.relu:  # top_keys has it
+                return scores
+            if func is torch.matmul:
+                scores.weights = weights[0].squeeze(-2)
+                return scores
+        raise _not_known(resolve_name(func) or str(func))
+
+    def __mul__(self, factor: float) -> _Scores:
+        self.scale *= factor
+        return self
+
+    def squeeze(self, _: int) -> _Scores:
+        return self
+
+    def masked_fill(self, hidden: Hidden | Tensor, _: float) -> _Scores:
+        if isinstance(hidden, Hidden):
+            self.mask, self.shown = hidden.pairs.mask, hidden.pairs.keys
+        else:
+            self.mask = masks.dense(~hidden[:, None])
+        return self
+
+    def __add__(self, _: object) -> NoReturn:
+        raise _not_known("adding a floating mask")
+
+    def topk(self, k: int, dim: int = -1) -> _Chosen:
+        assert dim == -1
+        assert self.weights is not None
+        keys = self.keys[:, :, : self.shown]
+        found = top_keys(self.queries, keys, self.weights, k, mask=self.mask, scale=self.scale)
+        assert isinstance(found, Tensor)
+        return _Chosen(None, found[:, 0])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_known(f".{name}")
+
+
+class _BlockScores:
+    """Scores of an indexer like that of MiniMax-M3, which chooses blocks of keys for each head.
+
+        scores = matmul(q, k^T).masked_fill(k_positions > position, -inf)    [B, Hi, M, N]
+        block_scores = pad(scores, -inf).view(..., blocks, block).amax(-1)   [B, Hi, M, blocks]
+        block_scores.scatter_(-1, local, inf).topk(K)                        [B, Hi, M, K]
+
+    Args:
+        queries: [B, Hi, M, D].
+        keys: [B, 1, N, D].
+    """
+
+    def __init__(self, queries: Tensor, keys: Tensor) -> None:
+        self.queries, self.keys = queries, keys
+        self.later: _Later | None = None
+        self.block: int | None = None
+        self.local: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> _BlockScores:
+        scores = args[0]
+        if func is torch.nn.functional.pad and isinstance(scores, cls):  # best_blocks does
+            return scores
+        raise _not_known(resolve_name(func) or str(func))
+
+    def masked_fill(self, hidden: _Later, _: float) -> _BlockScores:
+        assert isinstance(hidden, _Later)
+        self.later = hidden
+        return self
+
+    def view(self, *shape: int) -> _BlockScores:
+        self.block = shape[-1]
+        return self
+
+    def amax(self, dim: int) -> _BlockScores:
+        assert dim == -1
+        return self
+
+    def scatter_(self, dim: int, index: Tensor, value: float) -> _BlockScores:
+        assert (dim, value) == (-1, torch.inf)
+        self.local = index
+        return self
+
+    def topk(self, k: int, dim: int) -> _Chosen:
+        assert dim == -1
+        assert self.later is not None
+        assert self.block is not None
+        found = best_blocks(self.queries, self.keys, *self.later, self.block, k, self.local)
+        return _Chosen(*found)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_known(f".{name}")
+
+
+def _not_known(what: str) -> Unsupported:
+    return Unsupported(f"an indexer by tiles that does this with its scores: {what}", fix=_UNDO)

@@ -4,6 +4,7 @@
 memory. Here are the others, each with the same mathematics:
 
     backward_by_tiles     dQ by tiles of queries, dK and dV by tiles of keys: the GPU backend
+    backward_in_turns     tiles of keys outside, dQ by a last pass: Hopper's fused kernel
     forward_keys_outside  FlashAttention's algorithm 1: output and statistics go to and fro
     backward_keys_outside its algorithm 4, and the CPU core's: dQ goes to and fro
     forward_in_parts      keys split among programs, partial results merged: decoding

@@ -73,24 +73,24 @@ def backward_keys_outside(
     call = _Call(problem, operands, result, grad_out, walk)
     kept = partial or call.dtype
     for part in parts(problem, operands, walk):
-        views = call.totals.of(part, problem)
         deltas = call.delta_pass(part) if delta == "pass" else call.deltas(part)
         visits = Visits(part)
-        for columns in key_spans(part):
-            k, v = call.load_keys(part, columns)
-            sums = [torch.zeros_like(k), torch.zeros_like(v)]
-            for rows in query_tiles(part):
-                tile = call.load_rows(part, rows, columns)
-                if tile is None:
-                    continue
-                visit = visits.count(rows)
-                call.enter_delta(part, rows, delta, visit.first)
-                gradient = call.gradients(part, rows, tile, deltas)
-                for total, share in zip(sums, (gradient.k, gradient.v), strict=True):
-                    total += share
-                call.add_query_share(part, rows, gradient.q, visit, kept, views)
-            call.store_keys(part, columns, sums, views)
+        call.key_owners_of_five(part, deltas, visits, delta, kept)
         visits.store_untouched(part, "grad_q", problem.head_dim * operands.q.element_size())
+    return call.totals.grads(operands)
+
+
+def backward_in_turns(
+    problem: Problem, operands: Operands, result: Result, grad_out: Tensor, walk: Walk
+) -> Grads:
+    """Compute the backward with tiles of keys outside; a last pass makes dQ of its sums."""
+    call = _Call(problem, operands, result, grad_out, walk, folded=True)
+    for part in parts(problem, operands, walk):
+        visits = Visits(part)
+        call.key_owners_of_five(part, call.delta_pass(part), visits, "pass", None)
+        call.ledger.reads(sums=call.of_visited(part, visits) * call.dtype.itemsize)
+        of_rows = part.operands.q
+        call.ledger.writes(grad_q=of_rows.numel() * of_rows.element_size())
     return call.totals.grads(operands)
 
 
@@ -250,15 +250,50 @@ class _Call:
                 total += share
         self.store_keys(part, columns, sums, views)
 
+    def key_owners_of_five(
+        self, part: Part, deltas: Tensor, visits: Visits, delta: Delta, kept: torch.dtype | None
+    ) -> None:
+        """The dK and dV of each tile of keys, and what it adds to the dQ of the rows it meets.
+
+        ``kept``: in which dQ is left; None for the compute dtype, in sums of their own.
+        """
+        views = self.totals.of(part, self.problem)
+        for columns in key_spans(part):
+            k, v = self.load_keys(part, columns)
+            sums = [torch.zeros_like(k), torch.zeros_like(v)]
+            for rows in query_tiles(part):
+                tile = self.load_rows(part, rows, columns)
+                if tile is None:
+                    continue
+                visit = visits.count(rows)
+                self.enter_delta(part, rows, delta, visit.first)
+                gradient = self.gradients(part, rows, tile, deltas)
+                for total, share in zip(sums, (gradient.k, gradient.v), strict=True):
+                    total += share
+                self.add_query_share(part, rows, gradient.q, visit, kept, views)
+            self.store_keys(part, columns, sums, views)
+
+    def of_visited(self, part: Part, visits: Visits) -> int:
+        """Return how many numbers of dQ there are in the rows that a tile of keys has visited."""
+        each = part.problem.batch * part.problem.heads * part.problem.head_dim
+        return each * sum(len(rows) for rows in visits.begun)
+
     def add_query_share(
-        self, part: Part, rows: range, share: Tensor, visit: Visit, kept: torch.dtype, views: Totals
+        self,
+        part: Part,
+        rows: range,
+        share: Tensor,
+        visit: Visit,
+        kept: torch.dtype | None,
+        views: Totals,
     ) -> None:
         """A visit's share of dQ: read unless it is the first, left in ``kept`` unless the last."""
         assert views.q is not None
         span = slice(rows.start, rows.stop)
+        name, left = ("grad_q", kept) if kept else ("sums", self.dtype)
         if not visit.first:
             share = share + views.q[:, :, span]
-            self.ledger.reads(grad_q=share.numel() * kept.itemsize)
-        stored = part.operands.q.dtype if visit.last else kept
-        views.q[:, :, span] = share if visit.last else share.to(kept).to(share.dtype)
-        self.ledger.writes(grad_q=share.numel() * stored.itemsize)
+            self.ledger.reads(**{name: share.numel() * left.itemsize})
+        stored = part.operands.q.dtype if visit.last and kept else left
+        views.q[:, :, span] = share if visit.last else share.to(left).to(share.dtype)
+        self.ledger.writes(**{name: share.numel() * stored.itemsize})

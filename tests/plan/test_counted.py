@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 import tilewise
 from tests.cases import Case, Inputs, build
 from tests.oracle import problem_of
-from tests.orders.backward import backward_by_tiles, backward_keys_outside
+from tests.orders.backward import (
+    backward_by_tiles,
+    backward_in_turns,
+    backward_keys_outside,
+)
 from tests.orders.forward import forward_in_parts, forward_keys_outside
 from tests.orders.ledger import Ledger
 from tests.paged import in_pages, sequences_of
@@ -153,6 +157,19 @@ def test_backward_by_tiles(case: Case, tile: tuple[int, int]) -> None:
     grad_out = torch.ones_like(result.out)
     grads = backward_by_tiles(problem, operands, result, grad_out, walk)
     assert_counted(model.backward_by_tiles(problem, visited), walk)
+    needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
+    expected = tiled.backward(problem, operands, result, grad_out, None, needs)
+    close(case, grads[:3], expected[:3])
+
+
+@given(case=drawn_cases(), tile=TILES)
+@SMALL
+def test_backward_in_turns(case: Case, tile: tuple[int, int]) -> None:
+    problem, operands, walk, visited = prepared(case, tile)
+    result = tiled.forward(problem, operands)
+    grad_out = torch.ones_like(result.out)
+    grads = backward_in_turns(problem, operands, result, grad_out, walk)
+    assert_counted(model.backward_in_turns(problem, visited), walk)
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
     expected = tiled.backward(problem, operands, result, grad_out, None, needs)
     close(case, grads[:3], expected[:3])

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, TypeAlias
 
-BackwardOrder: TypeAlias = Literal["by_tiles", "keys_outside", "rows_outside"]
+BackwardOrder: TypeAlias = Literal["by_tiles", "in_turns", "keys_outside", "rows_outside"]
 
 
 class Loops(NamedTuple):

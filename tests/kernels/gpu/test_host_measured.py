@@ -26,6 +26,7 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.kernels.gpu.measured import measured_on, origin, why_unfit
 from tilewise.plan import tuned
+from tilewise.plan.traffic import account
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
@@ -243,6 +244,11 @@ def test_the_fused_backward_is_taken_where_it_was_measured(
         "64x128/8/2: one kernel of five products (Gluon), blocks measured by tilewise tune on "
         "2026-11-20 (1.25 times as fast as two kernels), from ~/nvidia-h200.json"
     )
+    loops = gpu.GpuBackend().loops(one._replace(device="cuda"))
+    assert loops.order == "in_turns"
+    assert loops.backward == (64, 128)
+    passes = account(one, loops).backward.ours.passes
+    assert [each.name for each in passes] == ["delta", "dqkv", "narrow"]
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,10 @@ class GpuBackend(Backend):
             )
         )
         found = Loops(forward, "by_tiles", dq, dkdv, products=_products(problem, config.family))
+        if fused := config.fused(problem):
+            found = found._replace(
+                order="in_turns", backward=(fused.queries, fused.keys), keys=None
+            )
         if not decodes(problem):
             return found
         return found._replace(split_keys=config.splitting().size(problem.keys), shared=True)

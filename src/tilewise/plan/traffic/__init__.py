@@ -145,6 +145,8 @@ def _backward(problem: Problem, loops: Loops, of: Callable[[tuple[int, int]], Vi
     if loops.order == "by_tiles":
         held = of(loops.keys or loops.backward)
         return tiled.backward_by_tiles(problem, of(loops.backward), held)
+    if loops.order == "in_turns":
+        return tiled.backward_in_turns(problem, of(loops.backward))
     if loops.order == "keys_outside":
         computed = of(loops.blocks or loops.backward)
         return tiled.backward_keys_outside(problem, of(loops.backward), computed=computed)

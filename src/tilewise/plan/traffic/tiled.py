@@ -73,6 +73,17 @@ class _Sizes:
             Operand("grad_v", written=keys * self.value),
         )
 
+    def delta_pass(self) -> Pass:
+        """Two numbers per row, from its statistics and rowsum(dO * O): on GPUs."""
+        rows, two = self.visits.rows, 2 * self.f
+        operands = (
+            Operand("out", rows * self.value),
+            Operand("grad_out", rows * self.value),
+            Operand("stats", rows * two),
+            Operand("delta", written=rows * two),
+        )
+        return Pass("delta", operands)
+
     def captured(self, times: int = 1) -> tuple[Operand, ...]:
         """Return the tensors of mask and score, and sinks, for so many walks."""
         visits = self.visits
@@ -242,12 +253,6 @@ def backward_by_tiles(
     size, held = _Sizes(problem, visits), _Sizes(problem, key_visits or visits)
     rows, two = visits.rows, 2 * size.f
     head_dim, value_dim = size.widths
-    first = (
-        Operand("out", rows * size.value),
-        Operand("grad_out", rows * size.value),
-        Operand("stats", rows * two),
-        Operand("delta", written=rows * two),
-    )
     by_rows = (
         Operand("q", rows * size.head),
         Operand("grad_out", rows * size.value),
@@ -268,12 +273,41 @@ def backward_by_tiles(
     products = 2 * pairs * (2 * head_dim + 2 * value_dim)
     return Traffic(
         (
-            Pass("delta", first),
+            size.delta_pass(),
             Pass("dq", by_rows, 2 * walk * (2 * head_dim + value_dim), walk, size.of_keys()),
             Pass("dkdv", by_keys, products, pairs, held.of_rows()),
         ),
         visits.omitted,
     )
+
+
+def backward_in_turns(problem: Problem, visits: Visits) -> Traffic:
+    """Keys outside, five products; dQ is float32 sums until a last pass: Hopper's fused kernel.
+
+    The first visit of a row writes its sums. Each later one adds to them, which reads them too. The
+    last pass reads the sums of the rows that were visited, and writes dQ.
+    """
+    size = _Sizes(problem, visits)
+    head_dim, value_dim = size.widths
+    kept, two = head_dim * size.f, 2 * size.f
+    walked, seen = visits.rows_walked, visits.rows_seen
+    walk = (
+        *size.keys_held(),
+        size.rows_walked("q", size.head),
+        size.rows_walked("grad_out", size.value),
+        size.rows_walked("delta", two),
+        *size.captured(),
+        Operand("sums", (walked - seen) * kept, walked * kept),
+        *size.key_gradients(),
+    )
+    last = (Operand("sums", seen * kept), Operand("grad_q", written=visits.rows * size.head))
+    flops = 2 * visits.pairs * (3 * head_dim + 2 * value_dim)
+    passes = (
+        size.delta_pass(),
+        Pass("dqkv", walk, flops, visits.pairs, size.of_rows()),
+        Pass("narrow", last),
+    )
+    return Traffic(passes, visits.omitted)
 
 
 def backward_keys_outside(

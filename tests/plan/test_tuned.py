@@ -19,8 +19,17 @@ import torch
 
 from tilewise.errors import TunedBlocksWarning
 from tilewise.plan import tuned
-from tilewise.plan.tuned import NOTHING, Blocks, Entry, Malformed, Place, Store, Tuned
-from tilewise.plan.tuned_file import parse, text_of
+from tilewise.plan.tuned import (
+    NOTHING,
+    Blocks,
+    Entry,
+    Malformed,
+    Place,
+    Store,
+    Tuned,
+    parse,
+    text_of,
+)
 
 CHIP, FAMILY = "NVIDIA H200", "sm_90"
 ENTRIES = (

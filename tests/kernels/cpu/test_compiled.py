@@ -26,8 +26,7 @@ from tilewise.errors import SlowPathWarning
 from tilewise.folders import NotPrivate
 from tilewise.kernels.cpu import compiled
 from tilewise.kernels.cpu.compiled import Cache, folder
-from tilewise.kernels.cpu.described import program_of
-from tilewise.kernels.cpu.emit import emit
+from tilewise.kernels.cpu.emit import emit, program_of
 
 SLOPE = as_score(lambda s, b, h, m, n: s * 0.5 + (m % 3 - n % 5) * 0.25)
 

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 from tilewise.errors import SlowPathWarning
 from tilewise.folders import cache_folder, private_folder
 from tilewise.kernels.cpu import core
-from tilewise.kernels.cpu.described import program_of
-from tilewise.kernels.cpu.emit import emit, why_not
+from tilewise.kernels.cpu.emit import emit, program_of, why_not
 
 _DIGEST = hashlib.sha256().digest_size
 

@@ -9,8 +9,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from tilewise.kernels.cpu.described import PER_KEY, PER_PAIR, PER_QUERY, WHOLE_TILE, Program
+_WHOLE_TILE, _PER_QUERY, _PER_KEY, _PER_DIAGONAL, _PER_PAIR = range(5)
+
+
+class Value(NamedTuple):
+    """One value of a program.
+
+    Args:
+        op: its operation, as in variants/operations.py but for "constant", "load", the quotients by
+            powers of two "shr_by" and "bits_of", "power_by" and "difference" (of positions).
+        kind: 0 boolean, 1 integer, 2 float.
+        arg_kind: of its last argument.
+        extent: what it depends on: 0 nothing in the tile, 1 the query, 2 the key, 4 both.
+        args: places of its arguments; of a load, one index per dimension.
+        reg: its register among those of its extent; -1 for the score.
+        slot: of a load.
+        integer, real: of a constant; the number of bits of "shr_by", the bits of "bits_of", the
+            exponent of "power_by".
+        diagonal: whether it depends on the difference of query and key alone.
+    """
+
+    op: str
+    kind: int
+    arg_kind: int
+    extent: int
+    args: tuple[int, ...]
+    reg: int
+    slot: int
+    integer: int
+    real: float
+    diagonal: bool = False
+
+
+class Program(NamedTuple):
+    """A program as the core describes it.
+
+    Args:
+        isa: the instruction set that it is for.
+        float_bits, int_bits: widths.
+        coarse: whether operands and results have 16 bits.
+        use: "mask" (one bit per pair), "score" (the score, and its derivative if there are two
+            outputs) or "loads" (outputs and kept values are left in registers).
+        values: by extent, each after its arguments.
+        outputs, kept: places.
+    """
+
+    isa: str
+    float_bits: int
+    int_bits: int
+    coarse: bool
+    use: str
+    values: tuple[Value, ...]
+    outputs: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+def program_of(described: tuple[object, ...]) -> Program:
+    """Return the program from the core's plain tuples."""
+    program = Program(*described)  # type: ignore[arg-type]
+    values = []
+    for value in [Value(*each) for each in program.values]:
+        # What depends on the diagonal is computed per pair, and its register is the interpreter's.
+        if value.extent == _PER_DIAGONAL:
+            value = value._replace(extent=_PER_PAIR, reg=-1, diagonal=True)
+        values.append(value)
+    return program._replace(values=tuple(values))
+
 
 # Compilers take seconds for some hundred values, and minutes for thousands.
 _MOST_VALUES = 1500
@@ -98,7 +164,7 @@ class _Writer:
         """Yield the function that fills the arrays."""
         yield "static void fill(ExprFrame& f, Keys& keys) {"
         yield "  const i64 n0 = f.n0;"
-        yield from self._tile(PER_KEY)
+        yield from self._tile(_PER_KEY)
         yield "  for (int j = 0; j < f.count; j++) {"
         for place in self._of_keys():
             value, kind = self.values[place], _TYPES[self.values[place].kind]
@@ -106,14 +172,14 @@ class _Writer:
             if value.op == "load":
                 rows = [
                     f"moved_first(t{place}, {dim}, first(v{arg}))"
-                    for dim, arg in self._indices(place, PER_KEY)
+                    for dim, arg in self._indices(place, _PER_KEY)
                 ]
                 text = f"pick_one<{kind}>(t{place}, {' + '.join([f'base{place}', *rows])})"
             yield f"    const {kind} v{place} = {text};"
             if place in self.listed:
                 yield f"    keys.v{place}[j] = first(v{place});"
             if self._is_left(place):
-                yield f"    write(f, {PER_KEY}, {value.reg}, j * kStep, v{place});"
+                yield f"    write(f, {_PER_KEY}, {value.reg}, j * kStep, v{place});"
         yield "  }"
         yield "}"
 
@@ -122,7 +188,7 @@ class _Writer:
         chain = sorted(set().union(*[self._along(place) for place in self.words]))
         yield "static void diagonals(ExprFrame& f, Keys& keys) {"
         for place in sorted({arg for at in chain for arg in self.values[at].args}):
-            if self.values[place].extent == WHOLE_TILE:
+            if self.values[place].extent == _WHOLE_TILE:
                 kind = _TYPES[self.values[place].kind]
                 yield f"  const {kind} v{place} = {self._held(place, '0')};"
         for place in sorted(self.words):
@@ -134,11 +200,11 @@ class _Writer:
             if value.op == "difference":
                 ends = [
                     f"wholes(first({self._held(arg, '0')}))"
-                    if self.values[arg].extent == PER_QUERY
+                    if self.values[arg].extent == _PER_QUERY
                     else f"wholes(keys.v{arg}[0])"
                     for arg in value.args
                 ]
-                step = "op_add" if self.values[value.args[0]].extent == PER_QUERY else "op_sub"
+                step = "op_add" if self.values[value.args[0]].extent == _PER_QUERY else "op_sub"
                 text = f"{step}(op_sub({ends[0]}, {ends[1]}), lanes_from(at - f.count))"
             yield f"    const {_TYPES[value.kind]} v{place} = {text};"
             if place in self.words:
@@ -150,7 +216,7 @@ class _Writer:
         """Yield the body of the function that goes through the keys with some columns."""
         use = self.program.use
         yield "  const int width = f.width, count = f.count;"
-        yield from self._tile(PER_PAIR)
+        yield from self._tile(_PER_PAIR)
         yield from self._queries()
         if any(value.op == "s" for value in self.values):
             yield "  Real* const scores = static_cast<Real*>(f.s);"
@@ -158,7 +224,7 @@ class _Writer:
         if use == "score":
             yield "  Score<kV> score(f, from);"
         yield "  for (int j = 0; j < count; j++) {"
-        for place in sorted(self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY)):
+        for place in sorted(self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY)):
             kind = _TYPES[self.values[place].kind]
             yield f"    const {kind} v{place} = filled(keys.v{place}[j], {kind}{{}});"
         for place in sorted(self.words):
@@ -166,25 +232,25 @@ class _Writer:
         pairs = [
             at
             for at, value in enumerate(self.values)
-            if value.extent == PER_PAIR and at not in self.hidden
+            if value.extent == _PER_PAIR and at not in self.hidden
         ]
         for place in pairs:
             if self.values[place].op == "load":
                 rows = [
                     f"moved_first(t{place}, {dim}, keys.v{arg}[j])"
-                    for dim, arg in self._indices(place, PER_KEY)
+                    for dim, arg in self._indices(place, _PER_KEY)
                 ]
                 yield f"    const i64 row{place} = {' + '.join([f'base{place}', *rows])};"
         yield "    TW_UNROLL(4)"
         yield "    for (int v = 0; v < kV; v++) {"
         yield "      const int at = j * width + from + v * kStep;"
-        for place in sorted(self._read(PER_QUERY, PER_PAIR) | self._results(PER_QUERY)):
+        for place in sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY)):
             yield f"      const {_TYPES[self.values[place].kind]} v{place} = q{place}[v];"
         for place in pairs:
             value = self.values[place]
             yield f"      const {_TYPES[value.kind]} v{place} = {self._computed(place)};"
             if self._is_left(place):
-                yield f"      write(f, {PER_PAIR}, {value.reg}, at, v{place});"
+                yield f"      write(f, {_PER_PAIR}, {value.reg}, at, v{place});"
         outputs = self.program.outputs
         if use == "mask":
             yield f"      f.bits[j] |= bits_of_mask<Truth>(v{outputs[0]}) << (from + v * kStep);"
@@ -204,10 +270,10 @@ class _Writer:
             for place, value in enumerate(self.values)
             if value.op == "load" and value.extent == extent
         ]
-        read = self._read(WHOLE_TILE, extent)
-        read |= {arg for place in loads for _, arg in self._indices(place, WHOLE_TILE)}
-        if extent == PER_PAIR:
-            read |= self._results(WHOLE_TILE)
+        read = self._read(_WHOLE_TILE, extent)
+        read |= {arg for place in loads for _, arg in self._indices(place, _WHOLE_TILE)}
+        if extent == _PER_PAIR:
+            read |= self._results(_WHOLE_TILE)
         for place in sorted(read):
             yield f"  const {_TYPES[self.values[place].kind]} v{place} = {self._held(place, '0')};"
         for place in loads:
@@ -215,16 +281,16 @@ class _Writer:
             kind = _STORED[value.kind]
             yield f"  const Source<{kind}> t{place} = source<{kind}>(f.tensors[{value.slot}]);"
             yield f"  i64 base{place} = 0;"
-            for dim, arg in self._indices(place, WHOLE_TILE):
+            for dim, arg in self._indices(place, _WHOLE_TILE):
                 yield f"  base{place} += moved_first(t{place}, {dim}, first(v{arg}));"
 
     def _queries(self) -> Iterator[str]:
         """Write the values that hold per query of the columns."""
-        read = sorted(self._read(PER_QUERY, PER_PAIR) | self._results(PER_QUERY))
+        read = sorted(self._read(_PER_QUERY, _PER_PAIR) | self._results(_PER_QUERY))
         loads = [
             place
             for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent == PER_PAIR and self._indices(place, PER_QUERY)
+            if value.op == "load" and value.extent == _PER_PAIR and self._indices(place, _PER_QUERY)
         ]
         for place in read:
             yield f"  {_TYPES[self.values[place].kind]} q{place}[kV];"
@@ -239,7 +305,7 @@ class _Writer:
         for place in loads:
             terms = [
                 f"moved(t{place}, {dim}, {self._held(arg, 'from + v * kStep')})"
-                for dim, arg in self._indices(place, PER_QUERY)
+                for dim, arg in self._indices(place, _PER_QUERY)
             ]
             yield f"    query{place}[v] = {_sum(terms)};"
         yield "  }"
@@ -300,9 +366,9 @@ class _Writer:
 
     def _picked(self, place: int) -> str:
         terms = [f"wholes(row{place})"]
-        if self._indices(place, PER_QUERY):
+        if self._indices(place, _PER_QUERY):
             terms.append(f"query{place}[v]")
-        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, PER_PAIR)]
+        terms += [f"moved(t{place}, {dim}, v{arg})" for dim, arg in self._indices(place, _PER_PAIR)]
         return f"pick<{_TYPES[self.values[place].kind]}>(t{place}, {_sum(terms)})"
 
     def _held(self, place: int, at: str) -> str:
@@ -321,10 +387,10 @@ class _Writer:
         indices = {
             arg
             for place, value in enumerate(self.values)
-            if value.op == "load" and value.extent == PER_PAIR
-            for _, arg in self._indices(place, PER_KEY)
+            if value.op == "load" and value.extent == _PER_PAIR
+            for _, arg in self._indices(place, _PER_KEY)
         }
-        return self._read(PER_KEY, PER_PAIR) | self._results(PER_KEY) | indices
+        return self._read(_PER_KEY, _PER_PAIR) | self._results(_PER_KEY) | indices
 
     def _words(self) -> set[int]:
         """Places of conditions along diagonals that choose between floats, and do nothing else."""
@@ -368,7 +434,7 @@ class _Writer:
         return hidden
 
     def _of_keys(self) -> list[int]:
-        return [place for place, value in enumerate(self.values) if value.extent == PER_KEY]
+        return [place for place, value in enumerate(self.values) if value.extent == _PER_KEY]
 
     def _indices(self, place: int, extent: int) -> list[tuple[int, int]]:
         """Return the dimensions of a load whose index has that extent, with the index's place."""

@@ -17,8 +17,8 @@ from tilewise.engine.pages import PagedStep, Pages, counts_of, lower_pages, sign
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
-from tilewise.reference.checking import check_indices
 from tilewise.reference.philox import seed_tensor
+from tilewise.reference.programs import check_indices
 from tilewise.torch_private import is_batched, left_alone, without_wrappers
 from tilewise.validation import (
     check_cu_seqlens,

@@ -14,9 +14,8 @@ from tests.plan.some_problems import problem
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.plan.traffic import Operand, Pass, Traffic, tiled, visits_of
-from tilewise.plan.traffic.count import Sharing, merged
+from tilewise.plan.traffic.count import Sharing, balance, merged, predict
 from tilewise.plan.traffic.memory import fit, plain_held, tiled_held
-from tilewise.plan.traffic.time import balance, predict
 from tilewise.problem import Operands, Problem
 from tilewise.variants import masks
 from tilewise.variants.program import Instr

@@ -19,7 +19,7 @@ from tests.plan.some_problems import problem
 from tilelab.counted import paper
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import plain, tiled, visits_of
-from tilewise.plan.traffic.time import predict
+from tilewise.plan.traffic.count import predict
 from tilewise.problem import Operands, Problem
 
 ROOT = Path(__file__).resolve().parents[3]

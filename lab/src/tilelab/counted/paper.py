@@ -22,8 +22,7 @@ from tilewise import masks
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import plain, tiled
-from tilewise.plan.traffic.count import Traffic
-from tilewise.plan.traffic.time import Seconds, predict
+from tilewise.plan.traffic.count import Seconds, Traffic, predict
 from tilewise.plan.traffic.visits import visits_of
 from tilewise.problem import Problem
 

@@ -23,9 +23,8 @@ from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question
 from tilewise.plan.traffic import Account
-from tilewise.plan.traffic.count import Traffic, merged
+from tilewise.plan.traffic.count import Traffic, balance, merged
 from tilewise.plan.traffic.report import amount, lead
-from tilewise.plan.traffic.time import balance
 
 _WIDTH = 680.0
 _OURS, _PLAIN = arm_colour(1), arm_colour(0)

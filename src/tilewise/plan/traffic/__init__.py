@@ -3,11 +3,10 @@
 The whole account of a problem is here: ours beside plain attention, forward and backward. It is
 what a plan and ``tilewise explain`` say. It is made of
 
-    count     operands, passes and their sums; what a cache in between saves
+    count     operands, passes and their sums; what a cache in between saves; seconds on a chip
     visits    which tiles a walk visits, for any mask, and what those of bands and lengths share
     tiled     the tiled algorithm in every loop order, byte for byte
     plain     attention that writes its matrix, pass by pass
-    time      bytes, operations and exponentials against a chip
     memory    what has to be held at once, and what fits
 
 Source: Dao, Fu, Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022.
@@ -22,8 +21,7 @@ from typing import NamedTuple
 from tilewise.chips import Chip
 from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import memory, plain, tiled
-from tilewise.plan.traffic.count import Operand, Pass, Traffic
-from tilewise.plan.traffic.time import Seconds, predict
+from tilewise.plan.traffic.count import Operand, Pass, Seconds, Traffic, predict
 from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic import Account, Comparison, trains
-from tilewise.plan.traffic.count import Traffic
-from tilewise.plan.traffic.time import Seconds, balance
+from tilewise.plan.traffic.count import Seconds, Traffic, balance
 
 _BOUND = {
     "memory": "memory-bound",

@@ -22,7 +22,7 @@ from tilelab.bench.tables import heading, tables
 from tilelab.cases.case import Case, Goal
 from tilelab.cases.table import rows
 from tilelab.common.clock import Samples, Spread, interleave, once, plan, repeats_for
-from tilelab.common.record import COMPLETE
+from tilelab.common.files import COMPLETE
 from tilelab.common.tables import markdown, plain
 from tilelab.peers.work import flops
 from tilewise.errors import InvalidArgument

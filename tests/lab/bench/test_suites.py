@@ -28,7 +28,7 @@ from tilelab.bench.tables import suite_tables
 from tilelab.cases.case import Case
 from tilelab.cases.table import rows
 from tilelab.cases.variants import seen_by
-from tilelab.common.record import COMPLETE, INTERRUPTED
+from tilelab.common.files import COMPLETE, INTERRUPTED
 from tilelab.peers.methods import (
     OURS,
     by_drawn_lists,

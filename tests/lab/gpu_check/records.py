@@ -7,7 +7,7 @@ from typing import Any
 
 from tilelab.cases.case import Case
 from tilelab.cases.table import rows
-from tilelab.common.record import COMPLETE
+from tilelab.common.files import COMPLETE
 from tilelab.gpu_check import speed
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import REAL

@@ -25,7 +25,7 @@ from tilelab.bench.sentences import sentences
 from tilelab.bench.steps import LENGTHS, QUICK_LENGTHS, Budget, Settings, Step, SuiteRecord, conduct
 from tilelab.bench.tables import heading, suite_heading, suite_tables, tables
 from tilelab.cases.case import Case, Pass
-from tilelab.common.record import COMPLETE, INTERRUPTED, Finding
+from tilelab.common.files import COMPLETE, INTERRUPTED, Finding
 from tilelab.common.tables import show_tables
 from tilelab.common.terminal import crowded, interrupts_ignored, positive
 from tilelab.common.worker import Child, environment

@@ -20,7 +20,7 @@ from tilelab.cases.case import Case, Goal
 from tilelab.cases.table import rows
 from tilelab.common import environment
 from tilelab.common.clock import Call, Samples, Spread, elsewhere, interleave, once, plan
-from tilelab.common.record import NOT_FINISHED, Finding
+from tilelab.common.files import NOT_FINISHED, Finding
 from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.packages import Package, first_line
 from tilelab.peers.plain import compare

@@ -14,7 +14,7 @@ from tilelab.bench.sentences import lead, sentences
 from tilelab.bench.steps import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.bench.suites import CURE, DOUBLE
 from tilelab.bench.tables import BY_CASE, TITLES, suite_heading, suite_tables
-from tilelab.common.record import COMPLETE
+from tilelab.common.files import COMPLETE
 from tilelab.common.svg import (
     INK,
     RULE,

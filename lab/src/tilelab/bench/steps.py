@@ -19,8 +19,8 @@ import torch
 from tilelab.cases.case import Case
 from tilelab.common import environment
 from tilelab.common.clock import Spread, race, seconds_of
+from tilelab.common.files import COMPLETE, INTERRUPTED, NOT_FINISHED, Finding, Record
 from tilelab.common.memory import too_large
-from tilelab.common.record import COMPLETE, INTERRUPTED, NOT_FINISHED, Finding, Record
 from tilelab.peers.methods import OURS, Method
 from tilelab.peers.plain import Measured, compare
 from tilelab.peers.work import Attend, Given, Work, call_of, draw, work_of

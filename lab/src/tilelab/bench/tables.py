@@ -9,7 +9,7 @@ from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord, PeerResult
 from tilelab.bench.sentences import crossings, where
 from tilelab.bench.steps import Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.common.clock import Spread
-from tilelab.common.record import COMPLETE
+from tilelab.common.files import COMPLETE
 from tilelab.common.tables import Table
 from tilelab.peers.methods import OURS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tilelab.common.record import COMPLETE
+from tilelab.common.files import COMPLETE
 from tilelab.gpu_check.record import ONLY, Record, Row, table
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import STEPS, Step, Team, Worker, processes

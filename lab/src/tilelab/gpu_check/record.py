@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from tilelab.common import record
+from tilelab.common import files
 from tilelab.common.clock import Spread
-from tilelab.common.record import COMPLETE, NOT_FINISHED, Finding
+from tilelab.common.files import COMPLETE, NOT_FINISHED, Finding
 from tilelab.common.tables import aligned
 from tilewise.errors import Unsupported
 
@@ -169,7 +169,7 @@ ONLY = "only "  # the steps that were asked for
 
 
 @dataclass
-class Record(record.Record):
+class Record(files.Record):
     """The results of a run, while it goes on and afterwards."""
 
     FORMAT = 1

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilelab.common.record import COMPLETE, NOT_FINISHED
+from tilelab.common.files import COMPLETE, NOT_FINISHED
 from tilelab.gpu_check.accuracy import job_of, narrowed
 from tilelab.gpu_check.command import RESULTS, TABLE, conduct
 from tilelab.gpu_check.record import ONLY, Record, table

@@ -20,7 +20,7 @@ from tests.test_paged import keywords_of
 from tilelab.cases.dense import dense
 from tilewise import masks
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.serving.pool import quantised
+from tilewise.serving.pages import quantised
 from tilewise.variants.float8 import FLOAT8
 
 STORAGES = pytest.mark.parametrize("storage", [torch.int8, FLOAT8], ids=str)

@@ -27,7 +27,7 @@ from tilewise.plan.traffic.visits import Visits
 from tilewise.problem import Needs, Operands, Problem
 from tilewise.reference import tiled, tiles
 from tilewise.reference.blocks import Walk
-from tilewise.serving.pool import quantised
+from tilewise.serving.pages import quantised
 from tilewise.variants.lower import Extent, lower_mask
 
 MASKS: tuple[tuple[str, ...], ...] = (

@@ -16,7 +16,7 @@ from tests.plain import attend
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.serving import PagedKVCache, cascade_attention
-from tilewise.serving.pool import quantised
+from tilewise.serving.pages import quantised
 
 STORAGES = pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -24,7 +24,7 @@ from tests.contract import assert_same_bits
 from tilewise import masks
 from tilewise.errors import InvalidArgument, InvalidType, OutOfPages
 from tilewise.serving import KVCache, PageAllocator, PagedKVCache
-from tilewise.serving.pool import Pool
+from tilewise.serving.pages import Pool
 
 PAGES = 9
 

@@ -3,7 +3,7 @@
 from tilewise.serving.caches import KVCache, PagedKVCache
 from tilewise.serving.cascade import cascade_attention
 from tilewise.serving.generation import Attend, Step, generate
-from tilewise.serving.sequences import PageAllocator
+from tilewise.serving.pages import PageAllocator
 
 __all__ = [
     "Attend",

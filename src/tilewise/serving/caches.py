@@ -10,8 +10,16 @@ from torch import Tensor
 from tilewise.errors import InvalidArgument
 from tilewise.functional import attention, attention_paged
 from tilewise.serving.cascade import cascade_attention
-from tilewise.serving.pool import Pool, check_rows, counts_of, room
-from tilewise.serving.sequences import Growth, Sequences, check_listed, size_of
+from tilewise.serving.pages import (
+    Growth,
+    Pool,
+    Sequences,
+    check_listed,
+    check_rows,
+    counts_of,
+    room,
+    size_of,
+)
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import as_mask
@@ -140,12 +148,12 @@ class PagedKVCache(Sequences):
     give the same bits as attention over everything under ``masks.window(window - 1, 0)``.
 
     With a ``storage``, pages hold 8-bit numbers and a float32 scale for each row and head, by the
-    row's own largest number (``serving.pool.quantised`` has the formula and its error). A scale for
-    a whole page would have to change when a later row is larger, and the rows before it be rounded
-    again. So a row is rounded once, and its result does not depend on how it came. The scale costs
-    4 bytes per row of D. On the CPU, kernels read such pages where they lie. On a GPU ``attend``
-    writes out those of its sequences in ``dtype``, once each, for the time of the call: there it
-    saves room, not time.
+    row's own largest number (``serving.pages.quantised`` has the formula and its error). A scale
+    for a whole page would have to change when a later row is larger, and the rows before it be
+    rounded again. So a row is rounded once, and its result does not depend on how it came. The
+    scale costs 4 bytes per row of D. On the CPU, kernels read such pages where they lie. On a GPU
+    ``attend`` writes out those of its sequences in ``dtype``, once each, for the time of the call:
+    there it saves room, not time.
 
     With ``latent`` the values are the first ``value_dim`` numbers of the keys, as in the absorbed
     form of multi-head latent attention (DeepSeek-V2, V3): a token takes D numbers, and no more.

@@ -29,10 +29,9 @@ from tilewise.distributed import (
     split_cache_attention,
     unshard,
 )
-from tilewise.distributed.agreement import in_words
 from tilewise.distributed.layout import Schedule
 from tilewise.distributed.parts import plan_of
-from tilewise.distributed.peers import Peers
+from tilewise.distributed.peers import Peers, in_words
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
 VICTIM = 1

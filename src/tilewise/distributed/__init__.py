@@ -1,8 +1,7 @@
 """Attention over sequences that several processes hold in parts (``torch.distributed``)."""
 
-from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.attention import context_parallel, context_parallel_attention
 from tilewise.distributed.cache import split_cache_attention
-from tilewise.distributed.context import context_parallel
 from tilewise.distributed.costs import Comparison, Forecast, compare, forecast
 from tilewise.distributed.layout import Layout, balanced_layout
 from tilewise.distributed.peers import LostPeer

@@ -10,11 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilewise.distributed.agreement import agreed, in_words, refusals_told
 from tilewise.distributed.attention import shared_facts
-from tilewise.distributed.mesh import Mesh, groups_of, standing
+from tilewise.distributed.layout import Mesh, groups_of, standing
 from tilewise.distributed.parts import Part, Running, Whole, plan_of
-from tilewise.distributed.peers import Peers
+from tilewise.distributed.peers import Peers, agreed, in_words, refusals_told
 from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.distributed.layout import Layout, Schedule
-from tilewise.distributed.mesh import Mesh, Standing, standing
+from tilewise.distributed.layout import Layout, Mesh, Schedule, Standing, standing
 from tilewise.distributed.peers import Peers, refuse_second_derivatives
 from tilewise.distributed.ring import GRADIENTS
 from tilewise.errors import InvalidArgument

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.batching import Given, applied, batched
-from tilewise.engine.flat import Call, Tensors, flat, leaves_of, needs_of, split, wanted
+from tilewise.engine.call import Call, Tensors, flat, leaves_of, needs_of, split, wanted
 from tilewise.engine.modes import readable, refuse_beyond_first, transforms_active
 from tilewise.errors import Unsupported
 from tilewise.plan import Plan

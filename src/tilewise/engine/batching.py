@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.engine.call import Call
 from tilewise.engine.dispatch import PLANS, plan_problem
-from tilewise.engine.flat import Call
 from tilewise.plan import Plan
 from tilewise.problem import Problem
 from tilewise.torch_private import has_batch, left_alone, with_batch, without_batch

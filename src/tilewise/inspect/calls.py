@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.engine.call import build_operands, build_problem, read_keywords
-from tilewise.engine.flat import Call
+from tilewise.engine.call import Call, build_operands, build_problem, read_keywords
 from tilewise.engine.pages import packed_or_paged
 from tilewise.functional import MaskLike, ScoreLike
 from tilewise.problem import Operands, Problem

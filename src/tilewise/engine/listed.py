@@ -180,7 +180,7 @@ def explain_lists(
     Raises:
         InvalidArgument, Unsupported: as the call.
     """
-    from tilewise.plan.traffic.gathered import InPlace, gathered_account
+    from tilewise.plan.traffic import InPlace, gathered_account
     from tilewise.plan.traffic.visits import lengths_of
 
     refuse_others(problem.dtype, keywords)

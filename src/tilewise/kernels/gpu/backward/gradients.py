@@ -193,7 +193,7 @@ class Call(NamedTuple):
 class Form(NamedTuple):
     """The constants of a walk of the backward: one constexpr, whose members kernels read by name.
 
-    Functions are not among them: see ``forward.arguments.Form``.
+    Functions are not among them: see ``forward.Form``.
 
     Args:
         BLOCK_M, BLOCK_N: queries and keys of a tile.

@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config
 from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import (
+from tilewise.kernels.gpu.forward import (
     finishing_of,
     form_of,
     functions_of,

@@ -30,7 +30,7 @@ from torch import Tensor
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
 from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import (
+from tilewise.kernels.gpu.forward import (
     finishing_of,
     form_of,
     functions_of,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward.arguments import finishing_of
+from tilewise.kernels.gpu.forward import finishing_of
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
 from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -291,7 +291,7 @@ def attend_in_groups(
 
 
 class Form(NamedTuple):
-    """The constants of ``attend_in_groups``: see ``forward.arguments.Form``.
+    """The constants of ``attend_in_groups``: see ``forward.Form``.
 
     Args:
         D: the width of queries, keys and values.

@@ -132,9 +132,9 @@ print(measure(16384))
 # ---- indexers that choose by tiles
 
 # What they choose by, or the mask that they make of it, is queries x keys in their own code.
-BY_PIECES = ["glm5_next", "qwen4_exp", "deepseek_v4"]
+BY_PIECES = ["qwen4_exp", "deepseek_v4"]
 BY_TILES = sorted(INDEXED.keys() - set(BY_PIECES))
-IN_TRAINING = ["minimax_m3_vl"]
+IN_TRAINING = ["minimax_m3_vl", "glm5_next"]
 # Their own choice is wrong with padding on the left.
 PADDED_RIGHT = {"minimax_m3_vl", "deepseek_v4"}
 
@@ -147,7 +147,7 @@ def test_indexers_by_tiles(name: str) -> None:
     eager, ours = both(name)
     tile_indexers(ours)
     ids, real = tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
-    real[2, 11:] = 0
+    real[1, 8] = real[2, 11:] = 0
     if name not in PADDED_RIGHT:
         real[0, :5] = 0
     along = noise(3, 17, TOKENS)[real.bool()]
@@ -176,6 +176,20 @@ def test_indexers_by_tiles(name: str) -> None:
     assert_equal_to_float32(ours(ids, use_cache=False).logits, torch.cat(parts, 1))
 
 
+def test_a_choice_of_pools_in_other_forms() -> None:
+    """Layers that are absorbed read the list; those of eager get the mask that they know."""
+    from tilewise.integrations.transformers import absorb, tile_indexers
+
+    eager, ours = both("glm5_next")
+    tile_indexers(ours)
+    absorb(ours)
+    said: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    assert torch.equal(*(model.generate(tokens(2, 17), **said) for model in (eager, ours)))
+    ours.set_attn_implementation("eager")
+    found, expected = (model(tokens(3, 17), use_cache=False).logits for model in (ours, eager))
+    assert_equal_to_float32(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_best_blocks(dtype: torch.dtype) -> None:
     """Each head's own, over several tiles; of equal scores the lowest block; NaN before all."""
@@ -197,7 +211,7 @@ def test_best_blocks(dtype: torch.dtype) -> None:
     scores = torch.nn.functional.pad(scores, (0, -keys % block), value=-torch.inf)
     scores = scores.unflatten(-1, (-1, block)).amax(-1).scatter_(-1, local, torch.inf)
     expected = scores.sort(dim=-1, descending=True, stable=True)
-    found = best_blocks(q, shared, torch.arange(keys), limits, block, k, local)
+    found = best_blocks(q, shared, torch.arange(keys)[None], limits, block, k, local)
     torch.testing.assert_close(found[0], expected.values[..., :k], equal_nan=True, rtol=0, atol=0)
     assert torch.equal(found[1], expected.indices[..., :k])
 

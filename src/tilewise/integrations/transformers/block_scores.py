@@ -39,7 +39,7 @@ def best_blocks(
     Args:
         queries: [B, Hi, M, D].
         keys: [B, 1, N, D], for all heads.
-        places: [N], positions of the keys.
+        places: [B or 1, N], positions of the keys.
         limits: [B or 1, M], what the place of a visible key is below.
         block: keys of a block; the last one may have fewer.
         k: how many, at most the number of blocks.
@@ -49,7 +49,7 @@ def best_blocks(
         Scores [B, Hi, M, k], -inf for a block without a visible key, and int64 blocks.
     """
     batch, heads, rows, _ = queries.shape
-    limits = limits.expand(batch, rows)
+    limits, places = limits.expand(batch, rows), places.expand(batch, -1)
     whole = math.lcm(block, _WHOLE)
     fit = _TILE_BYTES // (_ROWS * heads * queries.element_size())
     tile = max(1, fit // whole) * whole
@@ -58,7 +58,8 @@ def best_blocks(
     for b in range(batch):
         for first in range(0, rows, _ROWS):
             span = slice(first, first + _ROWS)
-            found = _of_rows(queries[b, :, span], keys[b, 0], places, limits[b, span], block, tile)
+            some = queries[b, :, span], keys[b, 0], places[b], limits[b, span]
+            found = _of_rows(*some, block, tile)
             if local is not None:
                 found.scatter_(-1, local[b, :, span], math.inf)
             for h in range(heads):

@@ -86,7 +86,7 @@ def attention_forward(
     query, key, value = autocast(query, key, value)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen = _read(attention_mask, query, key, causal, kwargs)
-    chosen = _chosen(module, kwargs)
+    chosen = _chosen(module, attention_mask, kwargs)
     if seen.keys < key.shape[2]:
         key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
         chosen = None if chosen is None else _among(chosen, seen.keys)
@@ -215,9 +215,11 @@ def _read(
     return _Seen(None, given, keys)
 
 
-def _chosen(module: Any, kwargs: Mapping[str, Any]) -> KeyBlocks | None:
+def _chosen(module: Any, mask: object, kwargs: Mapping[str, Any]) -> KeyBlocks | None:
     """Return the keys that an indexer chose for each query; None where there is no indexer."""
     indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    if isinstance(mask, Pairs) and mask.chosen is not None:
+        indices = mask.chosen
     if indices is not None:
         return KeyBlocks(indices[:, None], 1)
     return None if blocks is None else KeyBlocks(blocks, module.indexer.block_size)

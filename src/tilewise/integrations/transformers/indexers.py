@@ -15,6 +15,7 @@ from torch import nn
 
 from tilewise.errors import Unsupported
 from tilewise.integrations.transformers.masks import by_tiles
+from tilewise.integrations.transformers.pools import mask_of_choice, visible_tokens
 from tilewise.integrations.transformers.unwritten import choose_blocks, choose_keys
 
 
@@ -38,7 +39,7 @@ def tile_indexers(model: nn.Module) -> None:
 
     Args:
         model: of transformers, with ``attn_implementation="tilewise"`` and indexers as those of
-            DeepSeek-V3.2 or MiniMax-M3.
+            DeepSeek-V3.2, MiniMax-M3 or GLM-5.3.
 
     Raises:
         Unsupported: it has no such indexer; or, in a later call, it is compiled, does something
@@ -85,6 +86,11 @@ def _found(model: nn.Module) -> list[tuple[nn.Module, _Form]]:
 
 
 _FORMS = (
+    _Form(
+        ("wq_b", "wk", "weights_proj", "index_kpool"),
+        {"forward": choose_keys, "get_visible_tokens": visible_tokens},
+    ),
+    _Form(("build_attention_mask_from_topk",), {"build_attention_mask_from_topk": mask_of_choice}),
     _Form(("wq_b", "wk", "weights_proj", "index_topk", "config"), {"forward": choose_keys}),
     _Form(("topk_blocks", "block_size", "local_blocks"), {"forward": choose_blocks}),
 )

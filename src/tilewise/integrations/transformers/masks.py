@@ -59,9 +59,11 @@ class Pairs:
         shape: (B, 1, M, N), as of the tensor that it stands for.
         keys: how many of the N keys a query may see: fewer in a static cache that is not full.
         device: where it is.
+        chosen: [B, M, K], the keys that a query reads of those that the mask shows, -1 for none;
+            None for all.
     """
 
-    __slots__ = ("by_tiles", "device", "keys", "mask", "shape")
+    __slots__ = ("by_tiles", "chosen", "device", "keys", "mask", "shape")
 
     ndim = 4
 
@@ -71,8 +73,10 @@ class Pairs:
         shape: tuple[int, int, int, int],
         keys: int,
         device: torch.device | str = "cpu",
+        chosen: Tensor | None = None,
     ) -> None:
         self.mask, self.shape, self.keys, self.device = mask, shape, keys, device
+        self.chosen = chosen
         self.by_tiles = False  # whether indexers take it as it is
 
     def __repr__(self) -> str:

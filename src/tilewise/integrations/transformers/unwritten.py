@@ -19,6 +19,7 @@ from tilewise.integrations.transformers.masks import Hidden
 from tilewise.variants import masks
 from tilewise.variants.values import Mask
 
+_LATER = (torch.Tensor.gt, torch.Tensor.ge)
 _UNDO = "untile_indexers(model) gives the model its own way back"
 
 
@@ -41,16 +42,21 @@ def _by_tiles(
         return type(indexer).forward(indexer, *given, **named)
 
 
-class _Later(NamedTuple):
-    """Pairs that are hidden because the key comes later: places[n] >= limits[b, m].
+class Later(NamedTuple):
+    """Pairs that are hidden because the key comes later: places[b, n] >= limits[b, m].
 
     Args:
-        places: [N].
+        places: [B or 1, N].
         limits: [B or 1, M].
     """
 
     places: Tensor
     limits: Tensor
+
+    def others(self, batch: int) -> Mask:
+        """Return the mask of the pairs of B batch items that are not hidden."""
+        places, limits = self.places.expand(batch, -1), self.limits.expand(batch, -1)
+        return masks.function(lambda b, h, m, n: places[b, n] < limits[b, m])
 
 
 class _Chosen(NamedTuple):
@@ -83,12 +89,12 @@ class _Unwritten(TorchFunctionMode):
             if k.shape[1] == 1:
                 self.scores = self.kind(q, k.transpose(-1, -2))
                 return self.scores
-        if func in (torch.Tensor.gt, torch.Tensor.ge) and self.scores and not self.compared:
+        if self.scores is not None and not self.compared and func in _LATER:
             keys, queries = args
-            if keys.dim() == queries.dim() and keys.numel() == keys.shape[-1]:
+            if isinstance(queries, Tensor) and keys.numel() == keys.shape[-1]:
                 self.compared = True
                 limits = queries.squeeze(-1).flatten(1)
-                return _Later(keys.flatten(), limits + (func is torch.Tensor.gt))
+                return Later(keys.flatten()[None], limits + (func is torch.Tensor.gt))
         return func(*args, **(kwargs or {}))
 
 
@@ -110,6 +116,11 @@ class _Scores:
         self.weights: Tensor | None = None
         self.mask: Mask | None = None
         self.shown = keys.shape[2]  # keys that the mask speaks of, the first ones
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return that of the operands."""
+        return self.queries.dtype
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -136,8 +147,10 @@ class _Scores:
     def squeeze(self, _: int) -> _Scores:
         return self
 
-    def masked_fill(self, hidden: Hidden | Tensor, _: float) -> _Scores:
-        if isinstance(hidden, Hidden):
+    def masked_fill(self, hidden: Hidden | Later | Tensor, _: float) -> _Scores:
+        if isinstance(hidden, Later):
+            self.mask = hidden.others(len(self.queries))
+        elif isinstance(hidden, Hidden):
             self.mask, self.shown = hidden.pairs.mask, hidden.pairs.keys
         else:
             self.mask = masks.dense(~hidden[:, None])
@@ -149,6 +162,8 @@ class _Scores:
     def topk(self, k: int, dim: int = -1) -> _Chosen:
         assert dim == -1
         assert self.weights is not None
+        if k == 0:
+            return _Chosen(None, self.queries.new_empty((*self.shape[:2], 0), dtype=torch.int32))
         keys = self.keys[:, :, : self.shown]
         found = top_keys(self.queries, keys, self.weights, k, mask=self.mask, scale=self.scale)
         assert isinstance(found, Tensor)
@@ -172,7 +187,7 @@ class _BlockScores:
 
     def __init__(self, queries: Tensor, keys: Tensor) -> None:
         self.queries, self.keys = queries, keys
-        self.later: _Later | None = None
+        self.later: Later | None = None
         self.block: int | None = None
         self.local: Tensor | None = None
 
@@ -185,8 +200,8 @@ class _BlockScores:
             return scores
         raise _not_known(resolve_name(func) or str(func))
 
-    def masked_fill(self, hidden: _Later, _: float) -> _BlockScores:
-        assert isinstance(hidden, _Later)
+    def masked_fill(self, hidden: Later, _: float) -> _BlockScores:
+        assert isinstance(hidden, Later)
         self.later = hidden
         return self
 

@@ -132,9 +132,9 @@ print(measure(16384))
 # ---- indexers that choose by tiles
 
 # What they choose by, or the mask that they make of it, is queries x keys in their own code.
-BY_PIECES = ["qwen4_exp", "deepseek_v4"]
+BY_PIECES = ["deepseek_v4"]
 BY_TILES = sorted(INDEXED.keys() - set(BY_PIECES))
-IN_TRAINING = ["minimax_m3_vl", "glm5_next"]
+IN_TRAINING = ["minimax_m3_vl", "glm5_next", "qwen4_exp"]
 # Their own choice is wrong with padding on the left.
 PADDED_RIGHT = {"minimax_m3_vl", "deepseek_v4"}
 
@@ -243,6 +243,26 @@ def test_what_indexers_by_tiles_refuse() -> None:
     assert_equal_to_float32(given, ours(ids, use_cache=False).logits)
     with pytest.raises(Unsupported, match=r"(?s)adding a floating mask.*untile_indexers"):
         ours(ids, attention_mask=torch.zeros(2, 1, 9, 9), use_cache=False)
+    with pytest.raises(Exception, match="an indexer by tiles under"):
+        torch.compile(ours, backend="eager", fullgraph=True)(ids, use_cache=False)
+
+
+def test_a_choice_of_tokens_under_other_masks() -> None:
+    """A boolean tensor works; what has no common order of tokens, or is added, is refused."""
+    from tilewise.integrations.transformers import tile_indexers
+
+    eager, ours = both("qwen4_exp")
+    tile_indexers(ours)
+    ids, seen = tokens(2, 17), torch.ones(2, 1, 17, 17, dtype=torch.bool).tril()
+    found = ours(ids, attention_mask=seen, use_cache=False).logits
+    assert_equal_to_float32(found, eager(ids, use_cache=False).logits)
+    with pytest.raises(Unsupported, match=r"(?s)a floating mask.*untile_indexers"):
+        ours(ids, attention_mask=torch.zeros(2, 1, 17, 17), use_cache=False)
+    packed = torch.cat((torch.arange(8), torch.arange(9)))[None]
+    with pytest.raises(Unsupported, match=r"(?s)the first of some order.*untile_indexers"):
+        ours(ids[:1], position_ids=packed, use_cache=False)
+    with pytest.raises(Unsupported, match="the first of some order"):
+        ours(ids, attention_mask=seen & ~seen.tril(-9), use_cache=False)
     with pytest.raises(Exception, match="an indexer by tiles under"):
         torch.compile(ours, backend="eager", fullgraph=True)(ids, use_cache=False)
 

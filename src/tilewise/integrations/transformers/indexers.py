@@ -16,6 +16,7 @@ from torch import nn
 from tilewise.errors import Unsupported
 from tilewise.integrations.transformers.masks import by_tiles
 from tilewise.integrations.transformers.pools import mask_of_choice, visible_tokens
+from tilewise.integrations.transformers.token_blocks import choose_tokens
 from tilewise.integrations.transformers.unwritten import choose_blocks, choose_keys
 
 
@@ -39,7 +40,7 @@ def tile_indexers(model: nn.Module) -> None:
 
     Args:
         model: of transformers, with ``attn_implementation="tilewise"`` and indexers as those of
-            DeepSeek-V3.2, MiniMax-M3 or GLM-5.3.
+            DeepSeek-V3.2, MiniMax-M3, GLM-5.3 or Qwen4.
 
     Raises:
         Unsupported: it has no such indexer; or, in a later call, it is compiled, does something
@@ -86,6 +87,7 @@ def _found(model: nn.Module) -> list[tuple[nn.Module, _Form]]:
 
 
 _FORMS = (
+    _Form(("index_qk_proj", "block_topk", "compress_ratio"), {"forward": choose_tokens}),
     _Form(
         ("wq_b", "wk", "weights_proj", "index_kpool"),
         {"forward": choose_keys, "get_visible_tokens": visible_tokens},

@@ -63,7 +63,7 @@ class Pairs:
             None for all.
     """
 
-    __slots__ = ("by_tiles", "chosen", "device", "keys", "mask", "shape")
+    __slots__ = ("by_tiles", "chosen", "device", "keys", "mask", "prefixes", "shape")
 
     ndim = 4
 
@@ -77,6 +77,7 @@ class Pairs:
     ) -> None:
         self.mask, self.shape, self.keys, self.device = mask, shape, keys, device
         self.chosen = chosen
+        self.prefixes: Any = None  # what token_blocks.py finds out, for all layers
         self.by_tiles = False  # whether indexers take it as it is
 
     def __repr__(self) -> str:
@@ -86,7 +87,9 @@ class Pairs:
         """Itself: there is no memory to lay out."""
         return self
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name == "dtype" and self.by_tiles:
+            return torch.bool
         raise AttributeError(
             f"a mask of attn_implementation='tilewise' is an expression and no tensor: it has no "
             f".{name}\n  fix: {_INSTEAD}"
@@ -126,6 +129,20 @@ class Shown:
 
     def __invert__(self) -> Hidden:
         return Hidden(self.pairs)
+
+
+class Chosen(NamedTuple):
+    """The keys [B, M, K] that an indexer chose, in the place of a boolean tensor; -1 for none."""
+
+    keys: Tensor
+
+    def __rand__(self, mask: Pairs | Tensor) -> Pairs:
+        """Return the pairs that attend by a boolean mask and by this choice."""
+        if isinstance(mask, Pairs):
+            return Pairs(mask.mask, mask.shape, mask.keys, mask.device, self.keys)
+        batch, _, queries, keys = mask.shape
+        given = masks.dense(mask)
+        return Pairs(given, (batch, 1, queries, keys), keys, mask.device, self.keys)
 
 
 class Hidden(NamedTuple):
@@ -212,9 +229,9 @@ def mask_of_model(
         As ``make_mask``; or [B, 1, M, N] of dtype, which is added to scores.
     """
     made = make_mask(*sizes, **rest)
-    if getattr(config, "model_type", None) not in _EXTEND_TENSORS:
-        if not torch.compiler.is_compiling():  # dynamo knows no weak references
-            made.by_tiles = _BY_TILES.get(id(config)) is config is not None
+    if not torch.compiler.is_compiling():  # dynamo knows no weak references
+        made.by_tiles = _BY_TILES.get(id(config)) is config is not None
+    if made.by_tiles or getattr(config, "model_type", None) not in _EXTEND_TENSORS:
         return made
     hidden = ~made[:, 0]
     added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)

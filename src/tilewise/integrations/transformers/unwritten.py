@@ -20,7 +20,7 @@ from tilewise.variants import masks
 from tilewise.variants.values import Mask
 
 _LATER = (torch.Tensor.gt, torch.Tensor.ge)
-_UNDO = "untile_indexers(model) gives the model its own way back"
+UNDO = "untile_indexers(model) gives the model its own way back"
 
 
 def choose_keys(indexer: Any, *given: Any, **named: Any) -> Any:
@@ -33,11 +33,16 @@ def choose_blocks(indexer: Any, *given: Any, **named: Any) -> Any:
     return _by_tiles(_BlockScores, indexer, *given, **named)
 
 
+def refuse_compiled() -> None:
+    """Raise an error in compiled code: it would hold what an object was asked in one call."""
+    if torch.compiler.is_compiling():
+        raise Unsupported("an indexer by tiles under torch.compile", fix=UNDO)
+
+
 def _by_tiles(
     kind: type[_Scores] | type[_BlockScores], indexer: Any, *given: Any, **named: Any
 ) -> Any:
-    if torch.compiler.is_compiling():
-        raise Unsupported("an indexer by tiles under torch.compile", fix=_UNDO)
+    refuse_compiled()
     with _Unwritten(kind):
         return type(indexer).forward(indexer, *given, **named)
 
@@ -230,4 +235,4 @@ class _BlockScores:
 
 
 def _not_known(what: str) -> Unsupported:
-    return Unsupported(f"an indexer by tiles that does this with its scores: {what}", fix=_UNDO)
+    return Unsupported(f"an indexer by tiles that does this with its scores: {what}", fix=UNDO)

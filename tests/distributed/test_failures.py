@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +30,8 @@ from tilewise.distributed import (
     unshard,
 )
 from tilewise.distributed.layout import Schedule
-from tilewise.distributed.parts import plan_of
 from tilewise.distributed.peers import Peers, in_words
+from tilewise.engine.dispatch import plan_of
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError, Unsupported
 
 VICTIM = 1
@@ -242,7 +242,7 @@ def fails_in(_: dist.ProcessGroup, way: Way | None, which: str) -> tuple[str, fl
     """Do a call in which one process fails, of a split cache without a way; what all raised."""
     group = dist.new_group(list(range(dist.get_world_size())))  # it is left, and of no use then
     odd = dist.get_rank() == VICTIM
-    parts.plan_of = failing(which) if odd else plan_of
+    parts.plan_of = failing(which) if odd else plan_of  # type: ignore[attr-defined]
     x = torch.ones(1, 4, 6, 8)
     began = time.monotonic()
     try:
@@ -253,7 +253,7 @@ def fails_in(_: dist.ProcessGroup, way: Way | None, which: str) -> tuple[str, fl
     except (MemoryError, LostPeer) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     finally:
-        parts.plan_of = plan_of
+        parts.plan_of = plan_of  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -282,15 +282,6 @@ def leaves_unheard(_: dist.ProcessGroup, way: Way) -> tuple[str, float]:
         peers._close = CLOSE
 
 
-@pytest.mark.parametrize("way", ["ring", "gather"])
-def test_who_waits_asks_whether_somebody_left(ranks: Ranks, way: str) -> None:
-    """Where the news of a closed connection is lost, the group's store still has it."""
-    for rank, (told, seconds) in enumerate(ranks.run(leaves_unheard, WAYS[way])):
-        assert seconds < 20, (rank, told, seconds)
-        if rank != VICTIM:
-            assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told
-
-
 def hears_nothing(_: dist.ProcessGroup, way: Way) -> tuple[str, float]:
     """As ``fails_in``; no connection is closed anywhere, so no wait in gloo ever ends."""
     peers._close = lambda peers: None
@@ -301,9 +292,15 @@ def hears_nothing(_: dist.ProcessGroup, way: Way) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
-def test_a_wait_that_gloo_does_not_end(ranks: Ranks, way: str) -> None:
-    """As if the news were lost for good: nobody waits for the group's timeout."""
-    for rank, (told, seconds) in enumerate(ranks.run(hears_nothing, WAYS[way])):
+@pytest.mark.parametrize("task", [leaves_unheard, hears_nothing])
+def test_who_waits_asks_whether_somebody_left(
+    ranks: Ranks, task: Callable[..., tuple[str, float]], way: str
+) -> None:
+    """Where the news of a closed connection is lost, the group's store still has it.
+
+    Nobody waits for the group's timeout, not even in a wait that gloo does not end.
+    """
+    for rank, (told, seconds) in enumerate(ranks.run(task, WAYS[way])):
         assert seconds < 20, (rank, told, seconds)
         if rank != VICTIM:
             assert f"the first error: rank {VICTIM} raised MemoryError: no room" in told, told

@@ -33,6 +33,7 @@ from tilewise import masks
 from tilewise.distributed import Layout, balanced_layout, context_parallel_attention, parts
 from tilewise.distributed.layout import even_bounds, layout_of
 from tilewise.distributed.parts import Starts
+from tilewise.engine.dispatch import plan_of
 from tilewise.validation import varlen_problem
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -151,7 +152,7 @@ def test_starts_lie_where_kernels_read_them(
         *(x[0].transpose(0, 1),) * 3, *map(torch.tensor, starts),
         mask=(), score=(), scale=None, dropout_p=0.0, sinks=None,
     )  # fmt: skip
-    plan = parts.plan_of(problem, None)._replace(backend=backend)
+    plan = plan_of(problem, None)._replace(backend=backend)
     monkeypatch.setattr(parts, "plan_of", lambda *_: plan)
     whole = parts.Whole(problem, range(2), (), (), 0, None, starts)
     part = parts.Part(whole, whole.everything())

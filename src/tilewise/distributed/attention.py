@@ -27,7 +27,7 @@ from tilewise.distributed.layout import (
     standing,
     unwrap,
 )
-from tilewise.distributed.parts import Part, Starts, Whole, plan_of
+from tilewise.distributed.parts import Part, Starts, Whole
 from tilewise.distributed.peers import agreed, in_words, refusals_told
 from tilewise.distributed.ring import Split, attend
 from tilewise.distributed.sharding import every_row, shard
@@ -39,6 +39,7 @@ from tilewise.engine.call import (
     read_seed,
     reads_on_device,
 )
+from tilewise.engine.dispatch import plan_of
 from tilewise.engine.key_lists import KeyBlocks, KeyLists, checked_key_lists, read_key_lists
 from tilewise.engine.listed import attend_lists
 from tilewise.engine.run import autocast

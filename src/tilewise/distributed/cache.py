@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tilewise.distributed.attention import shared_facts
 from tilewise.distributed.layout import Mesh, groups_of, standing
-from tilewise.distributed.parts import Part, Running, Whole, plan_of
+from tilewise.distributed.parts import Part, Running, Whole
 from tilewise.distributed.peers import Peers, agreed, in_words, refusals_told
 from tilewise.engine.call import Keywords, build_operands, build_problem, read_keywords
+from tilewise.engine.dispatch import plan_of
 from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike

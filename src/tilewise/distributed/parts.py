@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import Keywords, ragged_extent, reads_on_device
-from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.dispatch import plan_of
 from tilewise.kernels import stats_of
-from tilewise.plan import Plan
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result
 from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover
@@ -382,13 +381,3 @@ class Running:
     def close(self) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype, and lse."""
         return self._out.to(self._dtype), self._lse
-
-
-def plan_of(small: Problem, backend: str | None) -> Plan:
-    """Return the plan of a small problem, whose programs are in kernel form."""
-    key = ("parts", small, backend)
-    plan = PLANS.find(key)
-    if plan is None:
-        plan = plan_problem(small, backend)
-        PLANS.add(key, plan)
-    return plan

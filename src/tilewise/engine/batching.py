@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.call import Call
-from tilewise.engine.dispatch import PLANS, plan_problem
+from tilewise.engine.dispatch import plan_of
 from tilewise.plan import Plan
 from tilewise.problem import Problem
 from tilewise.torch_private import has_batch, left_alone, with_batch, without_batch
@@ -247,9 +247,4 @@ def _plan(call: Call, calls: int, alike: list[tuple[Role, bool]]) -> Plan:
     whole: Problem = problem._replace(
         batch=calls * problem.batch, mask=programs[0], score=programs[1]
     )
-    key = ("folded", whole, call.plan.backend)
-    plan = PLANS.find(key)
-    if plan is None:
-        plan = plan_problem(whole, call.plan.backend)
-        PLANS.add(key, plan)
-    return plan
+    return plan_of(whole, call.plan.backend)

@@ -194,3 +194,13 @@ class Cache(Generic[_Kept]):
 
 
 PLANS: Cache[Plan] = Cache()
+
+
+def plan_of(problem: Problem, backend: str | None) -> Plan:
+    """Return the plan of a problem that calls became: a part of one, or several folded."""
+    key = problem, backend
+    plan = PLANS.young.get(key) or PLANS.find(key)
+    if plan is None:
+        plan = plan_problem(problem, backend)
+        PLANS.add(key, plan)
+    return plan

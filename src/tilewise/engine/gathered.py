@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine.dispatch import PLANS, check_name, plan_problem
+from tilewise.engine.dispatch import check_name, plan_of
 from tilewise.engine.key_lists import Lists, Table, of_heads
 from tilewise.errors import Unsupported
 from tilewise.kernels import Places
@@ -175,14 +175,6 @@ class Gathering:
         )
         self._varied = any(self._programs)
 
-    def _plan(self, small: Problem, backend: str | None) -> Plan:
-        key = ("lists", small, backend)
-        plan = PLANS.young.get(key) or PLANS.find(key)
-        if plan is None:
-            plan = plan_problem(small, backend)
-            PLANS.add(key, plan)
-        return plan
-
     def _small(self, lists: slice, page_size: int = 0) -> Problem:
         """Return the problem of some lists, with everything but what cuts them off."""
         problems = (lists.stop - lists.start) * self._heads
@@ -264,7 +256,7 @@ class Gathering:
     ) -> Result:
         """Return the result of some lists in the form of ``q``, read where their keys lie."""
         small, operands, keys = self._in_pages(lists, tables, for_backward, statistics == "top1")
-        plan = self._plan(small, self._backend)
+        plan = plan_of(small, self._backend)
         shape = (lists.stop - lists.start, *self.q.shape[1:3])
         if out_alone:
             if plan.output is not None and not self._varied:
@@ -350,7 +342,7 @@ class Gathering:
                 score,
                 for_backward=True,
             )
-            yield _Copied(lists, self._plan(small, backend), operands, *places)
+            yield _Copied(lists, plan_of(small, backend), operands, *places)
 
     def _at_once(self, summed: int) -> int:
         """Return how many lists to copy at a time.
@@ -409,7 +401,7 @@ class Gathering:
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
         # The backend that the forward pass took, here of one list: it reads its statistics.
         paged = self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
-        plan = self._plan(paged, self._backend)
+        plan = plan_of(paged, self._backend)
         given = _Upstream(result, grad_out, grad_lse, grad_entropy)
         if plan.in_place is None:
             summed = sum(total.nbytes for total in of_score if total is not None)
@@ -477,7 +469,7 @@ class Gathering:
             assert tables is not None
             small, operands, places = self.placed(lists, tables, by_k, by_v)
             result, grad_out, grad_lse, grad_entropy = given.of(lists)
-            in_place = self._plan(small, self._backend).in_place
+            in_place = plan_of(small, self._backend).in_place
             assert in_place is not None
             yield (
                 lists,

@@ -194,8 +194,8 @@ def forecast(
         whole = whole._replace(problem=whole.problem._replace(device="cuda"))
     split = _Split(whole, _mesh(mesh, schedule), schedule, chip, training and trains(problem))
     back = lse_gradient or (sinks is not None and not split.alone)
-    forward = _cost(split.forward(), split, link, 0)
-    backward = _cost(split.backward(back), split, link, 1) if split.training else None
+    forward = _cost(split.forward(), split, link)
+    backward = _cost(split.backward(back), split, link) if split.training else None
     return Forecast(schedule, split.mesh, forward, backward, split.memory())
 
 
@@ -312,7 +312,7 @@ def _mesh(mesh: int | tuple[int, int], schedule: Schedule | Layout) -> tuple[int
     return ring, heads
 
 
-def _cost(events: Sequence[Event], split: _Split, link: Link, which: int) -> PassCost:
+def _cost(events: Sequence[Event], split: _Split, link: Link) -> PassCost:
     """Return what a pass costs, from its events."""
     ranks = split.ranks
     sent, received = (np.zeros(ranks, dtype=np.int64) for _ in range(2))

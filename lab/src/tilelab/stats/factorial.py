@@ -221,7 +221,7 @@ def factor_effects(
     return tuple(effects)
 
 
-def predicted(design: TwoLevels, effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
+def predicted(effects: Sequence[FactorEffect], on: Sequence[str]) -> float:
     """Return the metric of a combination of factors less that of the baseline, by these effects."""
 
     def at(active: Sequence[str]) -> float:

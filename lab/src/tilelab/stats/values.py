@@ -176,7 +176,7 @@ def listing(parts: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def invalid(argument: str, came: str, required: str, fix: str = "") -> InvalidArgument:
+def invalid(argument: str, came: str, required: str) -> InvalidArgument:
     """Return the ``tilewise.errors.InvalidArgument`` of these words.
 
     Its module loads torch with its package, which takes seconds. So it is imported when something
@@ -184,4 +184,4 @@ def invalid(argument: str, came: str, required: str, fix: str = "") -> InvalidAr
     """
     from tilewise.errors import InvalidArgument
 
-    return InvalidArgument(argument, came, required, fix)
+    return InvalidArgument(argument, came, required)

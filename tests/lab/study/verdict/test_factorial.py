@@ -227,7 +227,7 @@ def test_the_effects_predict_every_run_of_a_full_factorial() -> None:
     means = {arm: np.mean(list(each.values())) for arm, each in finals.items()}
     for on in combinations_of(design):
         expected = means[arm_name(on) or "baseline"] - means["baseline"]
-        assert predicted(design, effects, on) == pytest.approx(expected, abs=1e-9)
+        assert predicted(effects, on) == pytest.approx(expected, abs=1e-9)
 
 
 HALF = Design(factors=("a", "b", "c", "d"), generators={"d": ("a", "b", "c")})

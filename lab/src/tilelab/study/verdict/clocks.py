@@ -227,10 +227,10 @@ Speeds = Mapping[str, Speed]  # arm -> its speed
 def speeds_of(experiment: ExperimentVerdict, records: Iterable[RunRecord]) -> Speeds:
     """Return the speed of every arm; ``records`` are those of the experiment."""
     one_thread = all(record.one_thread for record in records)
-    return {arm.arm: _speed(arm, experiment, one_thread) for arm in experiment.arms}
+    return {arm.arm: _speed(arm, one_thread) for arm in experiment.arms}
 
 
-def _speed(arm: ArmVerdict, experiment: ExperimentVerdict, one_thread: bool) -> Speed:
+def _speed(arm: ArmVerdict, one_thread: bool) -> Speed:
     wall, processor = arm.measures.speed_ratio, arm.measures.cpu_ratio
     if wall is None or arm.speed_withheld:
         return Speed(None, "wall")

@@ -189,7 +189,7 @@ def _winner(first: Experiment, last: Stage, alone: bool) -> tuple[str | None, st
         found = [each for each in verdict.effects if each.label in _FOUND]
         everything = planned.design.model_copy(update={"generators": {}})
         ranked = sorted(
-            (rank(verdict.metric, predicted(planned.design, found, on)), len(on), arm_name(on))
+            (rank(verdict.metric, predicted(found, on)), len(on), arm_name(on))
             for on in combinations_of(everything)
         )
         best, _, name = ranked[0]

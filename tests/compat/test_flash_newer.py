@@ -140,44 +140,6 @@ def test_the_third_version(flags: Flags, chunk: int, part: str) -> None:
         checked(call, tensors[:count], lambda x: reference(x, flags, used, chunk))
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("part", ["all", "used"])
-def test_the_fourth_version(flags: Flags, part: str) -> None:
-    """With a sink, which has a gradient, and with qv, beside which the lse has the heads last."""
-    tensors, starts = drawn()
-    rows, keys = zip(*LENGTHS, strict=True)
-    used = (USED_Q, USED_K) if part == "used" else (rows, keys)
-    asked = [torch.tensor(each) if part == "used" else None for each in used]
-    window = tuple(None if each < 0 else each for each in flags.window_size)
-    sink = torch.linspace(-1, 2, 4)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
-        *qv, sink = rest
-        out, lse = FOURTH.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            qv[0] if qv else None,
-            *starts,
-            seqused_q=asked[0],
-            seqused_k=asked[1],
-            softmax_scale=flags.softmax_scale,
-            causal=flags.causal,
-            window_size=window,
-            learnable_sink=sink,
-            softcap=flags.softcap,
-            return_lse=True,
-        )
-        return out, lse.T if qv else lse
-
-    for count in (3, 4):
-        leaves = [*tensors[:count], sink]
-        checked(call, leaves, lambda x: reference(x[:-1], flags, used, sink=x[-1]))
-
-
-# ---- lists of keys
-
-
 def listed(count: int = 9) -> Tensor:
     """Keys of each row, some of them past its sequence's end or below 0; one row has none."""
     generator = torch.Generator().manual_seed(6)
@@ -191,14 +153,19 @@ def listed(count: int = 9) -> Tensor:
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("part", ["all", "used"])
 @pytest.mark.parametrize("qv", [False, True])
-def test_lists_of_keys(flags: Flags, part: str, qv: bool) -> None:
-    """With a sink, under each mask, in sequences of which all or a part is used."""
+@pytest.mark.parametrize("lists", [None, listed()], ids=["every key", "lists"])
+def test_the_fourth_version(flags: Flags, part: str, qv: bool, lists: Tensor | None) -> None:
+    """With a sink, which has a gradient, and with qv, beside which the lse has the heads last."""
     tensors, starts = drawn()
     rows, keys = zip(*LENGTHS, strict=True)
     used = (USED_Q, USED_K) if part == "used" else (rows, keys)
     asked = [torch.tensor(each) if part == "used" else None for each in used]
     window = tuple(None if each < 0 else each for each in flags.window_size)
-    lists, sink = listed(), torch.linspace(-1, 2, 4)
+    sink = torch.linspace(-1, 2, 4)
+    given: dict[str, Any] = {}
+    if lists is not None:
+        given = {"gather_kv_indices": lists, "gather_bwd_recompute_p": qv}
+        given["gather_bwd_token_chunk"] = np.int64(4)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
         *own, sink = rest
@@ -210,20 +177,21 @@ def test_lists_of_keys(flags: Flags, part: str, qv: bool) -> None:
             *starts,
             seqused_q=asked[0],
             seqused_k=asked[1],
-            gather_kv_indices=lists,
             softmax_scale=flags.softmax_scale,
             causal=flags.causal,
             window_size=window,
             learnable_sink=sink,
             softcap=flags.softcap,
             return_lse=True,
-            gather_bwd_recompute_p=qv,
-            gather_bwd_token_chunk=np.int64(4),
+            **given,
         )
         return out, lse.T if own else lse
 
     leaves = [*tensors[: 3 + qv], sink]
     checked(call, leaves, lambda x: reference(x[:-1], flags, used, sink=x[-1], lists=lists))
+
+
+# ---- lists of keys
 
 
 def test_lists_of_keys_of_one_length() -> None:

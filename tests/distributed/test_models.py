@@ -56,16 +56,20 @@ def inputs() -> tuple[Tensor, Tensor]:
     return x, torch.arange(ROWS)
 
 
-def layers(group: dist.ProcessGroup, way: Way) -> dict[str, Tensor]:
-    """The outputs of all rows, and gradients added up over the processes."""
+def layers(group: dist.ProcessGroup, way: Way, compiled: bool) -> dict[str, Tensor]:
+    """The outputs of all rows, and gradients added up over the processes.
+
+    torch.compile leaves attention between its graphs.
+    """
     model, (x, positions) = Layers(), inputs()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
     before, mesh = x.clone(), way.mesh(group)
     shared = context_parallel(
         mesh, buffers=[x, positions], buffer_seq_dims=[1, 0], schedule=way.schedule
     )
     with tilewise.sdpa(), shared:
         assert x.shape[1] < ROWS
-        out = model(x, positions)
+        out = run(x, positions)
         out.square().sum().backward()
         found = {"out": unshard(out.detach(), mesh, 1, way.schedule, length=ROWS)}
     assert torch.equal(x, before)
@@ -76,13 +80,15 @@ def layers(group: dist.ProcessGroup, way: Way) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_layers(ranks: Ranks, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "compiled", "count"), [*((way, False, 0) for way in WAYS), ("zigzag", True, 2)]
+)
+def test_layers(ranks: Ranks, way: str, compiled: bool, count: int) -> None:
     model = Layers()
     with tilewise.sdpa():
         out = model(*inputs())
     out.square().sum().backward()
-    for found in ranks.run(layers, WAYS[way]):
+    for found in ranks.run(layers, WAYS[way], compiled, count=count):
         torch.testing.assert_close(found.pop("out"), out.detach())
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, msg=name)
@@ -256,34 +262,5 @@ def test_beside_parallel_data(ranks: Ranks, strategy: str) -> None:
     with tilewise.sdpa():
         model(*inputs()).square().sum().backward()
     for found in ranks.run(beside, strategy):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, msg=name)
-
-
-def compiled(group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The layers under torch.compile, which leaves attention between its graphs."""
-    model, (x, positions) = Layers(), inputs()
-    run = torch.compile(model, backend="aot_eager")
-    with (
-        tilewise.sdpa(),
-        context_parallel(group, buffers=[x, positions], buffer_seq_dims=[1, 0]),
-    ):
-        out = run(x, positions)
-        out.square().sum().backward()
-        found = {"out": unshard(out.detach(), group, 1, length=ROWS)}
-    for name, parameter in model.named_parameters():
-        dist.all_reduce(parameter.grad, group=group)
-        assert parameter.grad is not None
-        found[name] = parameter.grad
-    return found
-
-
-def test_compiled_layers(ranks: Ranks) -> None:
-    model = Layers()
-    with tilewise.sdpa():
-        out = model(*inputs())
-    out.square().sum().backward()
-    for found in ranks.run(compiled, count=2):
-        torch.testing.assert_close(found.pop("out"), out.detach())
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -149,27 +150,15 @@ def close(case: Case, got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("order", [backward_by_tiles, backward_in_turns])
 @given(case=drawn_cases(), tile=TILES)
 @SMALL
-def test_backward_by_tiles(case: Case, tile: tuple[int, int]) -> None:
+def test_backward_by_tiles(order: Callable[..., Any], case: Case, tile: tuple[int, int]) -> None:
     problem, operands, walk, visited = prepared(case, tile)
     result = tiled.forward(problem, operands)
     grad_out = torch.ones_like(result.out)
-    grads = backward_by_tiles(problem, operands, result, grad_out, walk)
-    assert_counted(model.backward_by_tiles(problem, visited), walk)
-    needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
-    expected = tiled.backward(problem, operands, result, grad_out, None, needs)
-    close(case, grads[:3], expected[:3])
-
-
-@given(case=drawn_cases(), tile=TILES)
-@SMALL
-def test_backward_in_turns(case: Case, tile: tuple[int, int]) -> None:
-    problem, operands, walk, visited = prepared(case, tile)
-    result = tiled.forward(problem, operands)
-    grad_out = torch.ones_like(result.out)
-    grads = backward_in_turns(problem, operands, result, grad_out, walk)
-    assert_counted(model.backward_in_turns(problem, visited), walk)
+    grads = order(problem, operands, result, grad_out, walk)
+    assert_counted(getattr(model, order.__name__)(problem, visited), walk)
     needs = Needs(True, True, True, (False,) * len(operands.score_tensors))
     expected = tiled.backward(problem, operands, result, grad_out, None, needs)
     close(case, grads[:3], expected[:3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -195,16 +194,6 @@ def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "io-model.md").read_text()
     assert table(rows) in page
     assert verdict(rows) in page
-
-
-@pytest.mark.thorough
-def test_the_picture_is_drawn_the_same_every_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    drawn = runpy.run_path(str(ROOT / "scripts" / "io_model.py"))
-    for name in ("one.svg", "two.svg"):
-        drawn["draw_counted"](tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-    assert b"<svg" in (tmp_path / "one.svg").read_bytes()
 
 
 def test_ci_counts() -> None:

@@ -293,6 +293,21 @@ def test_under_autocast_operands_take_its_dtype() -> None:
     assert hidden.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    leaves, targets, _ = operands(torch.float64)
+    hidden, weight, bias = leaves
+    expected = with_gradients(
+        tilewise.linear_cross_entropy(hidden, weight, targets, bias, softcap=1e39), leaves
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tilewise.linear_cross_entropy(hidden, weight, targets, bias, softcap=1e39)
+        with pytest.raises(InvalidArgument, match=r"weight: got a tensor of torch\.float64"):
+            tilewise.linear_cross_entropy(hidden.float(), weight, targets)
+        with pytest.raises(InvalidArgument, match=r"weight: got a tensor of torch\.float32"):
+            tilewise.linear_cross_entropy(hidden, weight.float(), targets)
+    assert_all_same_bits(with_gradients(loss, leaves), expected, "a result")
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -> None:
@@ -310,6 +325,13 @@ def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -
         rtol=1e-2 if dtype == torch.bfloat16 else 1e-6,
         atol=1e-6,
     )
+
+
+def test_meta_tensors_give_shapes() -> None:
+    (hidden, weight, _), targets, _ = operands(torch.float32)
+    meta = (each.to("meta") for each in (hidden, weight, targets))
+    found = tilewise.linear_cross_entropy(*meta, reduction="none")
+    assert (found.shape, found.dtype, found.device.type) == (targets.shape, torch.float32, "meta")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
@@ -379,6 +401,11 @@ def test_what_cannot_be_is_refused() -> None:
             lambda: call(hidden, weight, targets, softcap=1e39),
         ),
         ("softcap: got 1e-39", lambda: call(hidden, weight, targets, softcap=1e-39)),
+        (f"ignore_index: got {2**63}", lambda: call(hidden, weight, targets, ignore_index=2**63)),
+        (
+            "hidden: got a tensor of torch.float8",
+            lambda: call(hidden.to(torch.float8_e4m3fn), weight, targets),
+        ),
         (
             "token_weights: got a tensor with gradient",
             lambda: call(hidden, weight, targets, token_weights=weights.requires_grad_()),
@@ -392,6 +419,10 @@ def test_what_cannot_be_is_refused() -> None:
     for ignored in (1.5, None):
         with pytest.raises(InvalidType, match="ignore_index: got a"):
             call(hidden, weight, targets, ignore_index=cast("Any", ignored))
+    for name in ("label_smoothing", "z_loss", "softcap"):
+        for number in ("1", torch.tensor(0.5), True):
+            with pytest.raises(InvalidType, match=f"{name}: got a"):
+                call(hidden, weight, targets, **cast("Any", {name: number}))
 
 
 def test_derivatives_that_have_no_rule_are_refused() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, check_tensor, check_whole, named
 from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.ops import define
-from tilewise.engine.run import road
+from tilewise.engine.run import AUTOCAST_FROM, autocast_dtype, road
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.kernels.cpu import DTYPES, absence
 from tilewise.kernels.cpu.rows import InCore
@@ -44,6 +44,7 @@ from tilewise.kernels.cross_entropy import (
     write_logits,
     write_product,
 )
+from tilewise.validation import check_real
 from tilewise.variants.lower import check_cap
 
 Reduction = Literal["mean", "sum", "none"]
@@ -91,9 +92,9 @@ def linear_cross_entropy(
 
     Products are in the dtype of hidden. A float32 weight beside hidden states in 16 bits is
     rounded to theirs for the products, and its gradient is added up in float32. Under autocast,
-    hidden takes its dtype, and a float32 weight stays what it is. Gradients are computed before
-    the loss is scaled, so a scaled loss does not keep those of float16 hidden states from
-    underflow.
+    hidden takes its dtype, and a float32 weight stays what it is; all in float64 stays so.
+    Gradients are computed before the loss is scaled, so a scaled loss does not keep those of
+    float16 hidden states from underflow.
 
     The compiled core goes over the logits on a CPU, and a Triton kernel on a GPU, both in place.
     Operations of torch do it for float64 on a GPU, and where the core or Triton is missing. The
@@ -105,7 +106,7 @@ def linear_cross_entropy(
     2024.
 
     Args:
-        hidden: floating [..., D].
+        hidden: floating [..., D], in 16 bits or more.
         weight: [V, D], on the same device, of the same dtype or float32 beside 16 bits.
         targets: int64 or int32 [...]: words below V, or ``ignore_index``.
         bias: [V], of a dtype that weight may have, or None.
@@ -127,7 +128,7 @@ def linear_cross_entropy(
         InvalidArgument: shapes, dtypes, devices or values that do not fit; on a CPU also targets
             that are no word. On a GPU the loss of such a token is nan, because nothing there waits
             for values.
-        InvalidType: what is no tensor.
+        InvalidType: what is no tensor or no number.
         Unsupported: forward mode, ``torch.func`` transforms, or a second derivative.
     """
     _check(hidden, weight, targets, bias, token_weights)
@@ -137,11 +138,11 @@ def linear_cross_entropy(
     way = road(hidden, weight, targets)
     if way.startswith("transformed"):
         _refuse("forward mode and no torch.func transforms")
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
-        weight = _summable(weight, hidden.dtype)
-        bias = None if bias is None else _summable(bias, hidden.dtype)
+    narrower = autocast_dtype(hidden)
+    if narrower is not None:
+        hidden = hidden.to(narrower)
+        weight = _summable(weight, narrower)
+        bias = None if bias is None else _summable(bias, narrower)
     if loss.softcap:
         check_cap("softcap", loss.softcap, hidden.dtype, ", or None")
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -195,12 +196,13 @@ def _check(
     bias: Tensor | None,
     token_weights: Tensor | None,
 ) -> None:
-    check_tensor("hidden", hidden, "a floating tensor [..., D]", FLOATING)
+    required = "a floating tensor [..., D] in 16 bits or more"
+    check_tensor("hidden", hidden, required, (*AUTOCAST_FROM, torch.float64))
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise InvalidArgument("hidden", f"shape {tuple(hidden.shape)}", "[..., D], D of 1 or more")
     width, device = hidden.shape[-1], hidden.device.type
-    mixed = torch.is_autocast_enabled(device)  # there it brings both to one dtype
-    dtypes = FLOATING if mixed else tuple(dict.fromkeys((hidden.dtype, wide(hidden.dtype))))
+    mixed = autocast_dtype(hidden) is not None  # it brings all to one dtype
+    dtypes = AUTOCAST_FROM if mixed else tuple(dict.fromkeys((hidden.dtype, wide(hidden.dtype))))
     of_dtypes = f"on {hidden.device} in {' or '.join(map(str, dtypes))}"
     required = f"a tensor [V, {width}] {of_dtypes}"
     check_tensor("weight", weight, required, dtypes, shape=(None, width), device=device)
@@ -232,17 +234,26 @@ def _checked_loss(
 ) -> Loss:
     if reduction not in ("mean", "sum", "none"):
         raise InvalidArgument("reduction", repr(reduction), "'mean', 'sum' or 'none'")
-    if not 0 <= label_smoothing <= 1:
-        raise InvalidArgument("label_smoothing", str(label_smoothing), "0 to 1")
-    if not 0 <= z_loss < math.inf:
-        raise InvalidArgument("z_loss", str(z_loss), "a finite number, 0 or more")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise InvalidArgument("softcap", str(softcap), "a finite number above 0, or None")
+    required = "a number from 0 to 1"
+    smoothing = check_real("label_smoothing", label_smoothing, required)
+    if not 0 <= smoothing <= 1:
+        raise InvalidArgument("label_smoothing", str(label_smoothing), required)
+    required = "a finite number, 0 or more"
+    factor = check_real("z_loss", z_loss, required)
+    if not 0 <= factor < math.inf:
+        raise InvalidArgument("z_loss", str(z_loss), required)
+    required = "a finite number above 0, or None"
+    cap = 0.0 if softcap is None else check_real("softcap", softcap, required)
+    if softcap is not None and not 0 < cap < math.inf:
+        raise InvalidArgument("softcap", str(softcap), required)
+    required = "an integer of 64 bits"
     try:
         ignored = operator.index(ignore_index)
     except TypeError:
-        raise InvalidType("ignore_index", named(ignore_index), "an integer") from None
-    return Loss(ignored, float(label_smoothing), float(z_loss), float(softcap or 0))
+        raise InvalidType("ignore_index", named(ignore_index), required) from None
+    if not -(2**63) <= ignored < 2**63:
+        raise InvalidArgument("ignore_index", str(ignored), required)
+    return Loss(ignored, smoothing, factor, cap)
 
 
 class _Operands(NamedTuple):

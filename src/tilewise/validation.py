@@ -252,7 +252,7 @@ def check_scale(scale: object, width: int, dtype: torch.dtype) -> float:
     """Return the scale of a call, 1/sqrt(width) for None; finite in what ``dtype`` computes in."""
     if scale is None:
         return 1.0 / math.sqrt(width)
-    number = _real("scale", scale, "a finite number, or None for 1/sqrt(D)")
+    number = check_real("scale", scale, "a finite number, or None for 1/sqrt(D)")
     largest = largest_factor(dtype)
     # A comparison, and not math.isfinite: torch.compile traces it for a symbolic scale.
     if not -largest <= number <= largest:
@@ -263,13 +263,14 @@ def check_scale(scale: object, width: int, dtype: torch.dtype) -> float:
 
 def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
     number = check_scale(scale, q.shape[-1], q.dtype)
-    rate = _real("dropout_p", dropout_p, "a probability in [0, 1)")
+    rate = check_real("dropout_p", dropout_p, "a probability in [0, 1)")
     if not 0.0 <= rate < 1.0:
         raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")
     return number, rate
 
 
-def _real(name: str, value: object, required: str) -> float:
+def check_real(name: str, value: object, required: str) -> float:
+    """Return a number as a float, a symbolic one as it is; InvalidType where it is none."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         fix = "Multiply q by a tensor scale." if name == "scale" else ""
         raise InvalidType(name, named(value), required, fix)

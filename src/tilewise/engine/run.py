@@ -321,6 +321,14 @@ def _describe(sign: tuple[Any, ...]) -> str:
     return f"q {q}, k {k}, v {v}, {sign[3]}, on {sign[6]}"
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast brings a tensor to; None for what it leaves alone."""
+    kind = x.device.type
+    if x.dtype not in AUTOCAST_FROM or x.is_meta or not _autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def autocast(q: Any, *others: Any) -> tuple[Any, ...]:
     """Tensors in autocast's dtype, as scaled_dot_product_attention has them; float64 stays."""
     if not isinstance(q, Tensor) or q.is_meta or not _autocast_enabled(q.device.type):

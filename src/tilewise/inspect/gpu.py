@@ -16,7 +16,7 @@ from tilewise.engine.call import read_keywords
 from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.listed import lists_call, work_of
 from tilewise.kernels.gpu import Launch, run
-from tilewise.kernels.gpu.backend import empty_result
+from tilewise.kernels.gpu.backend import chip_of, empty_result, why_unfit
 from tilewise.kernels.gpu.config import (
     FAMILIES,
     FUSED,
@@ -36,7 +36,6 @@ from tilewise.kernels.gpu.config import (
     shared_need,
     table_blocks,
 )
-from tilewise.kernels.gpu.measured import chip_of, why_unfit
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.variants.values import Mask, Score
 

@@ -13,7 +13,7 @@ import tilewise
 from tilewise import masks, scores
 from tilewise.errors import TunedBlocksWarning
 from tilewise.kernels.gpu import backend as gpu
-from tilewise.kernels.gpu import measured
+from tilewise.kernels.gpu.backend import measured_on, origin, why_unfit
 from tilewise.kernels.gpu.config import (
     KINDS,
     PASSES,
@@ -24,7 +24,6 @@ from tilewise.kernels.gpu.config import (
     config_for,
     tiles_for,
 )
-from tilewise.kernels.gpu.measured import measured_on, origin, why_unfit
 from tilewise.plan import tuned
 from tilewise.plan.traffic import account
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
@@ -63,7 +62,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the file of the chip is looked for, in a process that has looked for none."""
     monkeypatch.delenv("TILEWISE_TUNED", raising=False)
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured, "STORE", Store())
+    monkeypatch.setattr(gpu, "STORE", Store())
     monkeypatch.setattr(tuned, "installed_triton", lambda: "3.6.0")
     return tmp_path / "tuned" / "nvidia-h200.json"
 

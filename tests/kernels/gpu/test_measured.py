@@ -13,7 +13,7 @@ from torch import Tensor
 import tilewise
 from tilewise import masks
 from tilewise.kernels import gpu
-from tilewise.kernels.gpu import Launch, measured
+from tilewise.kernels.gpu import Launch, backend
 from tilewise.kernels.gpu.config import Blocks, Pass, tiles_for
 from tilewise.plan.tuned import Entry, Place, Store, Tuned, installed_triton, write
 
@@ -76,7 +76,7 @@ def test_one_pass_alone_is_changed(
     outputs, used = [], []
     for named in ("off", str(path)):
         monkeypatch.setenv("TILEWISE_TUNED", named)
-        monkeypatch.setattr(measured, "STORE", Store())
+        monkeypatch.setattr(backend, "STORE", Store())
         outputs.append(run(3 if pass_name == "decode" else 37))
         used.append(dict(sides))
     kernel, may_change = OF_PASS[pass_name]

@@ -24,8 +24,8 @@ from tilelab.tune.command import main
 from tilelab.tune.worker import Job, table_blocks
 from tilewise import cli
 from tilewise.errors import InvalidArgument
+from tilewise.kernels.gpu.backend import why_unfit
 from tilewise.kernels.gpu.config import KINDS, PASSES, Blocks
-from tilewise.kernels.gpu.measured import why_unfit
 from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Store, Tuned, read, write
 

@@ -13,8 +13,8 @@ import pytest
 
 import tilelab
 import tilewise
-from tilelab.gpu_check import command, worker
-from tilelab.gpu_check.command import conduct
+from tilelab import gpu_check
+from tilelab.gpu_check import conduct, worker
 from tilelab.gpu_check.record import Record, Row
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import STEPS, Step, Team, Worker
@@ -115,7 +115,7 @@ def test_the_record_is_kept_after_each_job() -> None:
 
 
 def test_parallel_steps_share_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "processes", lambda *_: 3)
+    monkeypatch.setattr(gpu_check, "processes", lambda *_: 3)
     counts: list[int] = []
 
     def start(setting: Setting, count: int) -> Team:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.lab.gpu_check.records import speed_row, timed_case, whole
-from tilelab.gpu_check.command import main
+from tilelab.gpu_check import main
 from tilelab.gpu_check.record import Record, Row, best, rate, table
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS
 from tilewise.errors import InvalidArgument

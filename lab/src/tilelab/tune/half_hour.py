@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from tilelab.common.files import COMPLETE, NOT_FINISHED
+from tilelab.gpu_check import RESULTS, TABLE, conduct
 from tilelab.gpu_check.accuracy import job_of, narrowed
-from tilelab.gpu_check.command import RESULTS, TABLE, conduct
 from tilelab.gpu_check.record import ONLY, Record, table
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS, Step

@@ -27,7 +27,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.kernels.cpu import get_float32, set_float32
     from tilewise.merging import merge
     from tilewise.plan import Plan
-    from tilewise.sparse.block_mask import BlockMask
+    from tilewise.sparse import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked
     from tilewise.variants.trace import maximum, minimum, where

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 from tilewise.checks import check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.functional import attention
-from tilewise.sparse.block_mask import BlockMask as OwnBlockMask
+from tilewise.sparse import BlockMask as OwnBlockMask
 from tilewise.sparse.flex import read, write
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants import masks, patterns, scores

@@ -26,7 +26,7 @@ from tilewise.kernels.gpu import run
 from tilewise.kernels.gpu.config import Blocks, Parts
 from tilewise.problem import Grads, Needs, Statistics
 from tilewise.reference import tiled
-from tilewise.sparse.block_mask import BlockMask
+from tilewise.sparse import BlockMask
 
 
 def named(inputs: Inputs, grads: Grads) -> dict[str, Tensor]:

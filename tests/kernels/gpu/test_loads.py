@@ -28,7 +28,7 @@ from tests.variants_catalogue import CATALOGUE, Call, Variant
 from tilewise.kernels.gpu.backward.captured import form_of
 from tilewise.kernels.gpu.config import Blocks, Parts
 from tilewise.problem import Operands, Problem
-from tilewise.sparse.block_mask import BlockMask
+from tilewise.sparse import BlockMask
 
 PARTS = Parts(0, 0, 0, 0, 0)  # of every width
 SIZES = Sizes(batch=2, heads=2, queries=21, keys=35)

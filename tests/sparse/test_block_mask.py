@@ -135,10 +135,24 @@ def test_changed_tensors_are_refused() -> None:
     ids = torch.arange(64) // 8
     found = BlockMask.of(masks.document(ids), 64)
     assert found.current() is found
+    other = torch.ones(64, dtype=torch.bool)
+    joined = found & (lambda b, h, m, n: other[n])
+    copied = copy.deepcopy(joined)
+    other[3] = False  # no table was made from it
+    assert joined.current() is joined
+    made = [found, joined, masks.causal() | found, ~found, ~(found | masks.causal())]
     ids[5] = 9
     q = torch.zeros(1, 1, 64, 8)
+    for stale in (*made, found & masks.causal(), ~found):
+        with pytest.raises(InvalidArgument, match="changed in place since it was made"):
+            tilewise.attention(q, q, q, mask=stale)
+    for used in (lambda: found.to("cpu"), found.to_flex, lambda: copy.deepcopy(joined)):
+        with pytest.raises(InvalidArgument, match="changed in place since it was made"):
+            used()
+    assert copied.current() is copied
+    next(each for each in copied.captured if each.dtype is torch.int64)[5] = 9
     with pytest.raises(InvalidArgument, match="changed in place since it was made"):
-        tilewise.attention(q, q, q, mask=found)
+        copied.current()
     assert BlockMask.of(masks.document(ids), 64).current().counts == (0, 1, 0)
     with torch.inference_mode():
         fixed = torch.arange(64) // 8

@@ -84,7 +84,7 @@ def read_keywords(
     step: PagedStep | None = None,
 ) -> Keywords:
     """The keywords of a call as one value; mask and score as programs, empty ones for None."""
-    read_mask = _NO_MASK if mask is None else mask if type(mask) is Mask else as_mask(mask)
+    read_mask = _NO_MASK if mask is None else as_mask(mask)
     read_score = _NO_SCORE if score is None else score if type(score) is Score else as_score(score)
     captured = len(read_mask.captured) + len(read_score.captured)
     alone = cu_seqlens is None and pages is None and scales is NO_SCALES

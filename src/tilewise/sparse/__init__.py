@@ -11,7 +11,7 @@ from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.sparse.tables import build, sizes
 from tilewise.variants.patterns import layout
 from tilewise.variants.program import Instr, Program
-from tilewise.variants.values import Mask, as_mask
+from tilewise.variants.values import Mask, as_mask, versions_of
 
 BLOCK = (64, 128)  # the kernels' own tiles: queries x keys
 _WIDTH = 64  # characters of a picture
@@ -40,19 +40,19 @@ class BlockMask(Mask):
     refused if the BlockMask's tensors were changed in place since. Nothing is ever looked up by a
     tensor's identity.
 
-    ``a & b``, ``a | b`` and ``~a`` give plain masks, which still use the tables of both. For a mask
-    with its own table, write ``BlockMask.of(a & b, ...)``.
+    ``a & b``, ``a | b`` and ``~a`` give plain masks, which still use the tables of both, and are
+    refused as they are. For a mask with its own table, write ``BlockMask.of(a & b, ...)``.
     """
 
-    __slots__ = ("_versions",)
-    _versions: tuple[int, ...]
+    __slots__ = ()
 
     def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
         last = program[-1] if program else Instr("")
         if last.op != "tiles" and not (last.op == "blocks" and len(program) == 1):
             raise InvalidArgument("program", repr(program), "one that ends with a table of tiles")
         super().__init__(program, captured)
-        object.__setattr__(self, "_versions", _versions(captured))
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "versions", versions_of(captured))
 
     @classmethod
     def of(
@@ -167,6 +167,7 @@ class BlockMask(Mask):
         Raises:
             Unsupported: it is for a variable-length call.
         """
+        self.current()
         if len(self._table.slots) == 3:
             raise Unsupported("FlexAttention's BlockMask of a variable-length call")
         queries, keys = self.queries, self.keys
@@ -185,7 +186,8 @@ class BlockMask(Mask):
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """Return the mask with its tensors on a device."""
-        return BlockMask(self.program, tuple([tensor.to(device) for tensor in self.captured]))
+        captured = self.current().captured
+        return BlockMask(self.program, tuple([tensor.to(device) for tensor in captured]))
 
     @property
     def _table(self) -> Instr:
@@ -246,17 +248,6 @@ class BlockMask(Mask):
         chosen = table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)]
         return "\n".join(_drawn(chosen.cpu(), width))
 
-    def current(self) -> "BlockMask":
-        """Itself, unless a captured tensor was changed since: then the table may be wrong."""
-        if torch.compiler.is_compiling() or _versions(self.captured) == self._versions:
-            return self
-        raise InvalidArgument(
-            "mask (BlockMask)",
-            "one whose captured tensors were changed in place since it was made",
-            "tensors as they were",
-            "Make it again with BlockMask.of, or capture a copy.",
-        )
-
     def notes(self) -> tuple[tuple[str, str], ...]:
         """Return what its table says, as ``tilewise.explain`` shows it."""
         return (("table", self._summary()),)
@@ -290,13 +281,6 @@ class BlockMask(Mask):
 
     def __iter__(self) -> NoReturn:
         raise InvalidType("BlockMask", "an iteration over it", "its covers, counts or picture()")
-
-
-def _versions(captured: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return what changes when a tensor is changed in place; inference tensors do not tell."""
-    if torch.compiler.is_compiling():
-        return ()
-    return tuple([-1 if tensor.is_inference() else tensor._version for tensor in captured])
 
 
 def _checked(block: object) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The public values ``Mask`` and ``Score``: a program and the tensors it captures, immutable."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +25,23 @@ from tilewise.variants.program import (
 from tilewise.variants.recognise import in_one_step, mask_program, score_program
 from tilewise.variants.trace import trace_mask, trace_score
 
+_Versions: TypeAlias = tuple[int | None, ...]
+_M = TypeVar("_M", bound="Mask")
+
 
 class _Variant:
-    """A program with its captured tensors (slot order) and its text form (computed once)."""
+    """A program with its captured tensors (slot order) and its text form (computed once).
 
-    __slots__ = ("captured", "program", "text")
+    ``versions`` are those of the captured tensors that a table of tiles was made from, as they were
+    then; None for others, and () where no table was made.
+    """
+
+    __slots__ = ("captured", "program", "text", "versions")
 
     program: Program
     captured: tuple[Tensor, ...]
     text: str
+    versions: _Versions
 
     def __init__(self, program: Program, captured: tuple[Tensor, ...] = ()) -> None:
         # Kernels read a slot by its address: one that is not there must never reach them.
@@ -46,6 +54,7 @@ class _Variant:
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "captured", captured)
         object.__setattr__(self, "text", encode(program))
+        object.__setattr__(self, "versions", ())
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
@@ -92,11 +101,35 @@ class Mask(_Variant):
     def __invert__(self) -> "Mask":
         if not self.program:
             return Mask((Instr("below", (0,)),))  # nothing: the opposite of everything
-        return Mask((*self.program, Instr("not")), self.captured)
+        program = (*self.program, Instr("not"))
+        return _known(Mask, program, self.captured, encode(program), self.versions)
 
-    def current(self) -> "Mask":
-        """The mask as a call uses it; where it knows more than its program it looks at that."""
-        return self
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = [version is not None for version in self.versions]
+        return (*super(Mask, self.current()).__reduce__(), held or None)
+
+    def __setstate__(self, held: list[bool]) -> None:
+        now = zip(held, versions_of(self.captured), strict=True)
+        versions = tuple([version if one else None for one, version in now])
+        object.__setattr__(self, "versions", versions)
+
+    def current(self: _M) -> _M:
+        """Itself, unless a tensor that a table was made from was changed: the table may be wrong.
+
+        Raises:
+            InvalidArgument: one was changed in place.
+        """
+        if not self.versions or torch.compiler.is_compiling():
+            return self
+        now = zip(self.versions, versions_of(self.captured), strict=True)
+        if all(then is None or then == version for then, version in now):
+            return self
+        raise InvalidArgument(
+            "mask (BlockMask)",
+            "one whose captured tensors were changed in place since it was made",
+            "tensors as they were",
+            "Make it again with BlockMask.of, or capture a copy.",
+        )
 
     def notes(self) -> tuple[tuple[str, str], ...]:
         """Return facts beyond its program, as (name, text) pairs for ``tilewise.explain``."""
@@ -129,7 +162,20 @@ def _join(left: Mask, right: Mask | Tensor | Callable[..., Any], connective: str
         return other if connective == "and" else Mask(())
     moved = shift_slots(right.program, len(left.captured))
     program = (*left.program, *moved, Instr(connective))
-    return _known(Mask, program, left.captured + right.captured, encode(program))
+    versions: _Versions = ()
+    if (left.versions or right.versions) and not torch.compiler.is_compiling():
+        versions = _or_none(left) + _or_none(right)
+    captured = left.captured + right.captured
+    return _known(Mask, program, captured, encode(program), versions)
+
+
+def _or_none(mask: Mask) -> _Versions:
+    return mask.versions or (None,) * len(mask.captured)
+
+
+def versions_of(captured: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return what changes when a tensor is changed in place; inference tensors do not tell."""
+    return tuple([-1 if tensor.is_inference() else tensor._version for tensor in captured])
 
 
 def dense_mask(tensor: Tensor, argument: str = "mask") -> Mask:
@@ -175,12 +221,19 @@ def _learned(captured: tuple[Tensor, ...]) -> tuple[bool, ...]:
     return tuple([one or other for one, other in zip(learned, moved, strict=True)])
 
 
-def _known(kind: type[_V], program: Program, captured: tuple[Tensor, ...], text: str) -> _V:
+def _known(
+    kind: type[_V],
+    program: Program,
+    captured: tuple[Tensor, ...],
+    text: str,
+    versions: _Versions = (),
+) -> _V:
     """A Mask or Score of a program that was made here: there is nothing to check."""
     found = object.__new__(kind)
     object.__setattr__(found, "program", program)
     object.__setattr__(found, "captured", captured)
     object.__setattr__(found, "text", text)
+    object.__setattr__(found, "versions", versions)
     return found
 
 

@@ -74,6 +74,31 @@ def test_no_keys(packed: bool) -> None:
         call(torch.zeros_like(lists))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_index_that_leaves_its_tensor_is_refused(packed: bool) -> None:
+    """As without lists, whether a kernel knows the step by name (a sum is a bias) or not."""
+    q, k, v = drawn(batch=1)
+    lists = torch.zeros(1, 1, 37, 3, dtype=torch.int32)
+    table, heads = torch.zeros(10), torch.zeros(1)
+    wrong: list[Any] = [
+        lambda s, b, h, m, n: s + table[n],
+        lambda s, b, h, m, n: s * table[n],
+        lambda s, b, h, m, n: s + table[m],
+        lambda s, b, h, m, n: s + heads[h],
+    ]
+
+    def call(score: Any) -> Any:
+        if packed:
+            q1, k1, v1 = (x[0].transpose(0, 1) for x in (q, k, v))
+            ends = torch.tensor([0, 37]), torch.tensor([0, 53])
+            return tilewise.attention_varlen(q1, k1, v1, *ends, keys=lists[0], score=score)
+        return tilewise.attention(q, k, v, keys=lists, score=score)
+
+    for score in wrong:
+        with pytest.raises(InvalidArgument, match="score: got the index"):
+            call(score)
+
+
 def test_packed_queries_of_none() -> None:
     """No query rows in all."""
     q, k, v = (x[0].transpose(0, 1) for x in drawn(queries=0))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engine.call import Keywords
+from tilewise.engine.call import Keywords, build_operands
 from tilewise.engine.dispatch import BACKEND_NAMES, candidates, check_name, plan_problem
 from tilewise.engine.explanation import Explanation
 from tilewise.engine.gathered import lists_at_once, small_problem
@@ -82,6 +82,11 @@ def attend_lists(
         frame = frame_of(q, k, v, keywords, lists)
         if keywords.pages is not None:
             check_undifferentiated(q, k, v, keywords)
+        if keywords.score.program != frame.problem.score:
+            # Kernels read the user's indices as dimensions that broadcast, and these have no wrong
+            # ones: so they are looked at here.
+            as_given = frame.problem._replace(score=keywords.score.program)
+            build_operands(as_given, q, k, v, keywords._replace(sinks=None), None)
         leaves = (q, k, v, *keywords.score.captured)  # sinks come afterwards
         if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
             call, of_lists = lists_call(q, k, v, keywords, lists, frame)

@@ -12,9 +12,12 @@ from torch import Tensor
 from tilewise.engine.key_lists import KeyBlocks
 from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
+from tilewise.functional import attention
+from tilewise.integrations.transformers.compressed import Compressed, compressed_of
 from tilewise.integrations.transformers.latent import by_heads, is_absorbed, operands
 from tilewise.integrations.transformers.masks import Pairs
-from tilewise.routes import attention_varlen, by_the_faster
+from tilewise.merging import merge
+from tilewise.routes import attention_varlen, by_the_faster, elsewhere
 from tilewise.variants import masks, scores
 from tilewise.variants.values import Mask, Score
 
@@ -85,6 +88,14 @@ def attention_forward(
     # A model may have normalized q and k in float32, and not v.
     query, key, value = autocast(query, key, value)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    compressed = compressed_of(module)
+    if compressed is not None and compressed.size:
+        own = key.shape[2] - compressed.size
+        behind = key[:, :, own:], value[:, :, own:], compressed
+        seen = _read(attention_mask, query, key[:, :, :own], causal, kwargs)
+        said = {"scale": scaling, "dropout_p": float(dropout)}
+        near = key[:, :, :own], value[:, :, :own], seen
+        return _of_both(query, near, behind, s_aux, said), None
     seen = _read(attention_mask, query, key, causal, kwargs)
     chosen = _chosen(module, attention_mask, kwargs)
     if seen.keys < key.shape[2]:
@@ -223,6 +234,26 @@ def _chosen(module: Any, mask: object, kwargs: Mapping[str, Any]) -> KeyBlocks |
     if indices is not None:
         return KeyBlocks(indices[:, None], 1)
     return None if blocks is None else KeyBlocks(blocks, module.indexer.block_size)
+
+
+def _of_both(
+    query: Tensor,
+    own: tuple[Tensor, Tensor, _Seen],
+    compressed: tuple[Tensor, Tensor, Compressed],
+    sinks: Tensor | None,
+    keywords: dict[str, Any],
+) -> Tensor:
+    """[B, M, Hq, Dv] over the keys of a layer and the compressed ones behind them."""
+    if elsewhere():
+        what = "compressed keys by tiles in a sequence that several processes share"
+        raise Unsupported(what, fix="leave the block of context_parallel")
+    key, value, seen = own
+    assert seen.added is None  # a compressor by tiles refuses masks that are tensors
+    near = attention(query, key, value, mask=seen.mask, return_lse=True, **keywords)
+    key, value, (_, mask, chosen) = compressed
+    keys = None if chosen is None else KeyBlocks(chosen[:, None], 1)
+    far = attention(query, key, value, mask=mask, keys=keys, return_lse=True, **keywords)
+    return merge(near, far, sinks=sinks).out.transpose(1, 2).contiguous()
 
 
 def _among(chosen: KeyBlocks, keys: int) -> KeyBlocks:

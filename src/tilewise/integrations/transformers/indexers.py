@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tilewise.errors import Unsupported
+from tilewise.integrations.transformers.compressed import (
+    CHOSEN,
+    COMPRESSED,
+    choose_entries,
+    compress_heavily,
+    compress_sparsely,
+)
 from tilewise.integrations.transformers.masks import by_tiles
 from tilewise.integrations.transformers.pools import mask_of_choice, visible_tokens
 from tilewise.integrations.transformers.token_blocks import choose_tokens
@@ -26,10 +33,12 @@ class _Form(NamedTuple):
     Args:
         parts: the attributes that tell it from others.
         methods: what stands in for methods of a module, which comes first.
+        notes: attributes that these may leave behind.
     """
 
     parts: tuple[str, ...]
     methods: dict[str, Callable[..., Any]]
+    notes: tuple[str, ...] = ()
 
 
 def tile_indexers(model: nn.Module) -> None:
@@ -40,7 +49,7 @@ def tile_indexers(model: nn.Module) -> None:
 
     Args:
         model: of transformers, with ``attn_implementation="tilewise"`` and indexers as those of
-            DeepSeek-V3.2, MiniMax-M3, GLM-5.3 or Qwen4.
+            DeepSeek-V3.2, DeepSeek-V4, MiniMax-M3, GLM-5.3 or Qwen4.
 
     Raises:
         Unsupported: it has no such indexer; or, in a later call, it is compiled, does something
@@ -59,7 +68,7 @@ def untile_indexers(model: nn.Module) -> None:
         Unsupported: the model has no such indexer.
     """
     for module, form in _found(model):
-        for name in form.methods:
+        for name in (*form.methods, *form.notes):
             vars(module).pop(name, None)
     _mark(model, False)
 
@@ -87,6 +96,13 @@ def _found(model: nn.Module) -> list[tuple[nn.Module, _Form]]:
 
 
 _FORMS = (
+    _Form(("scorer", "index_topk", "compress_rate"), {"forward": choose_entries}, (CHOSEN,)),
+    _Form(
+        ("indexer", "position_bias", "compress_rate"),
+        {"forward": compress_sparsely},
+        (COMPRESSED,),
+    ),
+    _Form(("position_bias", "compress_rate"), {"forward": compress_heavily}, (COMPRESSED,)),
     _Form(("index_qk_proj", "block_topk", "compress_ratio"), {"forward": choose_tokens}),
     _Form(
         ("wq_b", "wk", "weights_proj", "index_kpool"),

@@ -128,6 +128,11 @@ class _Scores:
         return self.queries.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Return that of the operands."""
+        return self.queries.device
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Return that of the weighted sum."""
         return self.queries.shape[0], self.queries.shape[2], self.keys.shape[2]
@@ -145,8 +150,16 @@ class _Scores:
                 return scores
         raise _not_known(resolve_name(func) or str(func))
 
-    def __mul__(self, factor: float) -> _Scores:
-        self.scale *= factor
+    def __mul__(self, factor: float | Tensor) -> _Scores:
+        if isinstance(factor, Tensor):  # weights [B, M, Hi, 1], before a sum over heads
+            self.weights = factor.squeeze(-1)
+        else:
+            self.scale *= factor
+        return self
+
+    def sum(self, dim: int) -> _Scores:
+        assert dim == 2
+        assert self.weights is not None
         return self
 
     def squeeze(self, _: int) -> _Scores:

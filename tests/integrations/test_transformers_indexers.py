@@ -209,9 +209,14 @@ def test_best_blocks(dtype: torch.dtype) -> None:
     scores = torch.nn.functional.pad(scores, (0, -keys % block), value=-torch.inf)
     scores = scores.unflatten(-1, (-1, block)).amax(-1).scatter_(-1, local, torch.inf)
     expected = scores.sort(dim=-1, descending=True, stable=True)
-    found = best_blocks(q, shared, torch.arange(keys)[None], limits, block, k, local)
+    places = torch.arange(keys)[None]
+    found = best_blocks(q, shared, places, limits, block, k, local)
     torch.testing.assert_close(found[0], expected.values[..., :k], equal_nan=True, rtol=0, atol=0)
     assert torch.equal(found[1], expected.indices[..., :k])
+    finer = q + 1e-3, shared, places, limits, block, k  # beyond 16 bits
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = best_blocks(*finer)
+    torch.testing.assert_close(cast, best_blocks(*finer), equal_nan=True, rtol=0, atol=0)
 
 
 def test_blocks_where_none_is_sure_of_its_place() -> None:

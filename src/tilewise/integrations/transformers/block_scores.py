@@ -59,7 +59,8 @@ def best_blocks(
         for first in range(0, rows, _ROWS):
             span = slice(first, first + _ROWS)
             some = queries[b, :, span], keys[b, 0], places[b], limits[b, span]
-            found = _of_rows(*some, block, tile)
+            with torch.autocast(queries.device.type, enabled=False):  # 16 bits would make ties
+                found = _of_rows(*some, block, tile)
             if local is not None:
                 found.scatter_(-1, local[b, :, span], math.inf)
             for h in range(heads):

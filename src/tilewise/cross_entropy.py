@@ -30,7 +30,7 @@ from tilewise.engine.modes import readable, refuse_vmap
 from tilewise.engine.ops import define
 from tilewise.engine.run import AUTOCAST_FROM, autocast_dtype, road
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
-from tilewise.kernels.cpu import DTYPES, absence
+from tilewise.kernels.cpu import DTYPES, absence, threads
 from tilewise.kernels.cpu.rows import InCore
 from tilewise.kernels.cross_entropy import (
     PIECE,
@@ -129,6 +129,7 @@ def linear_cross_entropy(
             that are no word. On a GPU the loss of such a token is nan, because nothing there waits
             for values.
         InvalidType: what is no tensor or no number.
+        LostThreads: as ``tilewise.attention``.
         Unsupported: forward mode, ``torch.func`` transforms, or a second derivative.
     """
     _check(hidden, weight, targets, bias, token_weights)
@@ -344,6 +345,7 @@ def _slices(size: int, step: int) -> list[slice]:
 
 def _kernel(hidden: Tensor) -> RowKernel:
     if hidden.device.type == "cpu" and absence() is None and hidden.dtype in DTYPES:
+        threads()  # raises: without its threads torch waits for ever in the products before it
         return InCore()
     if hidden.is_cuda and hidden.dtype != torch.float64:
         from tilewise.kernels.gpu.backend import GpuBackend

@@ -153,6 +153,10 @@ def call(threads):
     torch.set_num_threads(threads)
     tilewise.attention(q, q, q)
 
+def loss():
+    torch.set_num_threads(2)
+    tilewise.linear_cross_entropy(q[0, 0], q[0].flatten(0, 1), torch.zeros(256, dtype=torch.int64))
+
 def child(work):
     number = os.fork()
     if number:
@@ -197,6 +201,10 @@ FORKS = {
     "without its threads it raises and does not hang": (
         "call(2); print(child(lambda: call(2)), child(lambda: child(lambda: call(2))))",
         "77 0",  # the second child's own child raises, and that child ends well
+    ),
+    "without its threads the loss raises, where torch would hang": (
+        "call(2); print(child(loss))",
+        "77",
     ),
     "with one thread or a thread of its own it goes on": (
         "call(2); print(child(lambda: call(1)), child(in_a_thread))",

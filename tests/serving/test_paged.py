@@ -373,6 +373,14 @@ def test_one_sequence_is_a_list_of_one() -> None:
     ):
         with pytest.raises(InvalidType, match=r"^sequences: got 0; .*For one: \[0\]"):
             call()
+    with pytest.raises(InvalidType, match=r"^sequences: got a generator; .*Call list\(\)"):
+        cache.attend((each for each in [one]), row)  # type: ignore[arg-type]
+    for call in (
+        lambda: cache.append([[one]], row, row),  # type: ignore[list-item]
+        lambda: cache.fork([one]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidArgument, match=r"^sequence: got \[0\]; required: one that add"):
+            call()
 
 
 def test_wrong_counts() -> None:

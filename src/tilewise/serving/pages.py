@@ -6,7 +6,7 @@ rows as they come, checked, or in 8 bits with a scale for each (``Pool``).
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,10 +36,13 @@ def size_of(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_listed(sequences: Any) -> None:
-    """Raise InvalidType where some sequences are one number."""
-    if not isinstance(sequences, Iterable):
+    """Raise InvalidType where some sequences are one number, or can be read but once."""
+    if not isinstance(sequences, Collection):
+        once = isinstance(sequences, Iterable)
+        came = named(sequences) if once else repr(sequences)
+        fix = "Call list() of it." if once else f"For one: [{sequences}]."
         required = "a list of the numbers that add or fork gave"
-        raise InvalidType("sequences", repr(sequences), required, f"For one: [{sequences}].")
+        raise InvalidType("sequences", came, required, fix)
 
 
 class PageAllocator:
@@ -180,7 +183,7 @@ class Sequences:
         return self._allocator.free
 
     def _of(self, sequence: int) -> Held:
-        held = self._held.get(sequence)
+        held = self._held.get(sequence) if isinstance(sequence, Hashable) else None
         if held is None:
             required = "one that add or fork gave and that was not removed"
             raise InvalidArgument("sequence", repr(sequence), required)
@@ -189,10 +192,11 @@ class Sequences:
     def _different(self, sequences: Sequence[int]) -> list[Held]:
         """Return what each of some sequences has, none of which is named twice."""
         check_listed(sequences)
+        found = [self._of(sequence) for sequence in sequences]
         twice = [sequence for sequence, times in Counter(sequences).items() if times > 1]
         if twice:
             raise InvalidArgument("sequences", f"{twice[0]} more than once", "different ones")
-        return [self._of(sequence) for sequence in sequences]
+        return found
 
     def add(self) -> int:
         """Return a new sequence without keys."""

@@ -311,19 +311,7 @@ def _losses(
         nll[rows] = torch.where(targets == loss.ignore_index, 0.0, lse[rows] - at)
         if grads is None or change is None:
             continue
-        if bias is not None:
-            grads.bias.add_(change.sum(0, dtype=dtype_of_sums))
-        of_hidden = grads.hidden[rows]
-        if len(parts) == 1:
-            write_product(change, of.weight, of_hidden)
-        else:
-            sums = torch.zeros_like(of_hidden, dtype=dtype_of_sums)
-            for part in parts:
-                add_product(sums, change[:, part], of.weight[part])
-            of_hidden.copy_(sums)
-        if not narrow:
-            for part in parts:
-                add_product(grads.weight[part], change[:, part].T, hidden)
+        _add_gradients(grads, of, rows, parts, change, add_weight=not narrow)
         del change  # of a kernel that does not work in place
     if grads is None or scales is None:
         return losses, nll, None
@@ -337,6 +325,33 @@ def _losses(
             change = kernel.differentiate(rows_of, lse, part.start, words)
             write_product(change.T, of.hidden, grads.weight[part])
     return losses, nll, grads if of.bias is None else grads._replace(bias=grads.bias.to(of.bias))
+
+
+def _add_gradients(
+    grads: _Grads,
+    of: _Operands,
+    rows: slice,
+    parts: list[slice],
+    change: Tensor,
+    add_weight: bool,
+) -> None:
+    """Write the gradients of some hidden states, and add theirs of the bias and of the weights.
+
+    ``change`` [T', V]: the gradients of their logits. Wider weights are taken in ``parts``.
+    """
+    if of.bias is not None:
+        grads.bias.add_(change.sum(0, dtype=grads.bias.dtype))
+    of_hidden = grads.hidden[rows]
+    if len(parts) == 1:
+        write_product(change, of.weight, of_hidden)
+    else:
+        sums = torch.zeros_like(of_hidden, dtype=wide(of_hidden.dtype))
+        for part in parts:
+            add_product(sums, change[:, part], of.weight[part])
+        of_hidden.copy_(sums)
+    if add_weight:
+        for part in parts:
+            add_product(grads.weight[part], change[:, part].T, of.hidden[rows])
 
 
 def _slices(size: int, step: int) -> list[slice]:

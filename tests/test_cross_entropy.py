@@ -308,6 +308,20 @@ def test_autocast_leaves_float64_alone() -> None:
     assert_all_same_bits(with_gradients(loss, leaves), expected, "a result")
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_backward_pass_under_another_autocast_multiplies_as_the_forward(reduction: Any) -> None:
+    (hidden, weight, _), targets, _ = operands(torch.float32)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    leaves = (hidden, weight)
+    loss = tilewise.linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+    torch.autograd.grad(loss, leaves, retain_graph=True)  # those made in the forward pass
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.float16):
+        found = torch.autograd.grad(loss, leaves)
+    assert_all_same_bits(found, expected, "a gradient")
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -> None:

@@ -90,7 +90,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.dtype == a.dtype:
         total.addmm_(a, b.to(a.dtype))
     else:
-        total.add_(a @ b.to(a.dtype))
+        # A backward pass may be under autocast to another dtype than that of the forward pass.
+        with torch.autocast(a.device.type, enabled=False):
+            total.add_(a @ b.to(a.dtype))
 
 
 def _by_float32(x: Tensor) -> bool:

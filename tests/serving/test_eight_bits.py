@@ -173,6 +173,20 @@ def test_forks_windows_and_cascades(storage: torch.dtype) -> None:
     assert_rule(narrow.attend([sequence], q[:1]), q[:1], keys, values, storage, window=20)
 
 
+def test_the_sign_flag_of_scales_is_seen() -> None:
+    torch.manual_seed(3)
+    q, pages = torch.randn(1, 2, 9, 8), torch.randint(-127, 128, (3, 2, 4, 8), dtype=torch.int8)
+    where = torch.tensor([[2, 0, 1]]), torch.tensor([9])
+    scales = torch.rand(3, 2, 4)
+    flagged = torch.complex(torch.zeros_like(scales), -scales).conj().imag
+    assert flagged.is_neg()
+    found, expected = (
+        tilewise.attention_paged(q, pages, pages, *where, k_scale=each, v_scale=each)
+        for each in (flagged, scales)
+    )
+    assert_same_bits(found, expected, "out")
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"^storage: got torch.float8_e5m2; required: None,"):
         cache_of(torch.float8_e5m2)

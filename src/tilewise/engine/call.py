@@ -294,7 +294,7 @@ def build_operands(
 def with_scales(operands: Operands, scales: Scales, problem: Problem) -> Operands:
     """Return the operands with the scales of a call in kernel form."""
     if problem.stored is not None:
-        rows = [None if x is None else x.to(torch.float32) for x in scales[1:]]
+        rows = [None if x is None else x.to(torch.float32).resolve_neg() for x in scales[1:]]
         return operands._replace(k_scale=rows[0], v_scale=rows[1])
     heads = (problem.heads, problem.kv_heads, problem.kv_heads)
     q, k, v = lower_scales(scales, problem.batch, heads)

@@ -131,7 +131,7 @@ def lower_scales(scales: Scales, batch: int, heads: tuple[int, int, int]) -> Sca
 
 
 def _lowered(scale: Tensor, batch: int, heads: int) -> Tensor:
-    wide = scale.to(torch.float32)
+    wide = scale.to(torch.float32).resolve_neg()
     if wide.numel() == 1:
         wide = wide.reshape(1, 1)
     return wide.expand(batch, heads).contiguous()

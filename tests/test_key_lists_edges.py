@@ -99,6 +99,18 @@ def test_an_index_that_leaves_its_tensor_is_refused(packed: bool) -> None:
             call(score)
 
 
+@pytest.mark.parametrize("many", [1 << 31, (1 << 32) + 10])
+def test_more_keys_than_numbers_of_32_bits(many: int) -> None:
+    """Refused for what they are; larger blocks are fewer."""
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 1, 8)
+    every = k.expand(1, 1, many, 8)
+    with pytest.raises(Unsupported, match=rf"no {many} keys [^$]*KeyBlocks"):
+        tilewise.attention(q, every, every, keys=torch.zeros(1, 1, 2, 1, dtype=torch.int64))
+    blocks = KeyBlocks(torch.full((1, 1, 2, 1), (many - 1) // 64), 64)
+    out = tilewise.attention(q, every, every, keys=blocks)
+    torch.testing.assert_close(out, k.expand(1, 1, 2, 8))
+
+
 def test_packed_queries_of_none() -> None:
     """No query rows in all."""
     q, k, v = (x[0].transpose(0, 1) for x in drawn(queries=0))

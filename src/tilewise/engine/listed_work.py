@@ -39,6 +39,7 @@ from tilewise.variants.program import RAW, fitted
 
 # Of a call whose facts are kept: a few tensors of so many numbers each.
 _KEPT_LISTS = 1 << 10
+_MOST_BLOCKS = (1 << 31) - 1  # sets of blocks are int32
 
 
 class Frame(NamedTuple):
@@ -254,6 +255,9 @@ class ListedWork:
         self._problem = problem = frame.problem
         self._operands = operands = self._lowered(k, v, keywords)
         rows, block = frame.rows, frame.block
+        named = -(-problem.keys // block)
+        if named > _MOST_BLOCKS:
+            refuse(f"{named} keys or blocks of keys", "list larger blocks by tilewise.KeyBlocks")
         self._counts = self._keys_of(keywords) if frame.counts is None else frame.counts
         groups = frame.groups
         if groups is None:

@@ -22,8 +22,11 @@ from tilewise.integrations.transformers.compressed import (
     compress_sparsely,
 )
 from tilewise.integrations.transformers.masks import by_tiles
-from tilewise.integrations.transformers.pools import mask_of_choice, visible_tokens
-from tilewise.integrations.transformers.token_blocks import choose_tokens
+from tilewise.integrations.transformers.pools import (
+    choose_tokens,
+    mask_of_choice,
+    visible_tokens,
+)
 from tilewise.integrations.transformers.unwritten import choose_blocks, choose_keys
 
 

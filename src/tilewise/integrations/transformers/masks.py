@@ -77,7 +77,7 @@ class Pairs:
     ) -> None:
         self.mask, self.shape, self.keys, self.device = mask, shape, keys, device
         self.chosen = chosen
-        self.prefixes: Any = None  # what token_blocks.py finds out, for all layers
+        self.prefixes: Any = None  # what pools.py finds out, for all layers
         self.by_tiles = False  # whether indexers take it as it is
 
     def __repr__(self) -> str:

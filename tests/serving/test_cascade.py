@@ -161,6 +161,11 @@ def test_what_a_cache_refuses() -> None:
     cache = PagedKVCache(pages=9, page_size=4, kv_heads=2, head_dim=4, window=3)
     with pytest.raises(InvalidArgument, match=r"^cascade: got True; required: False for a cache"):
         cache.attend([cache.add()], drawn(1, 2, 1, 4, seed=1), cascade=True)
+    whole = PagedKVCache(pages=9, page_size=4, kv_heads=2, head_dim=4)
+    with pytest.raises(
+        InvalidArgument, match=r"^cascade: got True with return_stats=; required: F"
+    ):
+        whole.attend([whole.add()], drawn(1, 2, 1, 4, seed=1), cascade=True, return_stats=True)
 
 
 # ---- The cache in one piece, and prompts that are taken in pieces.

@@ -1,6 +1,7 @@
 """Keys and values: of sequences of one length in one piece, or of many in pages that they share."""
 
 from collections.abc import Sequence
+from inspect import signature
 from itertools import takewhile
 from typing import Any
 
@@ -23,6 +24,10 @@ from tilewise.serving.pages import (
 from tilewise.torch_private import left_alone
 from tilewise.variants.masks import causal, window
 from tilewise.variants.values import as_mask
+
+_OF_PAGES, _OF_CASCADES = (
+    signature(each).parameters.keys() for each in (attention_paged, cascade_attention)
+)
 
 
 class KVCache:
@@ -352,6 +357,9 @@ class PagedKVCache(Sequences):
             asked |= {"k_scale": self.k_scales, "v_scale": self.v_scales}
         if not cascade:
             return attention_paged(q, *tensors, **asked)
+        more = _OF_PAGES & keywords.keys() - _OF_CASCADES
+        if more:
+            raise InvalidArgument("cascade", f"True with {min(more)}=", f"False with {min(more)}=")
         counts = self._counts(sequences, q, keywords)
         if len(counts) != len(sequences):
             required = "[sequences + 1] on the CPU, where cascade=True looks for common pages"

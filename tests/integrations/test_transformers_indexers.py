@@ -294,11 +294,7 @@ def test_compressed_keys_and_a_mask_that_is_a_tensor() -> None:
             compressor(noise(2, 17, 64), noise(2, 17, 32), torch.arange(17)[None], None, 1)
 
 
-@only_linux
-@pytest.mark.parametrize("name", BY_TILES)
-def test_memory_of_a_prompt(name: str) -> None:
-    """A model over 8,192 tokens at once: fewer bytes than N x N booleans alone."""
-    code = """
+MEMORY = """
 import sys, torch
 from tests.integrations.tiny_models import both
 from tests.peak import Peak
@@ -308,16 +304,24 @@ register()
 _, model = both(sys.argv[1])
 tile_indexers(model)
 model = getattr(model.model, "language_model", model.model)
-def measure(n):
+def measure(n, training):
     ids = torch.arange(n)[None] % 90 + 3
     peak = Peak()
-    with torch.no_grad():
-        model(ids, use_cache=False)
+    with torch.set_grad_enabled(training):
+        out = model(ids, use_cache=False).last_hidden_state
+        if training:
+            out.sum().backward()
     return peak.mib()
-measure(256)
-print(measure(8192))
+lengths = [int(each) for each in sys.argv[3:]]
+print(*[measure(n, sys.argv[2] == "training") for n in (256, *lengths)][1:])
 """
-    ((most,),) = printed(code, name)
+
+
+@only_linux
+@pytest.mark.parametrize("name", BY_TILES)
+def test_memory_of_a_prompt(name: str) -> None:
+    """A model over 8,192 tokens at once: fewer bytes than N x N booleans alone."""
+    ((most,),) = printed(MEMORY, name, "prompt", "8192")
     assert float(most) < 64
 
 
@@ -328,23 +332,5 @@ def test_memory_of_training(name: str) -> None:
 
     N x N booleans would add 32 MiB to that. The six by ``top_keys`` alone share their code.
     """
-    code = """
-import sys, torch
-from tests.integrations.tiny_models import both
-from tests.peak import Peak
-from tilewise.integrations.transformers import register, tile_indexers
-torch.set_num_threads(1)
-register()
-_, model = both(sys.argv[1])
-tile_indexers(model)
-model = getattr(model.model, "language_model", model.model)
-def measure(n):
-    ids = torch.arange(n)[None] % 90 + 3
-    peak = Peak()
-    model(ids, use_cache=False).last_hidden_state.sum().backward()
-    return peak.mib()
-measure(256)
-print(measure(4096), measure(8192))
-"""
-    ((half, whole),) = printed(code, name)
+    ((half, whole),) = printed(MEMORY, name, "training", "4096", "8192")
     assert float(whole) < 2 * float(half) + 16

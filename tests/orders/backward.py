@@ -44,8 +44,7 @@ def backward_by_tiles(
         views = call.totals.of(part, problem)
         for rows in query_tiles(part):
             call.query_owner(part, rows, delta, views)
-        for columns in key_spans(part):
-            call.key_owner(part, columns, delta, views)
+        call.key_owners(part, delta)
     return call.totals.grads(operands)
 
 
@@ -75,7 +74,7 @@ def backward_keys_outside(
     for part in parts(problem, operands, walk):
         deltas = call.delta_pass(part) if delta == "pass" else call.deltas(part)
         visits = Visits(part)
-        call.key_owners_of_five(part, deltas, visits, delta, kept)
+        call.key_owners(part, deltas, _Shares(visits, delta, kept))
         visits.store_untouched(part, "grad_q", problem.head_dim * operands.q.element_size())
     return call.totals.grads(operands)
 
@@ -87,11 +86,23 @@ def backward_in_turns(
     call = _Call(problem, operands, result, grad_out, walk, folded=True)
     for part in parts(problem, operands, walk):
         visits = Visits(part)
-        call.key_owners_of_five(part, call.delta_pass(part), visits, "pass", None)
+        call.key_owners(part, call.delta_pass(part), _Shares(visits, "pass", None))
         call.ledger.reads(sums=call.of_visited(part, visits) * call.dtype.itemsize)
         of_rows = part.operands.q
         call.ledger.writes(grad_q=of_rows.numel() * of_rows.element_size())
     return call.totals.grads(operands)
+
+
+class _Shares(NamedTuple):
+    """How tiles of keys add to the dQ of the rows that they meet.
+
+    ``delta`` is that of ``backward_keys_outside``. ``kept``: in which dQ is left; None for the
+    compute dtype, in sums of their own.
+    """
+
+    visits: Visits
+    delta: Delta
+    kept: torch.dtype | None
 
 
 class _TileGradients(NamedTuple):
@@ -236,26 +247,10 @@ class _Call:
         views.q[:, :, rows.start : rows.stop] = grad_q
         self.ledger.writes(grad_q=grad_q.numel() * part.operands.q.element_size())
 
-    def key_owner(self, part: Part, columns: range, deltas: Tensor, views: Totals) -> None:
-        """The dK and dV of a tile of keys, by a walk over the queries of its group."""
-        k, v = self.load_keys(part, columns)
-        sums = [torch.zeros_like(k), torch.zeros_like(v)]
-        for rows in query_tiles(part):
-            tile = self.load_rows(part, rows, columns)
-            if tile is None:
-                continue
-            self.enter_delta(part, rows, "pass", first=True)
-            found = self.gradients(part, rows, tile, deltas, "k")
-            for total, share in zip(sums, (found.k, found.v), strict=True):
-                total += share
-        self.store_keys(part, columns, sums, views)
+    def key_owners(self, part: Part, deltas: Tensor, shares: _Shares | None = None) -> None:
+        """The dK and dV of each tile of keys, by a walk over the queries of its group.
 
-    def key_owners_of_five(
-        self, part: Part, deltas: Tensor, visits: Visits, delta: Delta, kept: torch.dtype | None
-    ) -> None:
-        """The dK and dV of each tile of keys, and what it adds to the dQ of the rows it meets.
-
-        ``kept``: in which dQ is left; None for the compute dtype, in sums of their own.
+        ``shares``: each tile also adds what it has of dQ; None where dQ has a walk of its own.
         """
         views = self.totals.of(part, self.problem)
         for columns in key_spans(part):
@@ -265,12 +260,16 @@ class _Call:
                 tile = self.load_rows(part, rows, columns)
                 if tile is None:
                     continue
-                visit = visits.count(rows)
-                self.enter_delta(part, rows, delta, visit.first)
-                gradient = self.gradients(part, rows, tile, deltas)
-                for total, share in zip(sums, (gradient.k, gradient.v), strict=True):
+                if shares is None:
+                    self.enter_delta(part, rows, "pass", first=True)
+                    found = self.gradients(part, rows, tile, deltas, "k")
+                else:
+                    visit = shares.visits.count(rows)
+                    self.enter_delta(part, rows, shares.delta, visit.first)
+                    found = self.gradients(part, rows, tile, deltas)
+                    self.add_query_share(part, rows, found.q, visit, shares.kept, views)
+                for total, share in zip(sums, (found.k, found.v), strict=True):
                     total += share
-                self.add_query_share(part, rows, gradient.q, visit, kept, views)
             self.store_keys(part, columns, sums, views)
 
     def of_visited(self, part: Part, visits: Visits) -> int:

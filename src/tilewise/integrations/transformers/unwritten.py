@@ -218,8 +218,9 @@ class _BlockScores:
             return scores
         raise _not_known(resolve_name(func) or str(func))
 
-    def masked_fill(self, hidden: Later, _: float) -> _BlockScores:
-        assert isinstance(hidden, Later)
+    def masked_fill(self, hidden: object, _: float) -> _BlockScores:
+        if not isinstance(hidden, Later):
+            raise _not_known("hiding other keys than later ones")
         self.later = hidden
         return self
 

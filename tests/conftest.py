@@ -87,11 +87,9 @@ def tilewise_takes_calls() -> None:
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """One thread unless a test asks for more: the machines are shared, the problems small."""
-    if request.path.is_relative_to(ROOT / "tests" / "lab"):  # studies choose for themselves
-        yield
-        return
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if not request.path.is_relative_to(ROOT / "tests" / "lab"):  # studies choose for themselves
+        torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

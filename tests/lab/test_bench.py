@@ -144,13 +144,6 @@ def test_spread() -> None:
     assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]).noise == pytest.approx(1 / 3)
 
 
-def test_what_follows_from_samples() -> None:
-    found = result([1.0, 1.1, 0.9], [2.0, 2.2, 2.1])
-    assert found.ratio == pytest.approx(2.1)
-    assert found.ratio_range == pytest.approx((2.0, 2.1 / 0.9))
-    assert found.peak_fraction == pytest.approx(0.9, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("goal", "met"),
     [

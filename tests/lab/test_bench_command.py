@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ from tilewise.kernels.cpu import absence
 needs_core = pytest.mark.skipif(absence() is not None, reason="the compiled core is not built")
 Stored = Callable[..., str]
 SCALED = Scaling("short 33", "float32", [2.0], [1.0], [1.0], [2.0], [2.0], [1.0], True)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -69,14 +69,9 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (found.peak("float32") or 0) >= (found.peak("float64") or 0) > 0
 
 
-def test_the_table_is_whole() -> None:
+def test_chips_are_found_in_capitals_and_their_powers_cost_something() -> None:
     for key, chip in chips.CHIPS.items():
         assert chips.named(key.upper()) is chip
-        assert chip.source, key
-        assert chip.peak("float16"), key
-        assert chip.last_cache_bytes, key
-        assert bool(chip.family) == (chip.kind == "gpu"), key
-        assert bool(chip.memory_bytes) == (chip.kind == "gpu"), key
         # A power costs more than a multiply-add and less than a thousand of them.
         ratio = (chip.peak("float32") or 0) / (chip.exponentials_s or 1)
         assert 4 < ratio < 1000, key

@@ -34,11 +34,8 @@ RECORDS = sorted(Path(__file__).parents[3].glob("benchmarks/*/cpu.json"))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
+def _one_thread(one_thread: None) -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Fake:

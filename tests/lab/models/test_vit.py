@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tests.contract import assert_exact
 from tilelab.models.vit import PRESETS, Pooling, Shape, ViT, load
-from tilewise import masks, patterns
+from tilewise import masks
 from tilewise.errors import InvalidArgument
 
 POOLINGS: tuple[Pooling, ...] = ("first", "mean")
@@ -126,19 +126,6 @@ def test_a_mask_is_of_patches_and_the_class_token_sees_all(
     assert (model(images) - truth).abs().max() < 1e-12
 
 
-def test_implementations_agree_on_blocks() -> None:
-    shape = replace(TINY, image=16, patch=1)
-    mask = patterns.butterfly(16)
-    images = images_of(shape).double()
-    found = [
-        lively(shape, implementation=each, mask=mask).double()(images)
-        for each in ("plain", "tilewise")
-    ]
-    assert (found[0] - found[1]).abs().max() < 1e-12
-    full = lively(shape).double()(images)
-    assert (found[0] - full).abs().max() > 1e-4, "the pattern changes nothing"
-
-
 def test_patches_of_one_pixel_are_the_pixels() -> None:
     shape = replace(TINY, patch=1, channels=1)
     images = images_of(shape)
@@ -153,18 +140,6 @@ def test_autocast_leaves_the_class_token_whole() -> None:
     assert model.class_token is not None
     whole = model.class_token + model.positions.weight[0]
     assert torch.equal(entered[0][:, -1], whole.expand(3, -1))
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_what_is_saved_is_loaded(pooling: Pooling, tmp_path: Path) -> None:
-    model = ViT(replace(TINY, pooling=pooling, embedding_dropout=0.3), seed=7).eval()
-    model.save(tmp_path)
-    again = load(tmp_path).eval()
-    assert again.shape == model.shape
-    assert again.drawn == ()
-    assert torch.equal(model(images_of(TINY)), again(images_of(TINY)))
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == ("vit" if pooling == "first" else "tilewise-vit")
 
 
 def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Statistics against scipy's own tests and against tables; test_judge.py simulates studies."""
+"""Statistics against scipy's own tests and against tables; test_compare.py simulates studies."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Store, Tuned, read, write
 
 ROOT = Path(__file__).resolve().parents[3]
+ONE = ["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"]
 FASTER = gain({"128x64/8/2": 0.8, "64x128/8/1": 0.7})
 
 
@@ -56,16 +58,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Start:
         return team
 
     return start
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", "--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    assert "usage: tilewise tune" in text
-    for option in ("--out", "--passes", "--dtypes", "--widths", "--minutes", "--dry-run"):
-        assert option in text
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
@@ -138,8 +130,7 @@ def test_out_names_a_file_or_a_folder(
 ) -> None:
     on_a_gpu(FakeTeam(FASTER))
     out = tmp_path if folder else tmp_path / "new" / "mine.json"
-    options = ["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"]
-    assert main([*options, "--out", str(out)]) == 0
+    assert main([*ONE, "--out", str(out)]) == 0
     assert len(read(out / user.name if folder else out).entries) == 1
     assert not user.exists()
 
@@ -149,10 +140,7 @@ def test_it_writes_to_the_user_s_folder_where_reading_is_off(
 ) -> None:
     on_a_gpu(FakeTeam(FASTER))
     monkeypatch.setenv("TILEWISE_TUNED", "off")
-    assert (
-        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
-        == 0
-    )
+    assert main(ONE) == 0
     assert user.exists()
 
 
@@ -168,10 +156,7 @@ def test_a_second_run_keeps_what_it_does_not_ask_about(on_a_gpu: Start, user: Pa
     before = (old_entry(other, mine), old_entry(again, mine))
     write(user, Tuned(CHIP, FAMILY, "2.11.0", "3.6.0", "2026-01-01", before))
     on_a_gpu(FakeTeam(gain({})))
-    assert (
-        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
-        == 0
-    )
+    assert main(ONE) == 0
     places = {entry.place for entry in read(user).entries}
     assert places == {other.place}
 
@@ -182,17 +167,11 @@ def test_a_file_of_another_triton_is_begun_anew(
     before = (old_entry(Job("dq", "float16", 128, "*"), Blocks(16, 16, 4, 1)),)
     write(user, Tuned(CHIP, FAMILY, "2.10.0", "3.5.1", "2026-01-01", before))
     on_a_gpu(FakeTeam(FASTER))
-    assert (
-        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
-        == 0
-    )
+    assert main(ONE) == 0
     assert "what was in it is not kept: it is of Triton 3.5.1" in capsys.readouterr().out
     assert len(read(user).entries) == 1
     user.write_text("{")
-    assert (
-        main(["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"])
-        == 0
-    )
+    assert main(ONE) == 0
     assert "what was in it is not kept: it is no JSON" in capsys.readouterr().out
 
 
@@ -292,20 +271,13 @@ def checked(done: subprocess.CompletedProcess[str], jobs: int, folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_one_job_of_the_self_test(tmp_path: Path) -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed (pip install triton)")
-    out = tmp_path / "mine.json"
-    options = ("--passes", "dkdv", "--kinds", "*", "--out", str(out))
-    checked(call(*options, folder=tmp_path), 1, tmp_path)
-    values: Any = json.loads(out.read_text())
-    assert (values["chip"], values["triton"]) == ("interpreter", metadata.version("triton"))
-    (entry,) = values["entries"]
-    assert (entry["pass"], entry["dtype"], entry["kind"]) == ("dkdv", "float16", "*")
-
-
-@pytest.mark.slow
 def test_the_whole_self_test(tmp_path: Path) -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed (pip install triton)")
-    checked(call(folder=tmp_path), len(PASSES) * len(KINDS), tmp_path)
+    out = tmp_path / "mine.json"
+    checked(call("--out", str(out), folder=tmp_path), len(PASSES) * len(KINDS), tmp_path)
+    values: Any = json.loads(out.read_text())
+    assert (values["chip"], values["triton"]) == ("interpreter", metadata.version("triton"))
+    assert {entry["dtype"] for entry in values["entries"]} == {"float16"}
+    found = [(entry["pass"], entry["kind"]) for entry in values["entries"]]
+    assert sorted(found) == sorted(product(PASSES, KINDS))

@@ -363,7 +363,7 @@ SCENES: dict[str, tuple[Study, dict[str, Behaviour], tuple[str, ...], tuple[str,
     "a sweep that nothing survived": (
         _study("lion", sweep=RATES),
         {"lion": Behaviour(survives=0.1, absent=(0, 1, 2))},
-        ("lion diverged", "| lion | 10 | diverged |"),
+        ("lion diverged", "Every value of its sweep diverged", "| lion | 10 | diverged |"),
         ("not finished",),
     ),
     "a target that nobody reached": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.lab.study.records_of import (
     Behaviour,
     config_of,
     experiment_of,
+    folder_of,
     record_of,
     study_of,
     work,
@@ -21,6 +23,7 @@ from tests.lab.study.records_of import (
 from tilelab.study.ask.config import Arm, Experiment, Ladder, Search, Study, Sweep, parse
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.plan import Agenda
+from tilelab.study.report import gather, write
 from tilelab.study.verdict import sweeps
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.sweeps import sweep_results
@@ -62,7 +65,7 @@ def values_of(agenda: Agenda) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.usefixtures("without_optuna")
-def test_trials_follow_from_those_before_them_and_the_best_one_counts() -> None:
+def test_trials_follow_from_those_before_them_and_the_best_one_counts(tmp_path: Path) -> None:
     study = searched()
     experiment = study.experiments[0]
     agenda = Agenda(study, {})
@@ -91,6 +94,8 @@ def test_trials_follow_from_those_before_them_and_the_best_one_counts() -> None:
         assert all(own / 10 <= each.point["optimizer.lr"] <= own * 10 for each in result.candidates)
     arm = judge(study, agenda.records).experiments[0].arms[0]
     assert (arm.cost.sweep_runs, arm.cost.sweep_tokens) == (6, 6 * 40 * 256)
+    _, twin = write(gather(folder_of(tmp_path, study, agenda.records)))
+    assert "by its search" in twin.read_text()
 
 
 @pytest.mark.usefixtures("without_optuna")

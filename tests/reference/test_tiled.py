@@ -7,104 +7,23 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from tests.cases import TABLE, Case, Inputs, build, mask_words
+from tests.cases import TABLE, Case, build, mask_words
 from tests.extended import extended, has_extended_precision
-from tests.oracle import problem_of, refer
+from tests.oracle import problem_of
 from tilelab.cases.dense import dense
-from tilewise.errors import InvalidArgument
 from tilewise.problem import Needs
 from tilewise.reference import tiled, tiles
 from tilewise.reference.blocks import Block, Walk
 from tilewise.reference.merge import merge_partial
-from tilewise.reference.philox import keep_mask
 from tilewise.reference.programs import Cover, cover, visible
 
 
 def _case(name: str) -> Case:
     return next(case for case in TABLE if case.name == name).of(torch.float64)
-
-
-def test_agrees_with_torch() -> None:
-    """No variant: scaled_dot_product_attention."""
-    inputs = build(_case("grouped"))._replace(mask=None)
-    expected = sdpa(inputs.q, inputs.k, inputs.v, enable_gqa=True)
-    torch.testing.assert_close(dense(*problem_of(inputs)).out, expected)
-
-
-def _score(inputs: Inputs, b: int, h: int, m: int, n: int) -> float:
-    """One score, from the definition."""
-    problem, operands = problem_of(inputs)
-    group = problem.heads // problem.kv_heads
-    s = float(operands.q[b, h, m] @ operands.k[b, h // group, n]) * problem.scale
-
-    def pick(tensor: Tensor, *index: int) -> float:
-        return float(
-            tensor[tuple(i if d > 1 else 0 for i, d in zip(index, tensor.shape, strict=True))]
-        )
-
-    for instr in problem.score:
-        if instr.op == "softcap":
-            cap = float(instr.params[0])
-            s = cap * math.tanh(s / cap)
-        elif instr.op == "alibi":
-            distance = abs(m + problem.keys - problem.queries - n)
-            s -= pick(operands.score_tensors[instr.slots[0]], b, h) * distance
-        else:
-            s += pick(operands.score_tensors[instr.slots[0]], b, h, m, n)
-    return s
-
-
-def test_definition() -> None:
-    """One row at a time, key by key, with a mask, scores, a sink and dropout."""
-    case = Case(
-        "definition",
-        heads=4,
-        queries=6,
-        keys=9,
-        head_dim=5,
-        value_dim=3,
-        dtype=torch.float64,
-        mask=("causal",),
-        score=("softcap_tight", "alibi", "bias_heads"),
-        sinks=True,
-        dropout_p=0.3,
-    )
-    inputs = build(case).detached()
-    result = dense(*problem_of(inputs))
-    assert inputs.sinks is not None
-    keep = keep_mask(
-        inputs.seed, 0.3, batches=range(2), heads=range(4), queries=range(6), keys=range(9)
-    )
-    for b, h, m in ((0, 0, 0), (1, 3, 5), (0, 2, 3), (1, 1, 4)):
-        seen = range(m + 9 - 6 + 1)
-        weights = [math.exp(_score(inputs, b, h, m, n)) for n in seen]
-        total = sum(weights) + math.exp(float(inputs.sinks[h]))
-        row = sum(
-            weights[n] / total * float(keep[b, h, m, n]) / 0.7 * inputs.v[b, h // 2, n]
-            for n in seen
-        )
-        torch.testing.assert_close(result.out[b, h, m], row)
-        torch.testing.assert_close(float(result.lse[b, h, m]), math.log(total))
-        top, row_sum = (float(part[b, h, m]) for part in result.stats)
-        torch.testing.assert_close(2**top * row_sum, sum(weights))
-
-
-@pytest.mark.parametrize("name", ["cap-bias-alibi", "varlen-all", "grouped-all", "sinks-dead-rows"])
-def test_extended_agrees(name: str) -> None:
-    """The hand-written gradients are autograd's."""
-    inputs = build(_case(name))
-    result, wide, _ = refer(inputs)
-    for fact in ("out", "lse"):
-        found = torch.from_numpy(getattr(wide, fact).astype(float))
-        torch.testing.assert_close(getattr(result, fact), found)
-    assert wide.grads.keys() == result.grads.keys()
-    for leaf, grad in wide.grads.items():
-        torch.testing.assert_close(result.grads[leaf], torch.from_numpy(grad.astype(float)))
 
 
 @pytest.mark.skipif(not has_extended_precision(), reason="long double is float64 here")
@@ -195,27 +114,6 @@ def test_only_tiles_inside_the_mask_are_computed(monkeypatch: pytest.MonkeyPatch
     assert computed == 36
 
 
-@given(tile=st.sampled_from([(1, 9), (3, 5), (16, 7), (500, 2)]), words=mask_words())
-@settings(max_examples=12)
-def test_any_tile_size_agrees(tile: tuple[int, int], words: tuple[str, ...]) -> None:
-    """Tiles are how, not what."""
-    case = Case(
-        "tile", queries=19, keys=23, mask=words, score=("softcap",), sinks=True, dtype=torch.float64
-    )
-    problem, operands = problem_of(build(case).detached())
-    needs = Needs(True, True, True, (), True)
-    results = []
-    for size in (tile, (128, 128)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiles, "_WHOLE", 8)
-            walk = Walk(*size)
-            result = tiled.forward(problem, operands, walk=walk)
-            grad_out, grad_lse = torch.ones_like(result.out), torch.ones_like(result.lse)
-            grads = tiled.backward(problem, operands, result, grad_out, grad_lse, needs, walk=walk)
-            results.append([result.out, result.lse, grads.q, grads.k, grads.v, grads.sinks])
-    torch.testing.assert_close(*results)
-
-
 def test_gradients_that_nobody_needs_are_not_made() -> None:
     """``needs`` is honoured one by one."""
     case = Case("needs", queries=9, keys=9, score=("bias", "softcap", "bias_keys"), sinks=True)
@@ -270,45 +168,3 @@ def test_associative_and_commutative(rows: list[tuple[float, float, float]], pac
     _close(merge(merge(a, b), c), together)
     _close(merge(a, merge(b, c)), together)
     _close(merge(c, a, b), together)
-
-
-@given(rows=triples)
-def test_empty_is_neutral(rows: list[tuple[float, float, float]]) -> None:
-    """Merging with a result that saw no key changes nothing, whatever its output holds."""
-    some = _partial([row[0] for row in rows], 0, packed=False)
-    nothing = torch.full_like(some[0], math.nan), torch.full_like(some[1], -math.inf)
-    _close(merge(some, nothing), some)
-    _close(merge(nothing, some), some)
-    out, lse = merge(nothing, nothing)
-    assert bool((out == 0).all())
-    assert bool((lse == -math.inf).all())
-
-
-def test_gradcheck() -> None:
-    """In outputs and lse, with a row that one part does not see."""
-    outs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    rows = [torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    hidden = torch.zeros(1, 2, 3, dtype=torch.bool)
-    hidden[0, 1, 2] = True
-
-    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        first = tensors[3].masked_fill(hidden, -math.inf)
-        return merge_partial(tensors[:3], (first, *tensors[4:]))
-
-    torch.autograd.gradcheck(function, (*outs, *rows))
-
-
-def test_no_gradient_is_nan_where_nothing_was_seen() -> None:
-    """Rows that no part sees."""
-    out = torch.zeros(1, 1, 2, 3, dtype=torch.float64, requires_grad=True)
-    lse = torch.full((1, 1, 2), -math.inf, dtype=torch.float64, requires_grad=True)
-    merged, merged_lse = merge_partial([out, out], [lse, lse])
-    grads = torch.autograd.grad([merged.sum(), merged_lse.exp().sum()], [out, lse])
-    assert all(bool((grad == 0).all()) for grad in grads)
-
-
-def test_wrong_shapes_are_refused() -> None:
-    """An output of three dimensions is packed; the rest is in tests/test_merging.py."""
-    one = _partial([0.0, 1.0], 0, packed=False)
-    with pytest.raises(InvalidArgument, match="packed"):
-        merge_partial([one[0][0]], [one[1]])

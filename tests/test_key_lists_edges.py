@@ -213,17 +213,6 @@ def test_threads_change_no_bit_of_a_gradient() -> None:
     assert_all_same_bits(found[1], found[0], "gradient")
 
 
-def test_order_changes_no_bit() -> None:
-    """A list is sorted first."""
-    q, k, v = drawn()
-    lists = lists_of(SIZES, 1)
-    found = [
-        torch.autograd.grad(tilewise.attention(q, k, v, keys=keys).square().sum(), (q, k, v))
-        for keys in (lists, lists.flip(-1))
-    ]
-    assert_all_same_bits(found[0], found[1], "gradient")
-
-
 def test_what_no_list_names_may_hold_anything() -> None:
     """NaN in the first and the last keys reaches neither the output nor a gradient."""
     q, k, v = drawn()
@@ -256,15 +245,6 @@ def test_symbolic_sizes() -> None:
         given = (*leaves, lists, bias, sinks)
         eager, traced = call(*given), compiled(*given)
         assert_same_bits(traced, eager, "out")
-
-
-def test_second_derivatives_say_what_there_is() -> None:
-    """The fix is not to call eagerly: eager calls with lists have none either."""
-    q, k, v = drawn()
-    out = tilewise.attention(q, k, v, keys=NO_LIST).sum()
-    (grad,) = torch.autograd.grad(out, (q,), create_graph=True)
-    with pytest.raises(Unsupported, match="second derivative with key lists"):
-        grad.sum().backward()
 
 
 def test_results_may_be_changed_in_place() -> None:

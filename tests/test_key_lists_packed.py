@@ -14,7 +14,7 @@ from tests.kernels.targets import TARGETS, Target, forced
 from tests.plain import attend
 from tests.test_key_lists import both, lists_of, seen_by
 from tests.variants_catalogue import Sizes, assert_all_close
-from tilewise import KeyBlocks, masks
+from tilewise import KeyBlocks, masks, scores
 from tilewise.engine import shared_lists
 from tilewise.engine.shared_lists import Shared, shared
 
@@ -144,7 +144,8 @@ def test_rows_of_one_sequence_share(heads: int, chosen: list[list[Shared]]) -> N
 def test_a_sequence_has_the_bits_that_it_has_alone(heads: int) -> None:
     """In a batch, packed alone, and as the one item of a dense call; gradients too."""
     case = packed(torch.float32, heads)
-    asked: dict[str, Any] = {"return_stats": "top1", "mask": masks.causal()}
+    score = scores.alibi(SLOPES)
+    asked: dict[str, Any] = {"return_stats": "top1", "mask": masks.causal(), "score": score}
 
     def of(found: Any, leaves: tuple[Tensor, ...]) -> list[Tensor]:
         out, lse, stats = found

@@ -43,7 +43,8 @@ CHUNKS = [
 ]
 
 
-def _check_threads(case: Case, counts: tuple[int, ...]) -> None:
+def check_threads(case: Case, counts: tuple[int, ...]) -> None:
+    """Every result has the bits of one thread on so many threads."""
     inputs = build(case)
     sent = send(inputs)
     torch.set_num_threads(1)
@@ -59,7 +60,7 @@ def _check_threads(case: Case, counts: tuple[int, ...]) -> None:
 def test_chunks(target: Target, case: Case) -> None:
     """One, two and three threads over several chunks of keys; the dtypes take turns."""
     dtype = FLOATS[(CHUNKS.index(case) + target.rank) % 4]
-    _check_threads(case.of(dtype), (2, 3))
+    check_threads(case.of(dtype), (2, 3))
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_chunks(target: Target, case: Case) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.name)
 def test_chunks_in_every_dtype(target: Target, case: Case, dtype: torch.dtype) -> None:
-    _check_threads(case.of(dtype), (2, 3, 2, 3, 5))
+    check_threads(case.of(dtype), (2, 3, 2, 3, 5))
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.thorough)])

@@ -19,7 +19,7 @@ from torch import Tensor
 import tilewise
 from tests.conftest import ROOT
 from tests.contract import assert_same_bits
-from tests.kernels.cpu.dense import as_mask, as_score, needs_compiler
+from tests.kernels.cpu.expressed import as_mask, as_score, needs_compiler
 from tilewise import doctor, masks
 from tilewise.engine.dispatch import PLANS
 from tilewise.errors import SlowPathWarning
@@ -173,7 +173,7 @@ def test_found_again(forgetful: None, here: Path, monkeypatch: pytest.MonkeyPatc
 
 _PROCESS = """
 import torch, tilewise
-from tests.kernels.cpu.dense import as_score
+from tests.kernels.cpu.expressed import as_score
 score = as_score(lambda s, b, h, m, n: s * 0.125 + (m - n))
 q = torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(1))
 out = tilewise.attention(q, q, q, score=score, backend="cpu")

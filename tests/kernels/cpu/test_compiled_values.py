@@ -12,20 +12,13 @@ from torch import Tensor
 
 import tilewise
 from tests.cases import FLOATS
-from tests.kernels.cpu.dense import (
-    Sizes,
-    Variant,
-    check,
-    check_bits,
-    inputs,
-    needs_compiler,
-)
-from tests.kernels.cpu.test_expressions import PACKED, VARIANTS
+from tests.kernels.cpu.expressed import case_of, check, needs_compiler
+from tests.kernels.cpu.test_expressions import ENDS, PACKED, VARIANTS, variant
 from tests.kernels.targets import CPU_TARGETS, Target, only_cpu
 from tests.kernels.test_catalogue import test_a_variant_is_exact as exact
 from tests.kernels.test_catalogue import test_over_several_tiles as over_several_tiles
-from tests.variants_catalogue import CATALOGUE
-from tests.variants_catalogue import Variant as CatalogueVariant
+from tests.kernels.test_threads import check_threads
+from tests.variants_catalogue import CATALOGUE, Variant
 from tilewise import masks
 from tilewise.kernels.cpu import compiled
 from tilewise.variants.expr import Graph, encode
@@ -37,22 +30,6 @@ from tilewise.variants.values import Score
 _CLOSE = {torch.float32: 5e-7, torch.float64: 1e-14, torch.bfloat16: 4e-5}
 
 NATIVE = CPU_TARGETS[:1]
-
-# What takes the score and its scale in one rounding, and what must not. Plain torch multiplies
-# integers in float32, so by what is exact there.
-SUMS = {
-    "score first": lambda s, b, h, m, n: s - 0.015625 * (m + n),
-    "score last": lambda s, b, h, m, n: 0.015625 * (m + n) - s,
-    "plus": lambda s, b, h, m, n: 0.015625 * (m - n) + s,
-    "twice": lambda s, b, h, m, n: (s - torch.maximum(s, s * 0)) * 50 + s,
-    "capped": lambda s, b, h, m, n: 20 * torch.tanh(s / 20),
-    "deep": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -3e38 + s),
-    "hidden": lambda s, b, h, m, n: torch.where((m + n) % 3 == 0, s, -torch.inf),
-    "window": lambda s, b, h, m, n: torch.where((m - n < 40) & (n - m < 90), s, -torch.inf),
-    "bands": lambda s, b, h, m, n: torch.where(
-        (m - n) % 5 < 3, s * 2, torch.where(n + 7 - m > 3, s + (n + 7 - m) * 0.015625, s)
-    ),
-}
 
 
 def _every_op(wide: bool, half: int) -> tuple[Score, int]:
@@ -187,14 +164,14 @@ def compiling(here: Path) -> Iterator[None]:
 @needs_compiler
 def test_trains(compiling: None) -> None:
     """Forward, backward and the gradients of loads of a masked score, by compiled code."""
-    check(VARIANTS[3], Sizes(), torch.float32)
+    check(variant("parted", torch.float32))
 
 
 def _pairs() -> list[Any]:
     return [
-        pytest.param(target, variant, dtype, id=f"{target}-{variant}-{dtype}")
+        pytest.param(target, name, dtype, id=f"{target}-{name}-{dtype}")
         for target in CPU_TARGETS
-        for i, variant in enumerate(VARIANTS)
+        for i, name in enumerate(VARIANTS)
         for j, dtype in enumerate(FLOATS)
         if target.rank == 0 or (i + j) % 4 == target.rank
     ]
@@ -202,22 +179,22 @@ def _pairs() -> list[Any]:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "variant", "dtype"), _pairs(), indirect=["target"])
-def test_exact(target: Target, compiling: None, variant: Variant, dtype: torch.dtype) -> None:
-    """The 2x rule against torch's autograd, dense and packed, and the bits on two threads."""
-    check(variant, Sizes(), dtype)
-    check(variant, PACKED, dtype)
-    check_bits(variant, inputs(variant, Sizes(), dtype), (1, 2))
+@pytest.mark.parametrize(("target", "name", "dtype"), _pairs(), indirect=["target"])
+def test_exact(target: Target, compiling: None, name: str, dtype: torch.dtype) -> None:
+    """The contract, dense and packed, and the bits on two threads."""
+    check(variant(name, dtype))
+    check(variant(name, dtype, **PACKED))
+    check_threads(variant(name, dtype), (1, 2))
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @only_cpu
 def test_sums(target: Target, compiling: None, name: str, dtype: torch.dtype) -> None:
     """Scores that are scaled late, that are the lowest there are, and that hide pairs."""
-    check(Variant(name, lambda: SUMS[name]), Sizes(), dtype)
+    check(case_of(name, lambda _: ENDS[name], dtype=dtype))
 
 
 @needs_compiler
@@ -226,8 +203,8 @@ def test_sums(target: Target, compiling: None, name: str, dtype: torch.dtype) ->
 def test_sizes(target: Target, compiling: None) -> None:
     """One row, no row, no key, tails of pieces, and dropout."""
     for queries, keys in ((1, 1), (0, 5), (3, 0), (64, 16), (65, 129), (33, 15)):
-        check(VARIANTS[0], Sizes(queries=queries, keys=keys), torch.float32)
-    check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
+        check(variant("relative", torch.float32, queries=queries, keys=keys))
+    check(variant("relative", torch.float32, dropout_p=0.3))
 
 
 @needs_compiler
@@ -236,7 +213,7 @@ def test_sizes(target: Target, compiling: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("target", NATIVE, ids=str, indirect=True)
 def test_the_catalogue(
-    target: Target, compiling: None, variant: CatalogueVariant, dtype: torch.dtype
+    target: Target, compiling: None, variant: Variant, dtype: torch.dtype
 ) -> None:
     """What people write: the contract, and in float64 plain torch, over several tiles."""
     if dtype is torch.float64:

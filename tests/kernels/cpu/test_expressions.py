@@ -9,21 +9,16 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.cases import FLOATS
+from tests.cases import FLOATS, Case, build
 from tests.contract import assert_same_bits
-from tests.kernels.cpu.dense import (
-    Sizes,
-    Variant,
-    as_mask,
-    as_score,
-    check,
-    check_bits,
-    inputs,
-    run,
-)
+from tests.kernels.cpu.expressed import as_mask, as_score, case_of, check, learned
 from tests.kernels.targets import CPU_TARGETS, Target, only_cpu
+from tests.kernels.test_threads import check_threads
+from tests.oracle import assert_same, send
+from tests.oracle import attend as attended
 from tests.plain import attend
 from tests.variants.drawn import program_of
+from tilelab.cases.variants import Draw
 from tilewise import masks, scores
 from tilewise.errors import Unsupported
 from tilewise.variants.expr import Expr, Graph
@@ -35,37 +30,46 @@ BLOCKS = torch.rand(4, 60, 100, generator=_GENERATOR) < 0.4
 LENGTHS = torch.tensor([31, 140, 0, 66])
 
 
-def _relative(table: Tensor) -> Any:
+def _relative(drawn: Draw) -> Any:
+    table = learned(drawn, 4, 3000)
     return lambda s, b, h, m, n: s + table[h, m - n + 1500]
 
 
-def _decay(slopes: Tensor) -> Any:
+def _decay(drawn: Draw) -> Any:
+    slopes = learned(drawn, 4)
     return lambda s, b, h, m, n: s * torch.exp(-0.01 * slopes[h] * (m - n).abs())
 
 
-def _capped(bias: Tensor) -> Any:
+def _capped(drawn: Draw) -> Any:
+    bias = learned(drawn, 4, 1500)
     return lambda s, b, h, m, n: 5.0 * torch.tanh(s / 5.0) + bias[b, n]
 
 
-def _parted(by_query: Tensor, by_key: Tensor) -> Any:
+def _parted(drawn: Draw) -> Any:
+    by_query, by_key = learned(drawn, 1500), learned(drawn, 4, 5)
     return lambda s, b, h, m, n: torch.where(
         (m // 16) % 2 == 0, s * by_query[m], s + by_key[h, n % 5]
     )
 
 
-def _twice(weights: Tensor, one: Tensor) -> Any:
+def _twice(drawn: Draw) -> Any:
+    weights, one = learned(drawn, 1500), learned(drawn, 1)
     return lambda s, b, h, m, n: s * torch.sigmoid(weights[m] + weights[n]) + one[b - b]
 
 
-def _bent(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
-    return torch.sign(s) * torch.log(1.0 + s.abs()) + torch.sin(s * (m - n) * 0.1)
+def _bent(_: Draw) -> Any:
+    return lambda s, b, h, m, n: (
+        torch.sign(s) * torch.log(1.0 + s.abs()) + torch.sin(s * (m - n) * 0.1)
+    )
 
 
-def _gated(gate: Tensor) -> Any:
+def _gated(drawn: Draw) -> Any:
+    gate = learned(drawn, *drawn.sizes)
     return lambda s, b, h, m, n: s * gate[b, h, m, n] + gate[b, h, m, 0]
 
 
-def _crossed(table: Tensor) -> Any:
+def _crossed(drawn: Draw) -> Any:
+    table = learned(drawn, 4, 4)
     return lambda s, b, h, m, n: s * table[b, h] + table[h, b]
 
 
@@ -77,20 +81,26 @@ def _wide(b: Any, h: Any, m: Any, n: Any) -> Any:
     return (m * 2**33 + n * 2**31) % 3 != 0
 
 
-VARIANTS = [
-    Variant("relative", _relative, None, ((4, 3000),)),
-    Variant("decay", _decay, lambda b, h, m, n: m + 80 >= n, ((4,),)),
-    Variant("capped", _capped, lambda b, h, m, n: (n < LENGTHS[b]) | (n == 2), ((4, 1500),)),
-    Variant("parted", _parted, lambda b, h, m, n: DOCUMENTS[m] == DOCUMENTS[n], ((1500,), (4, 5))),
-    Variant("twice", _twice, _hashed, ((1500,), (1,))),
-    Variant("bent", lambda: _bent, _wide),
-    Variant("gated", _gated, lambda b, h, m, n: (m + n) % 7 > 0, ((4, 4, 130, 150),)),
-    Variant("crossed", _crossed, None, ((4, 4),)),
-    Variant("blocks", None, lambda b, h, m, n: BLOCKS[h, m // 32, n // 16]),
-    Variant("floats", None, lambda b, h, m, n: torch.sin(0.3 * m) * torch.cos(0.2 * n) > -0.2),
-]
-PACKED = Sizes(sequences=((70, 150), (1, 33), (65, 64), (130, 17)))
-GRADED = [variant for variant in VARIANTS if variant.name not in ("bent", "blocks", "floats")]
+# The maker of a score, and a mask.
+VARIANTS: dict[str, tuple[Any, Any]] = {
+    "relative": (_relative, None),
+    "decay": (_decay, lambda b, h, m, n: m + 80 >= n),
+    "capped": (_capped, lambda b, h, m, n: (n < LENGTHS[b]) | (n == 2)),
+    "parted": (_parted, lambda b, h, m, n: DOCUMENTS[m] == DOCUMENTS[n]),
+    "twice": (_twice, _hashed),
+    "bent": (_bent, _wide),
+    "gated": (_gated, lambda b, h, m, n: (m + n) % 7 > 0),
+    "crossed": (_crossed, None),
+    "blocks": (None, lambda b, h, m, n: BLOCKS[h, m // 32, n // 16]),
+    "floats": (None, lambda b, h, m, n: torch.sin(0.3 * m) * torch.cos(0.2 * n) > -0.2),
+}
+PACKED: dict[str, Any] = {"sequences": ((70, 150), (1, 33), (65, 64), (130, 17))}
+GRADED = [name for name in VARIANTS if name not in ("bent", "blocks", "floats")]
+
+
+def variant(name: str, dtype: torch.dtype, **sizes: Any) -> Case:
+    """A case of a variant."""
+    return case_of(name, *VARIANTS[name], **sizes, dtype=dtype)
 
 
 def _pairs() -> list[Any]:
@@ -98,27 +108,26 @@ def _pairs() -> list[Any]:
     return [
         pytest.param(
             target,
-            variant,
+            name,
             dtype,
             marks=() if target.rank == 0 or (i + j) % 4 == target.rank else (pytest.mark.slow,),
-            id=f"{target}-{variant}-{dtype}",
+            id=f"{target}-{name}-{dtype}",
         )
         for target in CPU_TARGETS
-        for i, variant in enumerate(VARIANTS)
+        for i, name in enumerate(VARIANTS)
         for j, dtype in enumerate(FLOATS)
     ]
 
 
-@pytest.mark.parametrize(("target", "variant", "dtype"), _pairs(), indirect=["target"])
-def test_exact(target: Target, variant: Variant, dtype: torch.dtype) -> None:
-    """The 2x rule against torch's autograd over dense attention."""
-    check(variant, Sizes(), dtype)
+@pytest.mark.parametrize(("target", "name", "dtype"), _pairs(), indirect=["target"])
+def test_exact(target: Target, name: str, dtype: torch.dtype) -> None:
+    check(variant(name, dtype))
 
 
-@pytest.mark.parametrize(("target", "variant", "dtype"), _pairs()[::3], indirect=["target"])
-def test_packed(target: Target, variant: Variant, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("target", "name", "dtype"), _pairs()[::3], indirect=["target"])
+def test_packed(target: Target, name: str, dtype: torch.dtype) -> None:
     """Sequences of unequal lengths: b is the sequence, m and n count within it."""
-    check(variant, PACKED, dtype)
+    check(variant(name, dtype, **PACKED))
 
 
 @only_cpu
@@ -126,27 +135,25 @@ def test_packed(target: Target, variant: Variant, dtype: torch.dtype) -> None:
 def test_sizes(target: Target, queries: int, keys: int) -> None:
     """One row, no row, no key; whole tiles and odd ones."""
     dtype = FLOATS[(queries + target.rank) % 4]
-    check(VARIANTS[0], Sizes(queries=queries, keys=keys), dtype)
-    check(VARIANTS[3], Sizes(queries=queries, keys=keys, heads=4, kv_heads=1), dtype)
+    check(variant("relative", dtype, queries=queries, keys=keys))
+    check(variant("parted", dtype, queries=queries, keys=keys, kv_heads=1))
 
 
 @only_cpu
 def test_dropout(target: Target) -> None:
     """Dropped pairs have no share in the gradient of what is loaded."""
-    check(VARIANTS[0], Sizes(dropout_p=0.3), torch.float32)
-    check(VARIANTS[3], Sizes(dropout_p=0.3), torch.bfloat16)
+    check(variant("relative", torch.float32, dropout_p=0.3))
+    check(variant("parted", torch.bfloat16, dropout_p=0.3))
 
 
 @only_cpu
 def test_threads(target: Target) -> None:
     """Bits depend on no number of threads: several chunks of keys, few heads, many tiles."""
-    for index, variant in enumerate(GRADED):
+    long = {"batch": 1, "heads": 2, "kv_heads": 1, "queries": 400, "keys": 1300}
+    many = {"batch": 3, "kv_heads": 4, "queries": 140, "keys": 200}
+    for index, name in enumerate(GRADED):
         dtype = FLOATS[(index + target.rank) % 4]
-        sizes = Sizes(1, 2, 1, 400, 1300) if index % 2 else Sizes(3, 4, 4, 140, 200)
-        if variant.name == "gated":  # a table of all pairs
-            pairs = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
-            variant = variant._replace(shapes=(pairs,))
-        check_bits(variant, inputs(variant, sizes, dtype), (2, 3))
+        check_threads(variant(name, dtype, **(long if index % 2 else many)), (2, 3))
 
 
 # The last operations of a score, which the interpreter does in one pass with the scaling.
@@ -168,6 +175,10 @@ ENDS = {
     "gated": lambda s, b, h, m, n: 5 * torch.sigmoid(s * 2),
     "exponential": lambda s, b, h, m, n: torch.exp(0.5 * s),
     "of both": lambda s, b, h, m, n: torch.exp(0.5 * s) - s,
+    "twice": lambda s, b, h, m, n: (s - torch.maximum(s, s * 0)) * 50 + s,
+    "bands": lambda s, b, h, m, n: torch.where(
+        (m - n) % 5 < 3, s * 2, torch.where(n + 7 - m > 3, s + (n + 7 - m) * 0.015625, s)
+    ),
 }
 
 
@@ -176,7 +187,7 @@ ENDS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_ends(target: Target, name: str, dtype: torch.dtype) -> None:
     """Each with rows and keys that fill no vector and no piece."""
-    check(Variant(name, lambda: ENDS[name]), Sizes(queries=135, keys=150), dtype)
+    check(case_of(name, lambda _: ENDS[name], queries=135, dtype=dtype))
 
 
 @only_cpu
@@ -246,44 +257,51 @@ def test_gradient_of_the_entropy(target: Target) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+def _assert_finite(case: Case) -> None:
+    inputs = build(case)
+    found = attended(inputs, "cpu", send(inputs))
+    for result in (found.out, found.lse, *found.grads.values()):
+        assert bool(result.isfinite().all())
+
+
 @only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_in_hidden_pairs(target: Target, dtype: torch.dtype) -> None:
     """What an expression makes of a hidden pair is never seen, forward or backward."""
-    hidden = Variant(
-        "hidden",
-        lambda weights: lambda s, b, h, m, n: s + torch.log(m - n + 1.0) * weights[m] / (m - n + 1),
-        lambda b, h, m, n: n <= m,
-        ((1500,),),
-    )
-    for result in run(hidden, inputs(hidden, Sizes(queries=77, keys=77), dtype)):
-        assert bool(result.isfinite().all())
+
+    def undefined(drawn: Draw) -> Any:
+        weights = learned(drawn, 1500)
+        return lambda s, b, h, m, n: s + torch.log(m - n + 1.0) * weights[m] / (m - n + 1)
+
+    case = case_of("hidden", undefined, lambda b, h, m, n: n <= m, queries=77, keys=77, dtype=dtype)
+    _assert_finite(case)
 
 
 @only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_lanes_without_a_query(target: Target, dtype: torch.dtype) -> None:
     """A tile's last lanes may hold no query: what is made of their zeros stays there."""
-    variant = Variant(
-        "logarithmic", lambda w: lambda s, b, h, m, n: w[h] * s * torch.log(s.abs()), None, ((4,),)
-    )
-    for result in run(variant, inputs(variant, Sizes(queries=71, keys=150), dtype)):
-        assert bool(result.isfinite().all())
+
+    def logarithmic(drawn: Draw) -> Any:
+        weights = learned(drawn, 4)
+        return lambda s, b, h, m, n: weights[h] * s * torch.log(s.abs())
+
+    _assert_finite(case_of("logarithmic", logarithmic, queries=71, dtype=dtype))
 
 
 @only_cpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_keys_that_only_evaluation_finds_hidden(target: Target, dtype: torch.dtype) -> None:
     """A piece whose pairs all turn out hidden is not read, whatever its keys hold."""
-    variant = Variant("odd", None, lambda b, h, m, n: ((n ^ 5) < 96) & (n <= m + 90))
-    x = inputs(variant, Sizes(queries=70, keys=128), dtype)
-    clean = run(variant, x)
+    mask = lambda b, h, m, n: ((n ^ 5) < 96) & (n <= m + 90)  # noqa: E731
+    inputs = build(case_of("odd", mask=mask, keys=128, dtype=dtype))
+    sent = send(inputs)
+    clean = attended(inputs, "cpu", sent)
     with torch.no_grad():
-        x.k[:, :, 96:] = torch.nan
-        x.v[:, :, 96:] = torch.nan
-    for index, (got, expected) in enumerate(zip(run(variant, x), clean, strict=True)):
-        assert_same_bits(got, expected, f"result {index}")
-    assert bool((clean[3][:, :, 96:] == 0).all())
+        inputs.k[:, :, 96:] = torch.nan
+        inputs.v[:, :, 96:] = torch.nan
+    assert_same(attended(inputs, "cpu", sent), clean)
+    assert bool((clean.grads["k"][:, :, 96:] == 0).all())
 
 
 @only_cpu

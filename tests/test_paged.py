@@ -133,20 +133,21 @@ def test_nothing_of_something(shape: tuple[int, ...]) -> None:
 
 
 def test_a_block_mask_is_one_of_the_lengths() -> None:
-    inputs = build(Case("table", **GQA, sequences=((40, 70), (9, 33), (33, 0)))).detached()
+    inputs = build(Case("table", **GQA, sequences=((64, 300), (4, 133), (33, 0)))).detached()
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens
     paged = paged_of(inputs, 16)
-    mask = masks.window(10, 0)
+    mask = masks.window(70, 0)
     table = BlockMask.of(mask, block=(16, 16), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    plain = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=mask, backend="tiled")
-    got = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=table, backend="tiled")
-    assert_same_bits(got, plain, "out")
-    longer = torch.tensor([0, 70, 104, 104])
+    for backend in (None, "tiled"):
+        plain = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=mask, backend=backend)
+        got = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=table, backend=backend)
+        assert_same_bits(got, plain, "out")
+    longer = torch.tensor([0, 300, 434, 434])
     other = BlockMask.of(mask, block=(16, 16), cu_seqlens_q=cu_q, cu_seqlens_k=longer)
     with pytest.raises(InvalidArgument, match=r"^mask \(BlockMask\): got one for sequences of"):
         tilewise.attention_paged(inputs.q, *paged, cu_q, mask=other, backend="tiled")
-    square = BlockMask.of(mask, 40, 70)
+    square = BlockMask.of(mask, 64, 300)
     with pytest.raises(InvalidArgument, match="required: one for a variable-length call"):
         tilewise.attention_paged(inputs.q, *paged, cu_q, mask=square, backend="tiled")
 

@@ -153,34 +153,6 @@ def test_a_plan_checks_what_is_captured() -> None:
         tilewise.plan(*qkv(), mask=masks.lengths(torch.tensor([1, 8])), backend="tiled")
 
 
-def test_packed_sequences_are_separate_calls(backend: str) -> None:
-    q, k, v, cu_q, cu_k = packed(False)
-    slopes, bias = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.linspace(-1, 1, 48).view(2, 1, 4, 6)
-    keywords: dict[str, Any] = {"mask": masks.causal(), "backend": backend}
-    result = tilewise.attention_varlen(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        score=[scores.alibi(slopes), scores.bias(bias)],
-        return_lse=True,
-        **keywords,
-    )
-    for index in range(2):
-        rows = slice(int(cu_q[index]), int(cu_q[index + 1]))
-        keys = slice(int(cu_k[index]), int(cu_k[index + 1]))
-        m, n = rows.stop - rows.start, keys.stop - keys.start
-        one = tilewise.attention(
-            *(x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])),
-            score=[scores.alibi(slopes), scores.bias(bias[index, :, :m, :n])],
-            return_lse=True,
-            **keywords,
-        )
-        torch.testing.assert_close(result.out[rows], one.out[0].transpose(0, 1))
-        torch.testing.assert_close(result.lse[:, rows], one.lse[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_both_integers_serve_as_cu_seqlens(dtype: torch.dtype, backend: str) -> None:
     q, k, v, cu_q, cu_k = packed(False)

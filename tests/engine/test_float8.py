@@ -45,27 +45,6 @@ def test_scales_of_every_shape_mean_the_same() -> None:
         assert_same_bits(got, expected, str(tuple(q_scale.shape)))
 
 
-def test_a_scale_multiplies_its_own_head() -> None:
-    """As if the numbers had been multiplied before, in float32."""
-    q, k, v = _qkv()
-    scales = torch.rand(2, 4) + 0.1, torch.rand(2, 2) - 0.5, torch.rand(2) + 0.1
-    got = tilewise.attention(
-        q, k, v, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2], return_lse=True, **TILED
-    )
-    wide = [x.float() for x in (q, k, v)]
-    own = [x * s[..., None, None] for x, s in zip(wide, scales, strict=True)]
-    expected = tilewise.attention(*own, return_lse=True, backend="tiled")
-    assert_same_bits(got.out, expected.out.bfloat16(), "out")
-    assert_same_bits(got.lse, expected.lse, "lse")
-
-
-def test_without_scales_they_are_one() -> None:
-    q, k, v = _qkv()
-    one = torch.ones(())
-    got = tilewise.attention(q, k, v, **TILED)
-    assert_same_bits(got, tilewise.attention(q, k, v, k_scale=one, v_scale=one, **TILED), "out")
-
-
 def test_the_2x_rule() -> None:
     """The reference against the plain implementation, with everything that a call may have."""
     q, k, v = _qkv(rows=61)

@@ -99,8 +99,8 @@ LARGE = [
     Case("large-softcap", queries=65, keys=65, score=("softcap",)),
     Case("large-bias", queries=65, keys=65, score=("bias",)),
 ]
-# These with the row statistics, beside sinks far below, among and level with the scores.
-SINKS = {"large-keys": None, "below": -1e4, "among": 0.0, "level": 1e4}
+# These with the row statistics, beside sinks that are none, far below, among and level with scores.
+SINKS = {"large-keys": None, "none": -math.inf, "below": -1e4, "among": 0.0, "level": 1e4}
 STATED = [
     Case(name, queries=65, keys=200, mask=("causal",), sinks=sink is not None)
     for name, sink in SINKS.items()
@@ -178,16 +178,6 @@ def test_lowest_biases(
     stats = call(inputs, target.backend, return_stats="top1").stats
     assert bool((stats.top1[:, :, 5] == -1).all()) == infinite
     assert bool((stats.top1[:, :, 7] >= 128).all())
-
-
-@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
-def test_any_sink(target: Target, sink: float) -> None:
-    """From no sink at all to one that takes everything."""
-    case = Case("sink", mask=("causal",), sinks=True)
-    inputs = build(case)
-    assert inputs.sinks is not None
-    inputs.sinks.data.fill_(sink)
-    _check(inputs, target, case, statistics=False)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests.oracle import (
 )
 from tests.oracle import call as run
 from tilelab.cases.dense import dense
-from tilewise import masks, scores
+from tilewise import masks
 from tilewise.problem import Operands
 from tilewise.reference.blocks import parts
 from tilewise.reference.programs import apply_score, visible
@@ -137,28 +136,6 @@ def test_equal_scores_have_the_largest_entropy(target: Target) -> None:
     torch.testing.assert_close(stats.entropy, torch.full((1, 1, 3), math.log(300)))
     (grad,) = torch.autograd.grad(stats.entropy.sum(), q)
     assert not bool(grad.any())
-
-
-def test_dropout_leaves_them_alone(target: Target) -> None:
-    """They are of the probabilities before dropout."""
-    inputs = build(Case("dropped", queries=65, keys=200, mask=("causal",)))
-    plain = run(inputs, target.backend, return_stats="top1").stats
-    dropped = run(inputs, target.backend, return_stats="top1", dropout_p=0.6, seed=3).stats
-    for field in ("max_logit", "lse", "entropy", "top1"):
-        assert_same_bits(getattr(dropped, field), getattr(plain, field), field)
-
-
-def test_a_bias_step_between_caps(target: Target) -> None:
-    """The gradient of the entropy goes back through every step of a chain."""
-    case = Case("chain", queries=5, keys=7, head_dim=3, value_dim=2, dtype=torch.float64)
-    inputs = build(replace(case, heads=4))
-    bias = torch.linspace(-1, 1, 28, dtype=torch.float64).reshape(4, 1, 7).requires_grad_()
-
-    def entropy(bias: Tensor) -> Any:
-        score = [scores.softcap(2.0), scores.bias(bias), scores.softcap(3.0)]
-        return run(inputs, target.backend, score=score, return_stats=True).stats.entropy
-
-    assert torch.autograd.gradcheck(entropy, (bias,))
 
 
 # ---- A NaN among a row's scores: the largest logit is NaN and the top key is the first NaN's.

@@ -11,11 +11,11 @@ import tilewise
 from tests.cases import FLOATS, Case, build
 from tests.contract import assert_same_bits
 from tests.kernels.targets import Target, only_cpu, pairs
-from tests.oracle import assert_same, attend, check, check_case, outcome_of, refer_cached
-from tests.paged import in_pages, sequences_of
+from tests.oracle import assert_same, attend, check, outcome_of, refer_cached
+from tests.paged import in_pages
 from tests.test_paged import CASES as PAGED
 from tests.test_paged import keywords_of, paged_of
-from tilewise import BlockMask, masks, scores
+from tilewise import masks, scores
 
 GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
 # Splits hold 512 keys or more.
@@ -48,12 +48,6 @@ def test_the_2x_rule(target: Target, case: Case) -> None:
     """Values, by the kernel of few queries, which no call takes that wants gradients."""
     inputs, reference = refer_cached(case)
     check(attend(inputs.detached(), "cpu"), reference, str(case))
-
-
-@pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
-def test_the_2x_rule_of_gradients(target: Target, case: Case) -> None:
-    """By the ordinary kernel, whose scores the backward pass computes again to the bit."""
-    check_case(case, target.backend)
 
 
 @pytest.mark.parametrize(("target", "case"), ON_CPU, indirect=["target"])
@@ -139,19 +133,6 @@ def test_infinite_values_are_not_spoilt_by_what_pads_a_pair(
     assert (out == torch.inf).all()
 
 
-def test_functions_of_few_queries() -> None:
-    """A mask and a score of one's own, which know heads, queries and keys."""
-    q, k, v = (torch.randn(2, heads, rows, 24) for heads, rows in ((4, 3), (2, 700), (2, 700)))
-    slopes = torch.rand(4)
-    options: dict[str, Any] = {
-        "mask": lambda b, h, m, n: ((n + h) % 3 != 0) | (n > 500),
-        "score": lambda s, b, h, m, n: s - slopes[h] * (n - m) / 50,
-    }
-    found = tilewise.attention(q, k, v, **options, backend="cpu")
-    expected = tilewise.attention(q.double(), k.double(), v.double(), **options, backend="tiled")
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-
-
 # ---- Keys in pages on the CPU: to the bit what the same keys give one after the other.
 
 
@@ -220,20 +201,6 @@ def test_pages_whose_elements_lie_apart() -> None:
         expected = tilewise.attention_paged(q, *paged, backend="cpu")
         found = tilewise.attention_paged(q, pools[0], pools[1], *paged[2:], backend="cpu")
         assert_same_bits(found, expected, f"{queries} queries")
-
-
-def test_a_table_of_tiles() -> None:
-    """A BlockMask of the lengths."""
-    case = Case("table", **GROUPS, sequences=((64, 300), (4, 133), (9, 0)))
-    inputs = build(case).detached()
-    assert inputs.cu_seqlens is not None
-    cu_q, cu_k = inputs.cu_seqlens
-    paged = in_pages(*sequences_of(inputs), 16, spare=4)
-    window = masks.window(70, 0)
-    table = BlockMask.of(window, block=(16, 16), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    expected = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=window, backend="cpu")
-    found = tilewise.attention_paged(inputs.q, *paged, cu_q, mask=table, backend="cpu")
-    torch.testing.assert_close(found, expected)
 
 
 def test_functions_over_pages() -> None:

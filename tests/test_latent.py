@@ -13,7 +13,6 @@ from tests.contract import assert_exact, assert_same_bits
 from tests.kernels.targets import CPU_TARGETS, Target, forced
 from tests.plain import attend
 from tilewise import masks
-from tilewise.errors import Unsupported
 
 WIDTH, VALUES = 576, 512  # of DeepSeek-V2 and V3: 512 that are compressed, 64 with positions
 SCALE = 192**-0.5  # of the heads before absorption
@@ -96,10 +95,3 @@ def test_listed_latents() -> None:
         out = tilewise.attention(q, latent, values, keys=keys, mask=mask, scale=SCALE)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, latent))))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-def test_wider_keys_are_refused() -> None:
-    """The limit is named."""
-    q = torch.zeros(1, 1, 2, WIDTH + 1)
-    with pytest.raises(Unsupported, match="limit of 576"):
-        tilewise.attention(q, q, q, backend="cpu")

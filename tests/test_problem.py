@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import masks
 from tilewise.problem import Problem, output_like
-from tilewise.validation import check_cu_seqlens, dense_problem, lower_sinks, varlen_problem
+from tilewise.validation import check_cu_seqlens, dense_problem, lower_sinks
 
 NOTHING: dict[str, Any] = {
     "mask": (),
@@ -27,33 +25,6 @@ NOTHING: dict[str, Any] = {
 def _dense(**changes: Any) -> Problem:
     q, k, v = torch.zeros(2, 6, 3, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 4)
     return dense_problem(q, k, v, **{**NOTHING, **changes})
-
-
-def test_a_dense_problem_holds_the_sizes() -> None:
-    assert _dense(mask=masks.causal().program, sinks=torch.zeros(6)) == Problem(
-        batch=2,
-        heads=6,
-        kv_heads=2,
-        queries=3,
-        keys=5,
-        head_dim=8,
-        value_dim=4,
-        dtype=torch.float32,
-        device="cpu",
-        layout="dense",
-        mask=masks.causal().program,
-        score=(),
-        scale=1 / math.sqrt(8),
-        dropout_p=0.0,
-        sinks=True,
-    )
-
-
-def test_a_packed_problem_counts_sequences_and_totals() -> None:
-    q, kv = torch.zeros(9, 6, 8), torch.zeros(7, 2, 8)
-    cu_q, cu_k = torch.tensor([0, 4, 9]), torch.tensor([0, 0, 7], dtype=torch.int32)
-    problem = varlen_problem(q, kv, kv, cu_q, cu_k, **NOTHING)
-    assert (problem.batch, problem.queries, problem.keys, problem.layout) == (2, 9, 7, "varlen")
 
 
 def test_problems_are_values() -> None:

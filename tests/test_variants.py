@@ -305,14 +305,6 @@ def test_bias_dtypes(bias: torch.dtype, query: torch.dtype, lowered: torch.dtype
     assert view.dtype == lowered
 
 
-def test_the_gradient_of_a_bias_comes_back_in_its_shape_and_dtype() -> None:
-    bias = torch.zeros(N, dtype=torch.float64, requires_grad=True)
-    (view,) = _score(scores.bias(bias))
-    view.sum().backward()
-    assert bias.grad is not None
-    assert (bias.grad.shape, bias.grad.dtype) == ((N,), torch.float64)
-
-
 def test_slopes_are_lowered_to_the_dtype_of_the_statistics() -> None:
     for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         (slopes,) = _score(scores.alibi(torch.ones(4, dtype=torch.float16)), dtype=dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import attention
 
 import tilewise.compat.sdpa  # noqa: F401  # it lets torch know the name
-from tests import plain
+from tests.compat.flash_reference import Flags, attend, attend_packed
 from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
 from tilewise.compat.flash_impl import OF_SEQUENCES
 from tilewise.errors import Unsupported
@@ -46,34 +46,18 @@ def drawn(dtype: torch.dtype = torch.float32, heads: int = 2) -> tuple[list[Tens
     return tensors, starts
 
 
-def reference(
-    tensors: list[Tensor], starts: list[Tensor], window: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
+def reference(tensors: list[Tensor], window: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """Out, lse as flash-attn has it, and the gradients of ``sum(weights * out)``."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
-    left, right = window
-    parts = []
-    for index, (rows, keys) in enumerate(LENGTHS):
-
-        def seen(b: Any, h: Any, m: Any, n: Any, apart: int = keys - rows) -> Tensor:
-            ahead = n - (m + apart)
-            found = ahead == ahead
-            if left >= 0:
-                found = found & (ahead >= -left)
-            return found & (ahead <= right) if right >= 0 else found
-
-        spans = [slice(*each[index : index + 2].tolist()) for each in starts]
-        pieces = [x[spans[min(at, 1)]].transpose(0, 1)[None] for at, x in enumerate(leaves)]
-        q, k, v = pieces
-        parts.append(plain.attend(q, k, v, mask=seen))
-    out, lse, *_ = plain.joined(parts, leaves[0], leaves[2])
+    q, k, v = leaves
+    out, lse = attend_packed(q, k, v, LENGTHS, Flags(window_size=window), None, dtype)
     grads = torch.autograd.grad((out * tensors[3].to(dtype)).sum(), leaves)
-    return [out.detach(), lse.detach().masked_fill(lse == -torch.inf, torch.inf), *grads]
+    return [out.detach(), lse.detach(), *grads]
 
 
-def check(found: list[Tensor], tensors: list[Tensor], starts: Any, window: Any) -> None:
-    near = reference(tensors, starts, window, tensors[0].dtype)
-    truth = reference(tensors, starts, window, torch.float64)
+def check(found: list[Tensor], tensors: list[Tensor], window: tuple[int, int]) -> None:
+    near = reference(tensors, window, tensors[0].dtype)
+    truth = reference(tensors, window, torch.float64)
     for name, got, plainly, exact in zip(
         ("out", "lse", "dq", "dk", "dv"), found, near, truth, strict=False
     ):
@@ -95,7 +79,7 @@ def test_sequences_with_gradients(dtype: torch.dtype, window: tuple[int, int]) -
         return_aux=varlen.AuxRequest(lse=True),
     )
     grads = torch.autograd.grad((out * tensors[3]).sum(), leaves)
-    check([out.detach(), lse.detach(), *grads], tensors, starts, window)
+    check([out.detach(), lse.detach(), *grads], tensors, window)
 
 
 def test_an_output_that_is_there_already() -> None:
@@ -104,7 +88,7 @@ def test_an_output_that_is_there_already() -> None:
     given = varlen.AuxRequest(lse=True)
     found, lse = varlen.varlen_attn_out(out, *tensors[:3], *starts, 9, 20, return_aux=given)
     assert found is out
-    check([out, lse], tensors, starts, (-1, -1))
+    check([out, lse], tensors, (-1, -1))
 
 
 def test_pages_and_used_keys() -> None:
@@ -143,9 +127,7 @@ def test_a_batch_without_sequences() -> None:
 
     def due(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        turned = [x.transpose(1, 2) for x in leaves]
-        expected: Any = plain.attend(*turned, mask=lambda b, h, m, n: n <= m)
-        rows = expected.out.transpose(1, 2)
+        rows = attend(leaves[0], leaves[1], leaves[2], Flags(causal=True), None, dtype)[0]
         return rows.detach(), *torch.autograd.grad((rows * weights.to(dtype)).sum(), leaves)
 
     given = (weights, q, k, v, out, lse, None, None, 7, 7, 0.0, True, state, unused)

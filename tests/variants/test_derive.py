@@ -119,19 +119,6 @@ def test_every_pair_follows_torch_at_its_edges(name: str, fixed: int | None) -> 
             torch.testing.assert_close(ours, expected[slot], equal_nan=True)
 
 
-def test_where_selects_its_share() -> None:
-    """Each side gets what the condition gives it, ties of a clamp half."""
-    graph = Graph()
-    x = graph.load("float", 0, [graph.leaf("n")])
-    picked = graph.apply("where", graph.apply("lt", x, graph.constant(0.5)), x, graph.leaf("s"))
-    derivative = differentiate(graph.expr(picked))
-    found = run(
-        derivative.expr, [POINTS], s=torch.ones(()).double(), extents=Extents(1, 1, 1, len(POINTS))
-    )
-    assert found[1].flatten().tolist() == (POINTS >= 0.5).double().tolist()
-    assert found[2].flatten().tolist() == (POINTS < 0.5).double().tolist()
-
-
 def test_floor_division_is_a_step() -> None:
     graph = Graph()
     x = graph.load("float", 0, [graph.leaf("m")])

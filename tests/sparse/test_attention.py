@@ -47,7 +47,8 @@ LARGE = [
 def _same(inputs: Inputs, other: Inputs, backend: str, name: str) -> None:
     """Two ways of saying one mask give one and the same outcome."""
     sent = send(inputs)
-    assert_same(attend(other, backend, sent), attend(inputs, backend, sent), name)
+    found, wanted = (attend(x, backend, sent, statistics="top1") for x in (other, inputs))
+    assert_same(found, wanted, name)
 
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
@@ -295,13 +296,3 @@ def test_second_derivatives_and_forward_mode() -> None:
         found.append((tangent, *torch.autograd.grad(grad.square().sum(), (q, k, v))))
     for other in found[1:]:
         assert_all_same_bits(other, found[0], "second order")
-
-
-def test_statistics() -> None:
-    q = torch.randn(1, 2, 100, 8)
-    one, other = (
-        tilewise.attention(q, q, q, mask=mask, return_stats="top1")
-        for mask in (FITTING, masks.causal())
-    )
-    for got, expected in zip(one.stats, other.stats, strict=True):
-        assert got is None or torch.equal(got, expected)

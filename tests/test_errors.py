@@ -299,11 +299,9 @@ TYPES: dict[str, tuple[Call, str]] = {
     "cu_seqlens": (packed([0, 6], cu(0, 6)), "^cu_seqlens_q: got a list"),
     "plan": (with_keywords(plan="fast"), "^plan: got a str; required: a Plan"),
     "window": (lambda: masks.window(1.5, 0), "^left: got a float"),  # type: ignore[arg-type]
-    "prefix": (lambda: masks.prefix(True), "^length: got a bool"),
     "lengths": (lambda: masks.lengths([1, 2]), "^lengths: got a list"),  # type: ignore[arg-type]
     "document": (lambda: masks.document([1]), "^ids: got a list"),  # type: ignore[arg-type]
     "dense": (lambda: masks.dense([True]), "^tensor: got a list"),  # type: ignore[arg-type]
-    "cap": (lambda: scores.softcap("1"), "^cap: got a str"),  # type: ignore[arg-type]
     "bias": (lambda: scores.bias(0.0), "^tensor: got a float"),  # type: ignore[arg-type]
     "truth of a mask": (lambda: masks.causal() and masks.causal(), "^mask: .*a & b"),
 }

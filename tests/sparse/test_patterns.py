@@ -110,7 +110,6 @@ def test_random_is_not_drawn_from_torchs_generator() -> None:
         (lambda: patterns.local_global(-1, 2), InvalidArgument, "window: got -1"),
         (lambda: patterns.local_global(1, 2.0), InvalidType, "tokens: got a float"),  # type: ignore[arg-type]
         (lambda: patterns.dilated(3, 0), InvalidArgument, "dilation: got 0"),
-        (lambda: patterns.strided(True), InvalidType, "stride: got a bool"),
         (lambda: patterns.fixed(4, 5), InvalidArgument, "summary: got 5; required: at most"),
         (lambda: patterns.bigbird(64, window=2), InvalidArgument, "window: got 2"),
         (lambda: patterns.bigbird(64, seed=-1), InvalidArgument, "seed: got -1"),

@@ -23,6 +23,7 @@ from tilewise.distributed.layout import layout_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIDE = 48
+COLUMNS = 4  # of docs/gallery.svg
 
 
 def sections() -> Iterator[tuple[str, str]]:
@@ -70,8 +71,11 @@ def draw(path: Path) -> None:
     """Write all masks as one SVG: the same bytes every time."""
     from tilelab.common.svg import plotted
 
-    with plotted(path, (9, 7.2), 3, 4) as axes:
-        for axis, (name, mask) in zip(axes.flat, GALLERY.items(), strict=True):
+    rows = -(-len(GALLERY) // COLUMNS)
+    with plotted(path, (9, 12 * rows / 5), rows, COLUMNS) as axes:
+        for axis in axes.flat[len(GALLERY) :]:
+            axis.set_axis_off()
+        for axis, (name, mask) in zip(axes.flat, GALLERY.items(), strict=False):
             _fill(axis, picture(mask))
             axis.set_title(name, fontsize=10)
 

@@ -19,10 +19,10 @@ from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import chip_of, empty_result, why_unfit
 from tilewise.kernels.gpu.config import (
     FAMILIES,
-    FUSED,
     KINDS,
     MEASURED,
     PASSES,
+    UNPROVEN,
     WIDTHS,
     Blocks,
     Config,
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
-    "FUSED",
     "KERNELS",
     "KINDS",
     "MEASURED",
     "PASSES",
+    "UNPROVEN",
     "WIDTHS",
     "Family",
     "Launch",
@@ -76,6 +76,7 @@ KERNELS: Mapping[Pass, str] = {
     "dq": "query_kernel",
     "decode": "attend_split",
     "fused": "keys_in_groups",
+    "grouped": "attend_in_groups",
 }
 # Blocks of passes in the place of the family's own.
 Overrides: TypeAlias = Sequence[tuple[Pass, Blocks]]

@@ -1,14 +1,16 @@
-"""Emulates the Gluon kernels for Hopper: their own Python source, in numpy.
+"""Emulates the Gluon kernels for Hopper and Blackwell: their own Python source, in numpy.
 
 Gluon has no interpreter. Here the source of a kernel and of all functions that it calls runs with
-stand-ins for ``gl``, ``tl`` and the instructions of Hopper. Each partition of ``warp_specialize``
-is an actor. One actor runs at a time. At each instruction that others can notice, a seed decides
-who runs next, so every run can be repeated.
+stand-ins for ``gl``, ``tl`` and the instructions of both chips. Each partition of
+``warp_specialize`` is an actor. One actor runs at a time. At each instruction that others can
+notice, a seed decides who runs next, so every run can be repeated.
 
 What the chip may do at any time happens at a random time:
 
 * a copy into shared memory makes its destination NaN when it is issued, and lands later;
 * an asynchronous product reads its operands when it is issued, or when a wait finishes it;
+* products into tensor memory, and what arrives after them, run one after the other. Each reads its
+  operands when it starts or when it ends, and its result is NaN between;
 * a copy out of shared memory reads it when it is issued, or when a wait finishes it. It writes or
   adds at some time after, at the latest when the kernel waits for that.
 
@@ -43,7 +45,7 @@ import triton.language as tl
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import blackwell, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gpu.floats import Array
@@ -234,6 +236,52 @@ class Shared:
         return self.array.copy()
 
 
+class TensorMemory:
+    """A place of tensor memory, or a part of its columns, of 32 bits each.
+
+    ``bits`` are bytes [rows, columns * 4]: what is of another type lies in the same columns.
+    """
+
+    def __init__(self, bits: Array, dtype: Any, stage: Stage) -> None:
+        self.bits, self.dtype, self.stage = bits, dtype, stage
+
+    def slice(self, start: int, length: int) -> TensorMemory:
+        size = self.bits.shape[1] // self.numbers.shape[1]
+        part = self.bits[:, start * size : (start + length) * size]
+        return TensorMemory(part, self.dtype, self.stage)
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> TensorMemory:
+        found = TensorMemory(self.bits, dtype, self.stage)
+        if found.numbers.shape != tuple(shape):
+            raise EmulatorError(f"{found.numbers.shape} of tensor memory are taken as {shape}")
+        return found
+
+    @property
+    def numbers(self) -> Array:
+        bits = self.bits.copy()
+        if self.dtype not in _NARROW:
+            return bits.view(_WIDE[self.dtype])
+        return torch.from_numpy(bits.view(np.int16)).view(_NARROW[self.dtype]).float().numpy()
+
+    def write(self, values: Array) -> None:
+        """Write numbers that fit the type."""
+        values = np.ascontiguousarray(values, np.float32)
+        if self.dtype in _NARROW:
+            narrow = torch.from_numpy(values).to(_NARROW[self.dtype])
+            values = narrow.view(torch.int16).numpy()
+        self.bits[...] = values.view(np.uint8).reshape(self.bits.shape)
+
+    def load(self, layout: Any) -> Block:
+        self.stage.pause()
+        return Block(self.numbers, self.dtype)
+
+    def store(self, values: Block) -> None:
+        if values.dtype != self.dtype:
+            raise TypeError(f"{values.dtype} is stored as {self.dtype}")
+        self.stage.pause()
+        self.write(values.data)
+
+
 class Barrier:
     """An mbarrier: a phase ends after ``count`` arrivals, when all expected bytes have landed."""
 
@@ -342,6 +390,7 @@ class Stage:
         self.actors: list[Actor] = []
         self.actor: Actor | None = None  # whose turn it is
         self.landings: list[Landing] = []
+        self.queues: dict[Actor, list[Landing]] = {}  # of matrix units, what is to run after that
         self.fault: BaseException | None = None
 
     def play(self, program: Callable[[], None], places: Sequence[Sequence[int]]) -> None:
@@ -399,11 +448,25 @@ class Stage:
         self.landings.append(landing)
         return landing
 
+    def queue(self, steps: Sequence[Callable[[], None]]) -> None:
+        """Let the matrix unit of a program take these steps after all that it was given before."""
+        actor = self.actor
+        assert actor is not None
+        queue = self.queues.setdefault(actor.program, [])
+        for step in steps:
+            queue.append(Landing(step, self._is_late(), actor.program))
+            if len(queue) == 1:
+                self.landings.append(queue[0])
+
     def finish(self, landing: Landing) -> None:
-        """Let a copy land now, if it has not."""
+        """Let a copy land now, if it has not, or the matrix unit take its next step."""
         if landing in self.landings:
             self.landings.remove(landing)
             landing.finish()
+            queue = self.queues.get(landing.program) if landing.program else None
+            if queue and queue[0] is landing:
+                queue.pop(0)
+                self.landings += queue[:1]
 
     def _is_late(self) -> bool:
         return self.chance.random() < _LATE
@@ -442,7 +505,9 @@ class Stage:
             if not able:
                 waiting = [actor.name for actor in self.actors if not actor.ended]
                 raise EmulatorError(f"deadlock of {', '.join(waiting)}")
-            chosen = self.chance.choice([each for each in able if not each.late] or able)
+            soon = [each for each in able if not each.late]
+            # What lands late does so when no actor can go on without it.
+            chosen = self.chance.choice(soon or [x for x in able if isinstance(x, Actor)] or able)
             if isinstance(chosen, Actor):
                 chosen.turn.release()
                 return
@@ -499,6 +564,14 @@ class Chip:
                 store_wait=self._wait_for_stores,
             ),
             id(add_to_global): self._add_out,
+            id(blackwell.tma): SimpleNamespace(
+                async_copy_shared_to_global=self._copy_out, store_wait=self._wait_for_stores
+            ),
+            id(blackwell.allocate_tensor_memory): self._allocate_tensor_memory,
+            id(blackwell.tcgen05_mma): self._multiply_in_turn,
+            id(blackwell.tcgen05_commit): self._arrive_in_turn,
+            id(blackwell.TensorMemoryLayout): _any_layout,
+            id(blackwell.get_tmem_reg_layout): _any_layout,
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
             id(hopper.warpgroup_mma_wait): self._wait_for_products,
@@ -575,6 +648,37 @@ class Chip:
             return Ring([Barrier() for _ in range(shape[0])], dtype)
         nothing = np.full(shape, np.nan, np.float32)
         return Ring([Shared(place, dtype, self.stage) for place in nothing], dtype)
+
+    def _allocate_tensor_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Ring:
+        nothing = np.full(shape, np.nan, np.float32).view(np.uint8)
+        return Ring([TensorMemory(place, dtype, self.stage) for place in nothing], dtype)
+
+    def _multiply_in_turn(
+        self, left: Any, right: Shared, total: TensorMemory, *, use_acc: Any = True
+    ) -> None:
+        self.stage.pause()
+        if left.dtype != right.dtype or left.dtype not in _NARROW:
+            raise TypeError(f"a product of {left.dtype} and {right.dtype}")
+        before = self.chance.random() < 0.5
+        read: list[Array] = []
+
+        def operands() -> list[Array]:
+            return [x.read() if isinstance(x, Shared) else x.numbers for x in (left, right)]
+
+        def start() -> None:
+            own = total.numbers if use_acc else np.zeros_like(total.numbers)
+            read.extend([own, *(operands() if before else ())])
+            total.write(np.full_like(total.numbers, np.nan))
+
+        def end() -> None:
+            own, *given = read
+            total.write(own + np.matmul(*(given or operands())))
+
+        self.stage.queue([start, end])
+
+    def _arrive_in_turn(self, barrier: Barrier) -> None:
+        self.stage.pause()
+        self.stage.queue([barrier.arrive])
 
     def _expect(self, barrier: Barrier, size: int) -> None:
         self.stage.pause()

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAMILY, CHIP = "sm_90", "a chip that is not there"
+FAMILY, CHIP = os.environ.get("STUB_FAMILY", "sm_90"), "a chip that is not there"
 _SOURCE = Path(__file__).with_name("driver_stub.c")
 
 
@@ -75,7 +75,7 @@ def _pretend(stub: Stub) -> None:
 
     changes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_capability", lambda device=None: divmod(int(FAMILY[3:]), 10)),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (backend, "_family", lambda device: FAMILY),
         (backend, "_chip", lambda device: CHIP),

@@ -214,7 +214,9 @@ def shown_pairs(problem: Problem) -> Tensor:
     return torch.stack(bands).all(0)
 
 
-def _hidden(problem: Problem, operands: Operands, by_keys: bool, tile: slice, side: int) -> Tensor:
+def hidden_from(
+    problem: Problem, operands: Operands, by_keys: bool, tile: slice, side: int
+) -> Tensor:
     """Which keys a tile of queries does not see, or which queries a tile of keys, of each head.
 
     A table says so of tiles of ``side``; the other pairs of a tile that it lists are multiplied.
@@ -239,7 +241,7 @@ def test_keys_hidden_from_a_tile_may_be_nan(case: Case) -> None:
     good = _forward(problem, operands, 0)
     for seed, first in enumerate(range(0, problem.queries, TILE)):
         tile = slice(first, first + TILE)
-        hidden = _hidden(problem, operands, False, tile, 128)
+        hidden = hidden_from(problem, operands, False, tile, 128)
         k, v = operands.k.clone(), operands.v.clone()
         k[hidden] = v[hidden] = NAN
         got = _forward(problem, operands._replace(k=k, v=v), seed)
@@ -257,7 +259,7 @@ def test_queries_hidden_from_a_tile_may_be_nan(case: Case) -> None:
     good = _keys(problem, operands, result, sent, 0)
     for seed, first in enumerate(range(0, problem.keys, TILE)):
         tile = slice(first, first + TILE)
-        hidden = _hidden(problem, operands, True, tile, 64)
+        hidden = hidden_from(problem, operands, True, tile, 64)
         q, grad = operands.q.clone(), sent.out.clone()
         q[hidden] = grad[hidden] = NAN
         bad = operands._replace(q=q), result, sent._replace(out=grad)
@@ -304,8 +306,8 @@ FORWARD_FAULTS = [
         "    mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)",
         "no wait for last values",
     ),
-    Fault("count of empty keys", "k_empty.index(i), count=GROUPS", "k_empty.index(i), count=1"),
-    Fault("count of empty values", "v_empty.index(i), count=GROUPS", "v_empty.index(i), count=1"),
+    Fault("count of empty keys", "k_empty.index(i), count=RELEASES", "k_empty.index(i), count=1"),
+    Fault("count of empty values", "v_empty.index(i), count=RELEASES", "v_empty.index(i), count=1"),
     Fault("expected bytes", "k_full.index(place_of), k_rows.block_type.nbytes",
           "k_full.index(place_of), k_rows.block_type.nbytes // 2"),
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
@@ -377,7 +379,7 @@ class Run(NamedTuple):
         return not all(map(torch.equal, self.written, self.right))
 
 
-def _run_of(written: tuple[Tensor, ...], launch: Launch) -> Run:
+def run_of(written: tuple[Tensor, ...], launch: Launch) -> Run:
     emulate(launch, 0)
     return Run(launch, written, tuple([tensor.clone() for tensor in written]))
 
@@ -396,7 +398,7 @@ LIST_CASE = Case(
 
 def _forward_run(problem: Problem, operands: Operands) -> Run:
     result, launch = _served_forward(problem, operands)
-    return _run_of((result.out, result.lse, result.stats), launch)
+    return run_of((result.out, result.lse, result.stats), launch)
 
 
 def _key_run(inputs: Inputs) -> Run:
@@ -405,7 +407,7 @@ def _key_run(inputs: Inputs) -> Run:
     grads, launch = _served_keys(problem, operands, result, send(inputs)._replace(entropy=None))
     assert grads.k is not None
     assert grads.v is not None
-    return _run_of((grads.k, grads.v), launch)
+    return run_of((grads.k, grads.v), launch)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.kernels.gpu.launching import CHIP
-from tilewise.kernels.gpu.config import FUSED, Blocks
+from tilewise.kernels.gpu.config import UNPROVEN, Blocks
 from tilewise.plan.tuned import Entry, Place, Tuned, installed_triton, write
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +36,9 @@ pytestmark = [
 ]
 
 
-def launched(folder: Path, way: str, *names: str, blocks: str = "off") -> list[dict[str, Any]]:
+def launched(
+    folder: Path, way: str, *names: str, blocks: str = "off", family: str = "sm_90"
+) -> list[dict[str, Any]]:
     """What a process of its own launched; ``blocks`` is its file of measured blocks."""
     hidden = ("TRITON_INTERPRET", "LD_LIBRARY_PATH")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
@@ -44,6 +46,7 @@ def launched(folder: Path, way: str, *names: str, blocks: str = "off") -> list[d
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TILEWISE_TUNED": blocks,
+        "STUB_FAMILY": family,
     }
     module = "tests.kernels.gpu.launching"
     done = subprocess.run(
@@ -95,6 +98,14 @@ def test_cases_of_the_gate(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_case_of_blackwell(tmp_path: Path) -> None:
+    """A kernel in groups of warps with tensor memory, and its descriptors."""
+    (said,) = launched(tmp_path, "cases", "grouped D128 causal", family="sm_100")
+    assert said["name"].endswith("attend_in_groups")
+    check_cases([said])
+
+
+@pytest.mark.thorough
 def test_a_problem_by_the_public_call(tmp_path: Path) -> None:
     """The engine's own way to the launches, for odd sizes."""
     (said,) = launched(tmp_path, "problems", "bfloat16 varlen")
@@ -143,8 +154,8 @@ def test_a_measured_file_is_the_switch_of_the_fused_backward(tmp_path: Path) -> 
     """A public call takes three kernels for its backward in place of four, and so does a replay."""
     table = {64: Blocks(64, 128, 8, 2), 128: Blocks(64, 128, 8, 3)}
     entries = [
-        Entry(Place("fused", torch.bfloat16, width, "plain"), FUSED["sm_90", width], 1.0, 0.0,
-              table[width], 1.2, 0.0)
+        Entry(Place("fused", torch.bfloat16, width, "plain"), UNPROVEN["fused", "sm_90", width],
+              1.0, 0.0, table[width], 1.2, 0.0)
         for width in table
     ]  # fmt: skip
     versions = torch.__version__, installed_triton()

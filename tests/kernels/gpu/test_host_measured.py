@@ -17,6 +17,7 @@ from tilewise.kernels.gpu.backend import measured_on, origin, why_unfit
 from tilewise.kernels.gpu.config import (
     KINDS,
     PASSES,
+    UNPROVEN,
     WIDTHS,
     Blocks,
     Config,
@@ -26,7 +27,7 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.plan import tuned
 from tilewise.plan.traffic import account
-from tilewise.plan.tuned import Entry, Place, Store, Tuned, write
+from tilewise.plan.tuned import Entry, Found, Place, Store, Tuned, write
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
 from tilewise.variants.program import Instr
@@ -265,6 +266,24 @@ def test_other_blocks_of_the_fused_backward_are_refused(changed: dict[str, Any])
     assert not why_unfit(FAMILY, FUSED_HERE)
     assert why_unfit(FAMILY, FUSED_HERE._replace(**changed))
     assert why_unfit("sm_100", FUSED_HERE)
+
+
+def test_a_forward_in_groups_is_taken_where_it_was_measured() -> None:
+    """On Blackwell, beside the blocks of the Triton kernel, which other calls keep."""
+    own = Place("grouped", torch.bfloat16, 128, "plain")
+    table = config_for("sm_100").blocks("forward", problem(128, torch.bfloat16))
+    mine = Entry(own, UNPROVEN["grouped", "sm_100", 128], 1.0, 0.0, table, 1.25, 0.0)
+    assert not why_unfit("sm_100", mine)
+    assert why_unfit(FAMILY, mine)
+    found = Found({own: mine}, "2026-11-30")
+    chip = config_for("sm_100", found)
+    assert chip.in_groups("forward", problem(128, torch.bfloat16)) == mine.blocks
+    packed = problem(128, torch.bfloat16, dropout_p=0.1)
+    assert chip.in_groups("forward", packed) is None
+    assert chip.blocks("forward", packed) == config_for("sm_100").blocks("forward", packed)
+    said = gpu._way(chip, "forward", problem(128, torch.bfloat16))
+    assert said.startswith("256x128/8/2: two groups of warps and a loading warp (Gluon), products")
+    assert "1.25 times as fast as the table's" in said
 
 
 def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

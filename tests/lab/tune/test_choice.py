@@ -28,9 +28,9 @@ from tilelab.tune.worker import (
 )
 from tilewise.kernels.gpu.config import (
     FAMILIES,
-    FUSED,
     KINDS,
     PASSES,
+    UNPROVEN,
     WIDTHS,
     Blocks,
     Config,
@@ -67,11 +67,11 @@ def test_candidates_are_few_and_fit(family: str) -> None:
 def test_the_fused_backward_is_compared_with_two_kernels(width: int) -> None:
     job = Job("fused", "bfloat16", width, "plain")
     assert is_known(FAMILY, job)
-    assert candidates(FAMILY, job, MOST) == [FUSED[FAMILY, width]]
-    assert str(table_blocks(FAMILY, job)) != str(FUSED[FAMILY, width])
-    chip = Config(FAMILY, overrides=(("fused", FUSED[FAMILY, width]),))
+    assert candidates(FAMILY, job, MOST) == [UNPROVEN["fused", FAMILY, width]]
+    assert str(table_blocks(FAMILY, job)) != str(UNPROVEN["fused", FAMILY, width])
+    chip = Config(FAMILY, overrides=(("fused", UNPROVEN["fused", FAMILY, width]),))
     for case in (*small_cases(job, tiny=False), *large_cases(job, tiny=False)):
-        assert chip.fused(operands_of(case)[0]) == FUSED[FAMILY, width], case.name
+        assert chip.fused(operands_of(case)[0]) == UNPROVEN["fused", FAMILY, width], case.name
     for other in (
         job._replace(kind="+"),
         job._replace(width=256),

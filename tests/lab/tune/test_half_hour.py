@@ -84,7 +84,7 @@ def test_three_commands_write_one_record(machine: Machine, tmp_path: Path) -> No
     ((_, folder, _, minutes, *rest),) = machine.tuned
     assert folder == str(tmp_path / "measured")
     assert 0 < float(minutes) <= PARTS["B"].minutes
-    passes = ["--passes", "fused", *PASSES]
+    passes = ["--passes", "fused", "grouped", *PASSES]
     assert rest == [*passes, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain"]
 
 

@@ -8,7 +8,7 @@ training size, so Triton sees the divisible strides of a real call. Their layout
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from tilelab.cases.inputs import build, problem_of
 from tilelab.cases.table import rows
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import FAMILIES, FUSED, Launch, Overrides, holds, place_of
+from tilewise.inspect.gpu import FAMILIES, UNPROVEN, Launch, Overrides, holds, place_of
 from tilewise.problem import Grads, Needs, Operands, Problem, output_like
 from tilewise.variants.float8 import FLOAT8
 
@@ -120,7 +120,12 @@ def listed(case: Attention, forward: bool, family: str) -> Sequence[Launch]:
 
 def fused(case: Attention, family: str) -> Sequence[Launch]:
     """Return the launches of ``backward`` with one kernel for all gradients."""
-    return backward(case, family, [("fused", FUSED[family, case.head_dim])])
+    return backward(case, family, [("fused", UNPROVEN["fused", family, case.head_dim])])
+
+
+def grouped(case: Attention, family: str) -> Sequence[Launch]:
+    """Return the launches of ``forward`` in groups of warps, where no GPU has run these yet."""
+    return forward(case, family, [("grouped", UNPROVEN["grouped", family, case.head_dim])])
 
 
 def captured(case: Attention, family: str) -> Sequence[Launch]:
@@ -149,7 +154,7 @@ _PLAIN = frozenset(
 # ones spill in the loops of dK and dV.
 _SCORED_COLUMNS = 32
 _TRANSPOSING = frozenset({"transpose_kernel"})
-_FUSED = ("D64 full", "D64 causal", "D128 full", "D128 causal", "D128 causal fp16")
+_UNPROVEN = ("D64 full", "D64 causal", "D128 full", "D128 causal", "D128 causal fp16")
 
 
 def cases() -> list[Case]:
@@ -175,15 +180,22 @@ def cases() -> list[Case]:
             bare = _TRANSPOSING if each.dtype is FLOAT8 else frozenset[str]()
             name = f"forward {each.name}"
             found.append(Case(name, launches, sixteen, bare, quick, where, columns))
+            if each.name in _UNPROVEN:
+                found.append(_unproven(grouped, each, "sm_100"))
         if each.passes == "both" and each.kind == "full":
             launches = partial(backward, each)
             name = f"backward {each.name}"
             found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns))
-            if each.name in _FUSED:
-                launches, here = partial(fused, each), ("sm_90",)
-                name = f"fused {each.name}"
-                found.append(Case(name, launches, True, _PLAIN, quick, here, measured=False))
+            if each.name in _UNPROVEN:
+                found.append(_unproven(fused, each, "sm_90"))
     return found + vocabulary_cases()
+
+
+def _unproven(
+    make: Callable[[Attention, str], Sequence[Launch]], each: Attention, family: str
+) -> Case:
+    launches, name = partial(make, each), f"{make.__name__} {each.name}"
+    return Case(name, launches, True, _PLAIN, each.quick, (family,), measured=False)
 
 
 def vocabulary_cases() -> list[Case]:

@@ -157,8 +157,8 @@ def tune(setting: Setting, team: Team, family: str, job: Job) -> Finding:
 def _why_dropped(job: Job, row: Row) -> str:
     if row.status != "ok":
         return row.note or row.status
-    # The fused backward spills outside of its loops alone, as the gate sees and a GPU cannot say.
-    spills = 0 if job.pass_name == "fused" else row.values["spills"]
+    # These spill outside of their loops alone, as the gate sees and a GPU cannot say.
+    spills = row.values["spills"] if job.pass_name in PASSES else 0
     return f"{spills} registers spilled" if spills else ""
 
 

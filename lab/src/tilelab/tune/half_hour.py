@@ -38,7 +38,8 @@ from tilewise.inspect.gpu import PASSES
 
 BLOCKS = "measured"  # the folder of measured blocks, beside the record
 _SELF_TEST_MINUTES = 60.0
-_PASSES = ("--passes", "fused", *PASSES)  # the fused backward first: it decides most
+# What no GPU has run first: it decides most.
+_PASSES = ("--passes", "fused", "grouped", *PASSES)
 _TUNED = (*_PASSES, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain")
 
 

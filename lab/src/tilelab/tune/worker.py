@@ -31,9 +31,10 @@ from tilelab.gpu_check.worker import main
 from tilewise.inspect import gpu
 from tilewise.inspect.gpu import (
     FAMILIES,
-    FUSED,
     KERNELS,
     MEASURED,
+    PASSES,
+    UNPROVEN,
     Launch,
     Overrides,
     Pass,
@@ -47,7 +48,7 @@ from tilewise.problem import Grads, Needs, Result
 class Job(NamedTuple):
     """One entry of the table of blocks that is questioned."""
 
-    pass_name: Pass  # "forward", "dkdv", "dq", "decode" or "fused"
+    pass_name: Pass  # "forward", "dkdv", "dq", "decode", "fused" or "grouped"
     dtype: str  # "bfloat16" and so on
     width: int  # the class of D and Dv
     kind: str  # "plain", "+" or "*", as in the table
@@ -73,9 +74,9 @@ def table_blocks(family: str, job: Job) -> Blocks:
 
 
 def is_known(family: str, job: Job) -> bool:
-    """Return whether a family has kernels for a job: few calls have a fused backward."""
-    served = job.kind == "plain" and job.type.itemsize == 2 and (family, job.width) in FUSED
-    return job.pass_name != "fused" or served
+    """Return whether a family has kernels for a job: few calls have those of ``UNPROVEN``."""
+    there = (job.pass_name, family, job.width) in UNPROVEN
+    return job.pass_name in PASSES or (there and job.kind == "plain" and job.type.itemsize == 2)
 
 
 def candidates(family: str, job: Job, most: int) -> list[Blocks]:
@@ -85,8 +86,8 @@ def candidates(family: str, job: Job, most: int) -> list[Blocks]:
     give a thread more pairs than the table's do: the table has the most that did not spill. Among
     equally near blocks the larger come first.
     """
-    if job.pass_name == "fused":
-        return [FUSED[family, job.width]]
+    if job.pass_name not in PASSES:
+        return [UNPROVEN[job.pass_name, family, job.width]]
     table = table_blocks(family, job)
     fitting = ladder(FAMILIES[family], job.pass_name, job.width, job.type.itemsize)
     others = [blocks for blocks in fitting if blocks != table]
@@ -127,9 +128,9 @@ def small_cases(job: Job, tiny: bool) -> list[Case]:
     if job.pass_name == "decode":
         dense = [case for case in cases if case.sequences is None]
         cases = [replace(case, queries=3, keys=1200, kv_heads=2) for case in dense]
-    elif job.pass_name != "forward":  # no gradient knows pages
+    elif job.pass_name != "forward":  # the others know no pages
         cases = [case for case in cases if not case.page_size]
-    if job.pass_name == "fused":  # it serves a causal mask of as many keys as queries
+    if job.pass_name not in PASSES:  # they serve a causal mask of as many keys as queries
         cases = [replace(case, keys=case.queries) for case in cases]
     return [_sized(case, job, tiny) for case in cases]
 
@@ -218,9 +219,11 @@ class Work:
         All blocks share this memory, which now holds NaN: no blocks get another's results.
         """
         overrides = [(pass_name, blocks)]
-        if pass_name == "fused" and blocks != FUSED[self._family, self._problem.head_dim]:
-            overrides = []  # the two kernels that it is compared with
-        if pass_name in ("forward", "decode"):
+        if pass_name not in PASSES:
+            own = UNPROVEN[pass_name, self._family, self._problem.head_dim]
+            if blocks != own:
+                overrides = []  # what it is compared with
+        if pass_name in ("forward", "grouped", "decode"):
             outcome = {"out": self._other.out, "lse": self._other.lse}
             launches = self._forward(self._other, overrides)
         else:
@@ -232,9 +235,9 @@ class Work:
     def own(self, pass_name: Pass, launches: Sequence[Launch]) -> list[Launch]:
         """Return the launches that walk over the pairs: only these are timed.
 
-        Of a fused backward, and of the kernels in its place, all are.
+        Of ``UNPROVEN``, and of the kernels in their place, all are.
         """
-        if pass_name == "fused":
+        if pass_name not in PASSES:
             return list(launches)
         return [launch for launch in launches if launch.kernel.__name__ == KERNELS[pass_name]]
 

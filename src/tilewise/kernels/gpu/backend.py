@@ -19,11 +19,11 @@ from tilewise.errors import Unsupported
 from tilewise.kernels import Backend, Places, Prepared, gpu
 from tilewise.kernels.gpu.config import (
     FAMILIES,
-    FUSED,
     KINDS,
     LARGEST_WIDTH,
     MEASURED,
     PASSES,
+    UNPROVEN,
     WIDEST_KEYS,
     WIDTHS,
     Config,
@@ -230,7 +230,11 @@ def _way(config: Config, name: Pass, problem: Problem) -> str:
     """Say which blocks a pass has, and where they come from."""
     grouped = config.in_groups(name, problem)
     if grouped is not None:
-        return f"{grouped}: two groups of warps and a loading warp (Gluon), measured on an H200"
+        said = f"{grouped}: two groups of warps and a loading warp (Gluon)"
+        run = "measured on an H200"
+        if name == "forward" and UNPROVEN.get(("grouped", config.family, problem.head_dim)):
+            said, run = f"{said}, products by another", origin(config, "grouped", problem)
+        return f"{said}, {run}"
     return f"{config.blocks(name, problem)}: {origin(config, name, problem)}"
 
 
@@ -432,10 +436,10 @@ def why_unfit(family: str, entry: Entry) -> str:
         if value not in known:
             return f"{what} {value!r} is none of {', '.join(str(each) for each in known)}"
     name: Pass = next(each for each in MEASURED if each == pass_name)
-    if name == "fused" and (
-        blocks != FUSED.get((family, width)) or kind != "plain" or dtype.itemsize != 2
+    if name not in PASSES and (
+        blocks != UNPROVEN.get((name, family, width)) or kind != "plain" or dtype.itemsize != 2
     ):
-        return f"there is no fused backward of {dtype}, width {width}, kind {kind} in {blocks}"
+        return f"there is no {name} kernel of {dtype}, width {width}, kind {kind} in {blocks}"
     need = shared_need(name, blocks, dtype.itemsize, width, width)
     if need > FAMILIES[family].shared_bytes:
         most = FAMILIES[family].shared_bytes

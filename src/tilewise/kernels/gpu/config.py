@@ -20,10 +20,11 @@ from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import EXPR, RAW, Instr
 
-# "fused" is "dq" and "dkdv" in one kernel. It has no row in the table: see ``Config.fused``.
-Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode", "fused"]
+# The last two have no rows in the table: "fused" is "dq" and "dkdv" in one kernel, and "grouped" is
+# "forward" in groups of warps. See ``UNPROVEN``.
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode", "fused", "grouped"]
 MEASURED: tuple[Pass, ...] = get_args(Pass)
-PASSES: tuple[Pass, ...] = MEASURED[:-1]
+PASSES: tuple[Pass, ...] = MEASURED[:4]
 
 LARGEST_WIDTH = 512
 # Of queries and keys in the forward pass: latent vectors of 512 and what is rotated. The columns
@@ -162,8 +163,14 @@ _GROUPED = {
     ("sm_90", "dkdv+", 64): Blocks(32, 128, 8, 4),
     ("sm_90", "dkdv+", 128): Blocks(32, 128, 8, 4),
 }
-# Tiles of the kernel of the whole backward (``backward/fused.py``), by family and width.
-FUSED = {("sm_90", 64): Blocks(64, 128, 8, 3), ("sm_90", 128): Blocks(64, 128, 8, 2)}
+# Tiles of kernels that no GPU has run yet, by pass, family and width. They are taken only where
+# ``tilewise tune`` measured that they are faster on the chip, or where they are asked for.
+UNPROVEN: dict[tuple[Pass, str, int], Blocks] = {
+    ("fused", "sm_90", 64): Blocks(64, 128, 8, 3),
+    ("fused", "sm_90", 128): Blocks(64, 128, 8, 2),
+    ("grouped", "sm_100", 64): Blocks(256, 128, 8, 4),
+    ("grouped", "sm_100", 128): Blocks(256, 128, 8, 2),
+}
 _EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide
 
 # The widest of D and Dv, padded, up to which a row of the table holds.
@@ -369,6 +376,8 @@ class Config(NamedTuple):
             return None
         name = f"{pass_name}+" if problem.score else pass_name
         blocks = _GROUPED.get((self.family, name, problem.head_dim))
+        if name == "forward":
+            blocks = blocks or self._unproven("grouped", problem)
         plain = (
             problem.layout == "dense"
             and problem.value_dim == problem.head_dim
@@ -381,8 +390,7 @@ class Config(NamedTuple):
     def fused(self, problem: Problem) -> Blocks | None:
         """Return the tiles of the kernel that makes all gradients; None where two kernels do.
 
-        It has not run on a GPU yet. So it is taken only where ``tilewise tune`` measured that it is
-        faster on this chip, or where it is asked for. It serves what ``in_groups`` serves but
+        It is one of ``UNPROVEN``. It serves what ``in_groups`` serves but
         scores and, at D = 128, bands that are joined, which spill, and lists of tiles: their order
         would make programs wait.
         """
@@ -391,8 +399,11 @@ class Config(NamedTuple):
         asked = dict(self.overrides)
         if spills or listed or "dq" in asked or not self.in_groups("dkdv", problem):
             return None
-        entry = self.measured.entries.get(place_of("fused", problem))
-        return asked.get("fused") or (None if entry is None else entry.blocks)
+        return self._unproven("fused", problem)
+
+    def _unproven(self, pass_name: Pass, problem: Problem) -> Blocks | None:
+        entry = self.measured.entries.get(place_of(pass_name, problem))
+        return dict(self.overrides).get(pass_name) or (None if entry is None else entry.blocks)
 
     def part(self, kernel: str, problem: Problem) -> int:
         """Return how many columns of its operands a kernel multiplies at a time; 0 for all.
@@ -415,10 +426,13 @@ def table_blocks(family: str, place: Place) -> Blocks:
     """Return the blocks that measured ones of a place come before.
 
     Those of the fused backward come before the two kernels: it returns the blocks of dK and dV.
+    Those of a forward pass in groups come before the Triton kernel's.
     """
     name: Pass = next(each for each in MEASURED if each == place.pass_name)
     if name == "fused":
         return _GROUPED[family, "dkdv", place.width]
+    if name == "grouped":
+        name = "forward"
     heavy, scattered = place.kind != "plain", place.kind == "*"
     return tiles_for(family, name, place.dtype, place.width, place.width, heavy, scattered)
 
@@ -631,7 +645,7 @@ def shared_need(
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
     both = (_columns(head_dim) + padded(value_dim)) * itemsize
-    if pass_name in ("forward", "decode"):
+    if pass_name in ("forward", "grouped", "decode"):
         held, moving = blocks.queries * _columns(head_dim) * itemsize, blocks.keys * both
     elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both

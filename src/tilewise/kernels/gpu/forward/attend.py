@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import Blocks, Config
+from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward import (
     finishing_of,
@@ -265,7 +265,8 @@ def _in_groups(
     from tilewise.kernels.gpu.forward.groups import attend_launch
 
     section, grows = _grid(problem, blocks).section, _grows(problem)
-    return attend_launch(problem, operands, result, variant, blocks, section, grows)
+    memory = FAMILIES[config.family].unit == "tcgen05"
+    return attend_launch(problem, operands, result, variant, blocks, section, grows, memory)
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:

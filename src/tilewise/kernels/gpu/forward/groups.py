@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward import finishing_of
+from tilewise.kernels.gpu.forward import blackwell, finishing_of
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
 from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
 from tilewise.kernels.gpu.walk.lists import tile_lists
@@ -43,8 +43,9 @@ from tilewise.problem import Operands, Problem, Result
 
 
 @gluon.jit
-def _load(q_rows, k_rows, v_rows, memory, bars, place, spans, walk, FORM: gl.constexpr):
-    """Fill the rings; the tiles come in the order in which ``_attend_rows`` takes them."""
+def _load(rows, memory, bars, place, spans, walk, FORM: gl.constexpr):
+    """Fill the rings; the tiles come in the order in which they are multiplied."""
+    q_rows, k_rows, v_rows = rows
     q_s, k_s, v_s = memory
     q_full, k_full, k_empty, v_full, v_empty = bars
     b, h, key_head, m0 = place
@@ -256,38 +257,87 @@ def attend_in_groups(
     k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
+    RELEASES: gl.constexpr = 1 if FORM.TENSOR_MEMORY else GROUPS
     for i in gl.static_range(ST):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+        mbarrier.init(k_empty.index(i), count=RELEASES)
+        mbarrier.init(v_empty.index(i), count=RELEASES)
     for i in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(i), count=1)
-    fence_async_shared()
     memory = (q_s, k_s, v_s)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     place = (b, h, line, m0, queries, keys)
-    gl.warp_specialize(
-        [
-            (
-                _attend_rows,
-                (0, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                 SEEN, FORM),
-            ),
-            (
-                _attend_rows,
-                (1, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                 SEEN, FORM),
-            ),
-            (
-                _load,
-                (q_rows, k_rows, v_rows, memory, bars, (b, h, h // group, m0), spans, walk,
-                 FORM),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    rows = (q_rows, k_rows, v_rows)
+    of_keys = (b, h, h // group, m0)
+    if FORM.TENSOR_MEMORY:
+        sums, turns = blackwell.places_of(FORM)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (
+                    blackwell.attend_rows,
+                    (
+                        0,
+                        out_rows,
+                        outputs,
+                        memory,
+                        sums,
+                        turns,
+                        place,
+                        spans,
+                        walk,
+                        scale,
+                        sinks,
+                        captured,
+                        SEEN,
+                        FORM,
+                    ),
+                ),
+                (
+                    blackwell.attend_rows,
+                    (
+                        1,
+                        out_rows,
+                        outputs,
+                        memory,
+                        sums,
+                        turns,
+                        place,
+                        spans,
+                        walk,
+                        scale,
+                        sinks,
+                        captured,
+                        SEEN,
+                        FORM,
+                    ),
+                ),
+                (blackwell.multiply, (memory, sums, bars, turns, walk, FORM)),
+                (_load, (rows, memory, bars, of_keys, spans, walk, FORM)),
+            ],
+            [4, 1, 1],
+            [208, 24, 24],
+        )
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (
+                    _attend_rows,
+                    (0, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
+                     SEEN, FORM),
+                ),
+                (
+                    _attend_rows,
+                    (1, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
+                     SEEN, FORM),
+                ),
+                (_load, (rows, memory, bars, of_keys, spans, walk, FORM)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 class Form(NamedTuple):
@@ -300,6 +350,7 @@ class Form(NamedTuple):
         FOLDED: scores are kept in units of the bare product q.k.
         REVERSED: the last tiles come first.
         LISTED: tiles are listed, see ``walk.lists``.
+        TENSOR_MEMORY: scores and sums lie in tensor memory, see ``forward.blackwell``.
     """
 
     D: int
@@ -309,6 +360,7 @@ class Form(NamedTuple):
     FOLDED: bool
     REVERSED: bool
     LISTED: bool
+    TENSOR_MEMORY: bool
 
 
 def attend_launch(
@@ -319,6 +371,7 @@ def attend_launch(
     blocks: Blocks,
     section: int,
     grows: bool,
+    tensor_memory: bool,
 ) -> Launch | None:
     """Return the launch of the forward pass; None where a tensor can have no descriptor.
 
@@ -330,6 +383,7 @@ def attend_launch(
         blocks: of ``Config.in_groups``.
         section: lines of a section of the grid, see ``attend.slot_of``.
         grows: whether the last tiles have the most keys.
+        tensor_memory: whether the chip has it, and no wgmma.
     """
     half = blocks.queries // GROUPS.value
     tiles = (
@@ -363,7 +417,7 @@ def attend_launch(
     constants = {
         "SEEN": variant.seen,
         "KEYS_OF": variant.keys_of,
-        "FORM": Form(*sizes, folded, grows, lists is not None),
+        "FORM": Form(*sizes, folded, grows, lists is not None, tensor_memory),
     }
     grid = (programs_of(problem, problem.heads, slots),)
     return in_groups(launch_of(attend_in_groups, grid, arguments, constants))

@@ -167,19 +167,6 @@ def test_names_are_those_of_hugging_face(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "config.json").read_text())["id2label"]) == 3
 
 
-def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
-    masked = BERT(TINY, head=Head("masked"), seed=7)
-    masked.save(tmp_path)
-    model = load(tmp_path, head=Head("classes", 2), seed=3, dropouts={"residual_dropout": 0.5})
-    assert model.shape.residual_dropout == 0.5
-    assert set(model.drawn) == {
-        f"{a}.{b}" for a in ("pooler", "classifier") for b in ("weight", "bias")
-    }
-    assert torch.equal(model.tokens.weight, masked.tokens.weight)
-    drawn = BERT(TINY, head=Head("classes", 2), seed=3)
-    assert torch.equal(model.classifier.weight, drawn.classifier.weight)
-
-
 def test_a_head_over_the_mean_is_no_model_of_hugging_face(tmp_path: Path) -> None:
     BERT(TINY, head=Head("classes", 3, "mean")).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

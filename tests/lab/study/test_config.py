@@ -90,15 +90,6 @@ def test_every_choice_comes_back_from_a_file(optimizer: str, schedule: str, vari
     assert names_ == (optimizer, schedule, variant)
 
 
-def test_a_study_comes_back_from_a_file() -> None:
-    sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.3, 0.4)})
-    changes = {"schedule": {"name": "wsd", "decay": 0.1}, "optimizer.betas": (0.8, 0.9)}
-    wsd = Arm(name="wsd", changes=changes, kind="systems")
-    whole = study(experiment(sweep=sweep), experiment(name="second", arms=(LION, wsd)))
-    assert parse(Study, plain(whole)) == whole
-    assert config_hash(parse(Study, plain(whole))) == config_hash(whole)
-
-
 def test_the_hash_is_of_the_values_and_not_of_how_they_were_written() -> None:
     written = {"name": "adamw", "betas": [0.9, 0.95], "lr": 0.003, "eps": 1e-8, "weight_decay": 0.1}
     assert config_hash(parse(RunConfig, {"optimizer": written})) == config_hash(RunConfig())

@@ -43,15 +43,6 @@ def each(study: Study, path: str) -> list[Any]:
     return found
 
 
-def test_a_path_of_a_run_is_for_every_baseline() -> None:
-    study = apply(STUDY, ["optimizer.lr=0.01", "training.clip=0", "model.context=64"])
-    assert each(study, "baseline.optimizer.lr") == [0.01] * 3
-    assert each(study, "baseline.training.clip") == [0.0] * 3
-    assert each(study, "baseline.model.context") == [64] * 3
-    assert study.experiments[0].config_of("sdpa").model.context == 64
-    assert each(study, "arms") == each(STUDY, "arms")
-
-
 def test_the_name_of_an_experiment_comes_first_and_the_longest_wins() -> None:
     study = apply(STUDY, ["kernels.budget.steps=5", "choices.budget.steps=6"])
     assert each(study, "baseline.budget.steps") == [5, 6, 300]

@@ -19,7 +19,7 @@ from tilelab.study.ask.config import RunConfig, Schedule, Variant, change
 from tilelab.study.ask.values import names
 from tilelab.study.choices import variants
 from tilelab.study.choices.schedules import factor
-from tilewise import BlockMask, masks, nn, scores
+from tilewise import masks, nn, scores
 from tilewise.errors import InvalidArgument
 from tilewise.functional import visible_pairs
 
@@ -42,12 +42,6 @@ def test_causal_window_and_softcap_are_masks_and_scores() -> None:
     mask, score, _ = build(name="softcap", cap=20)
     assert mask.program == masks.causal().program
     assert known(score).program == scores.softcap(20.0).program
-
-
-def test_a_window_of_one_sees_itself() -> None:
-    layer = nn.Attention(8, 2, mask=build(name="window", size=1).mask, implementation="plain")
-    x = torch.randn(1, 5, 8)
-    assert torch.allclose(layer(x), layer.output(layer.value(x)), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -132,16 +126,6 @@ def test_an_encoder_looks_both_ways(name: str) -> None:
     assert seen_by_both.triu(1).any()
     if name != "bigbird":
         assert torch.equal(seen_by_both, seen_by_both.mT)
-
-
-@pytest.mark.parametrize(
-    ("name", "most"), [("window-global", 0.12), ("blocks", 0.08), ("bigbird", 0.3)]
-)
-def test_a_pattern_leaves_tiles_out(name: str, most: float) -> None:
-    """What tilewise saves: tiles in which nobody is seen; half of them even a causal mask has."""
-    mask = whole(build(name=name, context=4096), 4096)
-    assert BlockMask.of(mask, 4096, heads=2).density < most
-    assert BlockMask.of(masks.causal(), 4096).density > 0.5
 
 
 @pytest.mark.parametrize("name", names("variant"))

@@ -197,6 +197,7 @@ def test_the_conductor_and_its_child_need_few_packages() -> None:
     code = (
         "import sys, tilelab.study.train.child, tilelab.study.command\n"
         "slow = {'scipy', 'matplotlib', 'jinja2', 'schedulefree', 'tokenizers'}\n"
+        "slow |= {'mlflow', 'tensorboard', 'ray'}\n"
         "print(sorted(slow & sys.modules.keys()))"
     )
     path = {"PYTHONPATH": ":".join(filter(None, sys.path))}

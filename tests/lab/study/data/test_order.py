@@ -97,25 +97,6 @@ def test_an_epoch_goes_once_through_the_text(length: int, context: int, seed: in
     assert len(offsets) <= context
 
 
-def test_offsets_and_orders_differ_between_epochs_and_are_even() -> None:
-    batches = _batches(8 * 100 + 8, batch=1, seed=3)
-    assert batches.windows == 100
-    first = Counter[int]()
-    orders = set()
-    for epoch in range(400):
-        starts = _starts_of_epoch(batches, epoch)
-        first[min(starts)] += 1
-        orders.add(tuple(start - min(starts) for start in starts[:4]))
-    assert set(first) == set(range(8))
-    assert all(25 < count < 80 for count in first.values())  # 50 expected, 6.6 its deviation
-    assert len(orders) > 395
-
-
-def _starts_of_epoch(batches: Stream, epoch: int) -> list[int]:
-    at = epoch * batches.windows
-    return [int(batches.at(step)[0][0][0, 0]) for step in range(at, at + batches.windows)]
-
-
 def test_the_shortest_text_and_one_that_is_too_short() -> None:
     assert _starts(_batches(9, batch=2), 2) == [0, 0, 0, 0]
     with pytest.raises(InvalidArgument, match=r"8 tokens in the training text.*at least 9.*of 8"):

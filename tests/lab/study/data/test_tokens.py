@@ -65,14 +65,6 @@ def test_tokens_are_the_text(data: Data, tmp_path: Path) -> None:
     assert json.loads(json.dumps(made.as_json())) == made.as_json()
 
 
-def test_the_second_time_they_come_from_the_cache(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = prepare(data, tmp_path)
-    monkeypatch.setattr(module, "_write", None)  # whoever calls it now fails
-    assert _same(prepare(data, tmp_path), first)
-
-
 def test_a_cache_folder_that_cannot_be_made(data: Data, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InvalidArgument, match=r"cache folder.*TILEWISE_CACHE"):

@@ -72,18 +72,6 @@ def test_every_layer_says_what_the_written_out_softmax_says() -> None:
         assert mine.lowest_head < mine.entropy < math.log(12)  # type: ignore[operator]
 
 
-def test_even_weights_have_the_entropy_of_the_docs() -> None:
-    model = GPT2(SHAPE)
-    for attention in _attentions(model):
-        torch.nn.init.zeros_(attention.query.weight)
-    with torch.no_grad(), watched(model) as found:
-        model(_tokens())
-        assert found is not None
-        (first, *_) = found()
-    assert first.entropy == pytest.approx(math.lgamma(13) / 12, rel=1e-6)
-    assert first.max_logit == 0.0
-
-
 @pytest.mark.parametrize("implementation", ["plain", "sdpa"])
 def test_other_implementations_have_none(implementation: str) -> None:
     with watched(_model(implementation=implementation)) as found:

@@ -212,17 +212,6 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["plain", "sdpa", "tilewise"])
-def test_a_model_with_every_factor_trains(implementation: str) -> None:
-    trainer = trainer_of({**FACTORS, "attention.implementation": implementation})
-    losses = [trainer.step().loss for _ in range(6)]
-    assert losses[-1] < losses[0]
-    assert trainer.split().activations_bytes > 0
-    kernels = {each.kernel for each in trainer.guard.kernels().layers}
-    assert len(kernels) == 1
-    assert kernels.pop().startswith(implementation)
-
-
 def test_variants_reach_the_model() -> None:
     window = trainer_of({"attention.variant": {"name": "window", "size": 2}})
     assert _bits(window) == _bits(trainer_of())
@@ -331,16 +320,6 @@ def test_tokens_are_those_that_have_a_target(packing: str, tmp_path: Path) -> No
     # Twelve for each of two layers, sixteen channels and the mean length of a row or its piece.
     mean, found = (4 + 4 + 8 + 8 + 16 + 16) / 6, piece / (12 * 2 * 16)
     assert found == pytest.approx(mean) if packing == "stream" else 1 < found < mean
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "tilewise"])
-def test_implementations_learn_the_same_from_documents(implementation: str) -> None:
-    def losses(name: str) -> list[float]:
-        changes = {"data.packing": "documents", "attention.implementation": name}
-        trainer = Trainer(run_of(changes), tokens_of(), CPU)
-        return [trainer.step().loss for _ in range(STEPS)]
-
-    assert losses(implementation) == pytest.approx(losses("plain"), rel=1e-5)
 
 
 def test_a_step_is_the_mean_over_its_tokens_in_whichever_micro_batch() -> None:

@@ -223,8 +223,6 @@ def test_what_is_no_memory(text: str) -> None:
 def test_the_page_is_whole_and_loads_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     path = tmp_path / "page.html"
     text = run(capsys, *H200, "--html", str(path))
     assert str(path) in text
@@ -243,8 +241,6 @@ def test_the_page_is_whole_and_loads_nothing(
 def test_the_page_leads_with_the_ratio_of_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     path = tmp_path / "page.html"
     text = run(capsys, *H200, "--html", str(path))
     ours, plain = re.search(r"([\d.]+) us \(lower bound\), plain ([\d.]+) ms", text).groups()  # type: ignore[union-attr]
@@ -256,8 +252,6 @@ def test_the_page_leads_with_the_ratio_of_times(
 def test_a_page_that_cannot_be_written_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "page.html", tmp_path / "absent" / "page.html", tmp_path):
         assert cli.main(["explain", "1", "4", "64", "16", "--html", str(path)]) == 1
@@ -316,8 +310,6 @@ def test_a_formula_ends_where_a_graph_uses_values_again_and_again() -> None:
 def test_a_page_without_ceilings_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "nothing"))
     path = tmp_path / "page.html"
     text = run(capsys, "1", "4", "64", "16", "--html", str(path))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ran
 from tilelab.common import memory
 
 MIB = 1 << 20
@@ -50,6 +50,7 @@ def test_release_gives_back_what_was_freed() -> None:
 
 KEEPING = """
 import torch
+from tests.conftest import ran
 from tilelab.common import memory
 memory.keep({largest})
 memory.release()
@@ -66,8 +67,7 @@ print(kept >> 20, (memory.resident_bytes() - before) >> 20)
 @pytest.mark.parametrize(("largest", "keep"), [(32 * MIB, False), (47 * MIB, True)])
 def test_kept_memory_is_given_back_by_release(largest: int, keep: bool) -> None:
     code = KEEPING.format(largest=largest)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    kept, after = map(int, done.stdout.split())
+    kept, after = map(int, ran(sys.executable, "-c", code).stdout.split())
     assert (kept > 50) == keep, kept
     assert after < 10, after
 

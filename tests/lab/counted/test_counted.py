@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT, ran
 from tilelab.counted import __main__ as command
 from tilelab.counted.cases import CASES, QUICK, SWEEP, Case, Row, table, verdict
 from tilewise.errors import InvalidArgument
 
-ROOT = Path(__file__).resolve().parents[3]
 STORED = ROOT / "benchmarks" / "cachegrind" / "counted.json"
 FILE = """desc: I1 cache: 32768 B, 64 B, 8-way associative
 cmd: counted what=core
@@ -208,13 +207,8 @@ def test_a_run_under_cachegrind() -> None:
     for tool in ("valgrind", "cmake", "g++"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "counted.sh"), "--quick"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHON": sys.executable},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    script = ROOT / "scripts" / "counted.sh"
+    done = ran("bash", script, "--quick", timeout=None, env=environment)
     assert "too far" not in done.stdout
     assert f"ours: {sum(case.method == 'core' for case in QUICK)} cases" in done.stdout

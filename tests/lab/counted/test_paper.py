@@ -86,7 +86,6 @@ def test_the_page_prints_these_numbers() -> None:
 
 @pytest.mark.parametrize("draw", ["draw", pytest.param("draw_counted", marks=pytest.mark.thorough)])
 def test_the_picture_is_drawn_the_same_every_time(draw: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     drawn = runpy.run_path(str(ROOT / "scripts" / "io_model.py"))
     for name in ("one.svg", "two.svg"):
         drawn[draw](tmp_path / name)

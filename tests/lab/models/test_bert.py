@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,11 @@ from tilewise import patterns
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.reference.programs import visible
 
-DATA = Path(os.environ.get("TILEWISE_DATA", Path(__file__).parents[4] / "shared" / "data"))
-FOLDER = DATA / "models" / "random-bert"
 IMPLEMENTATIONS = ("plain", "sdpa", "tilewise")
 TINY = Shape(layers=2, heads=2, width=16, feed_forward=24, context=12, vocabulary=20)
 ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
 PAIRS = Head("classes", 3, "pairs")
 HEADS = (Head(), Head("classes", 3), Head("classes", 1, "mean"), Head("masked"))
-
-needs_data = pytest.mark.skipif(not FOLDER.exists(), reason="no random-bert in TILEWISE_DATA")
 
 
 def call(model: BERT, packed: Packed) -> Tensor:
@@ -39,15 +34,15 @@ def call(model: BERT, packed: Packed) -> Tensor:
     return out
 
 
-@needs_data
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_stored_outputs(implementation: Any) -> None:
+def test_stored_outputs(implementation: Any, shared_data: Path) -> None:
     """Of transformers, eager attention in float64; rows of 100, 77, 33 and 1 tokens."""
-    stored = np.load(FOLDER / "reference.npz")
+    folder = shared_data / "models" / "random-bert"
+    stored = np.load(folder / "reference.npz")
     kept = stored["attention_mask"].astype(bool)
     rows = [ids[mask].tolist() for ids, mask in zip(stored["input_ids"], kept, strict=True)]
     expected = torch.from_numpy(stored["output"][kept])
-    model = load(FOLDER, implementation=implementation).eval()
+    model = load(folder, implementation=implementation).eval()
     with torch.no_grad():
         assert (model(pack(rows)) - expected).abs().max() < 2e-5
         wide = model.double()(pack(rows))

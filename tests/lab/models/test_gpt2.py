@@ -10,18 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
 from tests.contract import assert_exact, assert_same_bits
+from tilelab.models.gpt2 import GPT2, PRESETS, Shape, load
 from tilewise import masks, scores
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Attention, Implementation
-
-pytest.importorskip("safetensors")
-from safetensors.torch import load_file, save_file
-
-from tilelab.models.gpt2 import GPT2, PRESETS, Shape, load
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("plain", "sdpa", "tilewise")
 MODELS = ("random-gpt2", "tiny-gpt2-bytes-wikitext")

@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.contract import assert_exact, assert_same_bits
+from tilelab.models import decoding
+from tilelab.models.gpt2 import GPT2, Shape, load
 from tilewise import masks
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Implementation
-
-pytest.importorskip("safetensors")
-
-from tilelab.models import decoding
-from tilelab.models.gpt2 import GPT2, Shape, load
 from tilewise.serving import generate
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("plain", "sdpa", "tilewise")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import ROOT, ran
 from tests.lab.gpu_check.test_self_test import MISSING
 from tests.lab.tune.team import CHIP, FAMILY, FakeTeam, gain
 from tilelab.gpu_check.record import Row
@@ -30,7 +31,6 @@ from tilewise.kernels.gpu.config import KINDS, PASSES, Blocks
 from tilewise.plan import tuned
 from tilewise.plan.tuned import Entry, Store, Tuned, read, write
 
-ROOT = Path(__file__).resolve().parents[3]
 ONE = ["--passes", "forward", "--dtypes", "float16", "--widths", "64", "--kinds", "plain"]
 FASTER = gain({"128x64/8/2": 0.8, "64x128/8/1": 0.7})
 
@@ -252,18 +252,11 @@ def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment["PYTHONPATH"] = os.pathsep.join((str(folder), str(ROOT / "src")))
     environment["TILEWISE_CACHE"] = str(folder / "cache")
-    return subprocess.run(
-        [sys.executable, "-m", "tilewise", "tune", "--self-test", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=environment,
-    )
+    words = (sys.executable, "-m", "tilewise", "tune", "--self-test", *arguments)
+    return ran(*words, timeout=None, cwd=folder, env=environment)
 
 
 def checked(done: subprocess.CompletedProcess[str], jobs: int, folder: Path) -> None:
-    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert f"{jobs} of {jobs} have faster blocks" in done.stdout
     assert done.stdout.endswith("self-test: nothing here is a measurement\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT, ran
 from tilelab.gpu_check import accuracy
 from tilelab.gpu_check.record import Record, Row, Status
 from tilelab.gpu_check.setting import Setting
@@ -20,8 +20,6 @@ from tilelab.tune import half_hour
 from tilelab.tune.half_hour import PARTS, chosen, main
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.gpu import PASSES
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class Machine:
@@ -190,11 +188,5 @@ def test_the_whole_self_test(tmp_path: Path) -> None:
         pytest.skip("Triton is not installed (pip install triton)")
     script = str(ROOT / "scripts" / "gpu_half_hour.py")
     for part in PARTS:
-        done = subprocess.run(
-            [sys.executable, script, part, "--self-test", "--out", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        ran(sys.executable, script, part, "--self-test", "--out", tmp_path, timeout=None)
     assert stored(tmp_path)["status"] == "complete"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
@@ -11,6 +10,7 @@ import pytest
 from pydantic import Field
 
 from tests.blocks import block_of, executes
+from tests.conftest import ran
 from tilelab.study.ask import values as registry
 from tilelab.study.ask.run_config import Schedule
 from tilelab.study.ask.values import Kind, Share, find, names, nearest, register, resolve
@@ -179,7 +179,5 @@ def test_the_registry_fills_itself_in_a_fresh_process() -> None:
         "from tilelab.study.ask.values import names; print(names('variant'));"
         "from tilelab.study.ask.config import RunConfig; print(RunConfig().schedule.options)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
-    )
+    done = ran(sys.executable, "-W", "error", "-c", program)
     assert done.stdout == f"{names('variant')}\n{{'warmup': 0.05, 'warmup_steps': 0}}\n"

@@ -36,7 +36,6 @@ def test_bytes_are_bytes() -> None:
 
 @pytest.fixture
 def gpt2(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    pytest.importorskip("tokenizers")
     monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
     return tokenizer("gpt2")
 
@@ -84,7 +83,6 @@ def test_pieces_of_any_text_give_the_tokens_of_the_whole(gpt2: Tokenizer, text: 
 def test_an_encoding_of_a_long_text_is_learnt_from_pieces_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("tokenizers")
     monkeypatch.setattr(module, "_CHUNK_LENGTH", 100)
     text = b"".join(b"alpha beta gamma " * 8 + b"delta zeta theta " * 8 for _ in range(20))
     whole = train_vocabulary(text, 270)
@@ -95,7 +93,6 @@ def test_an_encoding_of_a_long_text_is_learnt_from_pieces_of_it(
 
 
 def test_a_trained_encoding_loses_no_byte() -> None:
-    pytest.importorskip("tokenizers")
     text = Path(module.__file__).read_bytes()
     vocabulary = train_vocabulary(text, 400)
     made = of_vocabulary(vocabulary)
@@ -119,7 +116,6 @@ def test_training_is_the_same_whoever_counts(
     parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ties between pairs, too: the text has many pairs that are equally frequent."""
-    pytest.importorskip("tokenizers")
     text = b"".join(path.read_bytes() for path in sorted(Path(module.__file__).parent.glob("*.py")))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     first = train_vocabulary(text, 2000)
@@ -144,7 +140,6 @@ def test_a_missing_vocabulary_says_how_to_get_it(
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tokenizers")
     (tmp_path / "vocab.json").write_text('{"H": 0, "e": 1, "He": 2}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\nH e\n")
     monkeypatch.setenv("TILEWISE_DATA", str(tmp_path))

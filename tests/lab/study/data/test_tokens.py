@@ -85,7 +85,6 @@ def test_another_text_or_split_is_another_cache(data: Data, tmp_path: Path) -> N
 def test_gpt2_tokens_and_words_of_wikitext(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tokenizers")
     monkeypatch.setenv("TILEWISE_DATA", str(shared_data))
     folder = tmp_path / "wikitext-2"
     folder.mkdir()
@@ -109,7 +108,6 @@ def _bpe(data: Data, size: int = 280) -> Data:
 def test_a_trained_vocabulary_is_of_the_training_text_alone(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tokenizers")
     made = prepare(_bpe(data), tmp_path)
     assert made.vocabulary == len(made.token_bytes) == 280
     parts = (made.train, made.held_out)
@@ -132,7 +130,6 @@ def test_a_trained_vocabulary_is_of_the_training_text_alone(
 
 
 def test_the_vocabulary_is_part_of_what_a_corpus_is(data: Data, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     made = [prepare(each, tmp_path) for each in (data, _bpe(data), _bpe(data, 281))]
     assert len({each.sha256 for each in made}) == 3
     assert [each.as_json()["vocabulary"] for each in made] == [256, 280, 281]
@@ -141,7 +138,6 @@ def test_the_vocabulary_is_part_of_what_a_corpus_is(data: Data, tmp_path: Path) 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tokens": [], "merges": [], "sha256": ""}'])
 def test_a_damaged_vocabulary_is_said(data: Data, tmp_path: Path, text: str) -> None:
-    pytest.importorskip("tokenizers")
     prepare(_bpe(data), tmp_path)
     (path,) = tmp_path.glob("vocabulary-*.json")
     path.write_text(text)

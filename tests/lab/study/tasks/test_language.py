@@ -21,7 +21,7 @@ from torch.nn import functional
 from tests.lab.study.data.texts import tokens_of
 from tests.lab.study.records_of import config_of
 from tests.lab.study.train.toys import record_of, session_of
-from tilelab.models.gpt2 import GPT2, Shape
+from tilelab.models.gpt2 import GPT2, Shape, load
 from tilelab.study.ask.config import Training
 from tilelab.study.data.order import Windows, evaluation_windows, strided
 from tilelab.study.data.tokens import Tokens
@@ -170,9 +170,6 @@ def test_floors_of_wikitext_have_a_word_perplexity(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_loss_of_a_real_model_is_that_of_the_reference(shared_data: Path) -> None:
-    pytest.importorskip("safetensors")
-    from tilelab.models.gpt2 import load
-
     folder = shared_data / "models" / "tiny-gpt2-bytes-wikitext"
     with gzip.open(shared_data / "wikitext" / "wikitext103.valid.tokens.txt.gz") as file:
         text = np.frombuffer(file.read(400 * 256), np.uint8)

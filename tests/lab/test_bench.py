@@ -20,7 +20,6 @@ from tilelab.bench.goals import (
 )
 from tilelab.bench.tables import heading, tables
 from tilelab.cases.case import Case, Goal
-from tilelab.cases.table import rows
 from tilelab.common.clock import Samples, Spread, interleave, once, plan, repeats_for
 from tilelab.common.files import COMPLETE
 from tilelab.common.tables import markdown, plain
@@ -93,10 +92,6 @@ def test_every_row_of_the_goals_is_there() -> None:
         for case in CASES
         if case.name.startswith(("forward", "backward", "decode 4 rows", "decode 16 x"))
     }
-    goals = {key_of(case): case.goal for case in rows("goals")}
-    assert goals["forward causal 16k bfloat16"] == Goal(2.5)
-    assert goals["backward causal 2k float32"] == Goal(1.7, 0.82)
-    assert goals["decode 32:4, D128, 16k keys bfloat16"] == Goal(20.0)
     assert all(case.goal is not None for case in CASES)
 
 

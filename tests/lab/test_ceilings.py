@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise import chips, doctor
-from tilewise.chips import Chip, ceilings_file, detect, measured, named
+from tilewise.chips import Chip, detect, measured, named
 from tilewise.kernels.cpu import absence
 
 MADE_UP = Chip(
@@ -44,14 +44,6 @@ def test_other_chips_stay_and_rubbish_does_not_matter(tmp_path: Path) -> None:
     doctor.keep(Chip("other", "cpu", 1, bandwidth_bytes_s=1.0, exponentials_s=1.0), path)
     assert set(json.loads(path.read_text())) == {"made up x 3", "other x 1"}
     assert os.listdir(tmp_path) == ["ceilings.json"]
-
-
-def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    assert ceilings_file() == tmp_path / "ceilings.json"
-    monkeypatch.delenv("TILEWISE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert ceilings_file() == tmp_path / "tilewise" / "ceilings.json"
 
 
 @pytest.mark.skipif(absence() is not None, reason="needs the compiled core")

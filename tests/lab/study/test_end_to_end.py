@@ -119,8 +119,24 @@ def started(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
+def children(pid: int) -> list[int]:
+    """Its children and theirs."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    own = [int(child) for child in listed.read_text().split()] if listed.exists() else []
+    return [each for child in own for each in (child, *children(child))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills as POSIX does")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs Linux's /proc to see the processes of runs"
+)
 def test_killed_at_random_moments_it_is_the_same_to_the_bit(place: Path) -> None:
     options = ["--seeds", "2", "--underpowered", "--steps", "300"]
     assert cli.main(argv(place, "long", *options)) == 0
@@ -130,9 +146,14 @@ def test_killed_at_random_moments_it_is_the_same_to_the_bit(place: Path) -> None
         with process:
             time.sleep(moments.uniform(2, 12))
             how = signal.SIGINT if attempt % 3 == 2 else signal.SIGKILL
+            runs = children(process.pid)
             process.send_signal(how)
             said, _ = process.communicate(timeout=60)
         assert process.returncode in (0, 130 if how == signal.SIGINT else -how)
         assert "Traceback" not in said
+        deadline = time.monotonic() + 10
+        while any(map(alive, runs)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(alive, runs)), "a process is left"
     assert cli.main(argv(place, "often", *options)) == 0
     assert_same(records(place / "often"), records(place / "long"))

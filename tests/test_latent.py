@@ -41,33 +41,6 @@ def test_values_that_are_a_part_of_the_keys(
     assert_exact(got, plain(q, latent), plain(q.double(), latent.double()), "out")
 
 
-@pytest.mark.parametrize("target", CPU_TARGETS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_naive_form_trains(target: Target, dtype: torch.dtype) -> None:
-    """Keys of 192 and values of 128, of heads of their own: the output and its gradients."""
-    widths = (192, 192, 128)
-    leaves = tuple(drawn(1, 2, 150, width, seed=width + i) for i, width in enumerate(widths))
-    leaves = tuple(each.to(dtype).requires_grad_() for each in leaves)
-    along = drawn(1, 2, 150, 128, seed=3).to(dtype)
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, mask=lambda b, h, m, n: n <= m).out
-
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return tilewise.attention(q, k, v, mask=masks.causal(), backend="cpu")
-
-    def found(form: Any, of: torch.dtype) -> tuple[torch.Tensor, ...]:
-        operands = tuple(each.to(of) for each in leaves)
-        out = form(*operands)
-        return (out.detach(), *torch.autograd.grad(out, operands, along.to(of)))
-
-    with forced(target):
-        got = found(ours, dtype)
-    checked = zip(got, found(plain, dtype), found(plain, torch.float64), strict=True)
-    for name, each in zip(("out", "dq", "dk", "dv"), checked, strict=True):
-        assert_exact(*each, name)
-
-
 def test_a_cache_of_latent_pages() -> None:
     """Values are a view of the pages too: the same bits as without pages."""
     q, latent = 0.3 * drawn(2, 4, 1, WIDTH), drawn(2, 1, 48, WIDTH, seed=1)

@@ -85,10 +85,15 @@ def test_text_and_back(mask: Mask) -> None:
 
 
 @given(any_score)
-def test_score_text_and_back(steps: list[Score]) -> None:
+def test_a_sequence_of_scores_keeps_text_order_and_captures(steps: list[Score]) -> None:
     score = as_score(steps)
     assert decode(score.text) == score.program
-    assert [instr.op for instr in score.program] == [step.program[0].op for step in steps]
+    captured = [tensor for step in steps for tensor in step.captured]
+    assert len(score.captured) == len(captured)
+    for instr, step in zip(score.program, steps, strict=True):
+        assert instr.op == step.program[0].op
+        for slot, tensor in zip(instr.slots, step.captured, strict=True):
+            assert score.captured[slot] is tensor
 
 
 @given(any_mask, any_mask)
@@ -107,16 +112,6 @@ def test_composition_keeps_every_capture_in_its_slot(a: Mask, b: Mask) -> None:
         assert found is given_
     slots = [slot for instr in joined.program for slot in instr.slots]
     assert sorted(slots) == list(range(len(joined.captured)))
-
-
-@given(any_score)
-def test_a_sequence_of_scores_keeps_order_and_captures(steps: list[Score]) -> None:
-    score = as_score(steps)
-    captured = [tensor for step in steps for tensor in step.captured]
-    assert len(score.captured) == len(captured)
-    for instr, step in zip(score.program, steps, strict=True):
-        for slot, tensor in zip(instr.slots, step.captured, strict=True):
-            assert score.captured[slot] is tensor
 
 
 def test_named_masks_are_these_programs() -> None:

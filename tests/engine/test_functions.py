@@ -193,16 +193,6 @@ def test_only_sinks_may_want_a_gradient(backend: str) -> None:
     assert (sinks.grad.shape, sinks.grad.dtype) == ((4,), torch.bfloat16)
 
 
-def test_lse_alone_may_be_used(backend: str) -> None:
-    q, k, v = qkv()
-    result = tilewise.attention(q, k, v, return_lse=True, backend=backend)
-    result.lse.sum().backward()
-    assert q.grad is not None
-    assert k.grad is not None
-    assert q.grad.abs().sum() > 0
-    assert v.grad is None or not v.grad.any()
-
-
 def test_one_tensor_as_q_k_and_v_collects_all_three(backend: str) -> None:
     x = qkv()[0]
     twins = [x.detach().clone().requires_grad_() for _ in range(3)]

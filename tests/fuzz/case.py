@@ -187,11 +187,6 @@ class Case:
         return {int(number) for number in re.findall(r"\bt(\d+)\b", text)}
 
 
-def size_of(case: Case) -> tuple[int, ...]:
-    """How large a case is to a reader: shrinking makes it smaller, first things first."""
-    return (len(repr(case)), case.work())
-
-
 def reread(text: str) -> Case:
     """The case that a ``repr`` says."""
     names: dict[str, Any] = {"Case": Case, "Node": Node, "Layout": Layout, "Table": Table}

@@ -61,15 +61,6 @@ def test_nothing_to_visit() -> None:
         assert (found.tiles, found.pairs, found.density) == (0, 0, 1.0)
 
 
-def test_sequences_add_up() -> None:
-    lengths = [(10, 30), (0, 3), (17, 17)]
-    case = problem(3, 2, 1, 27, 50, layout="varlen", mask=masks.causal().program)
-    whole = visits_of(case, (8, 8), lengths=lengths)
-    each = [visits_of(problem(1, 2, 1, m, n, mask=case.mask), (8, 8)) for m, n in lengths]
-    assert whole.pairs == sum(one.pairs for one in each)
-    assert whole.keys_walked == sum(one.keys_walked for one in each)
-
-
 def test_batch_items_with_masks_of_their_own() -> None:
     """Item 0 sees 10 keys and item 1 all of them; the reference judges both at once."""
     case = problem(2, 3, 1, 40, 64, mask=masks.lengths(torch.tensor([1, 2])).program)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tilewise.reference.philox import keep_mask, philox4x32, split_seed, threshold
+from tilewise.reference.philox import keep_mask, philox4x32, threshold
 
 FULL = 0xFFFFFFFF
 # Random123's known answers for philox4x32 with ten rounds: counter, key, words.
@@ -34,15 +34,6 @@ def test_known_answers(
     assert _words(counter, key) == words
 
 
-def test_vectors_broadcast() -> None:
-    """A grid of counters gives what its counters give one by one."""
-    first, second = torch.arange(3), torch.arange(5)[:, None]
-    grid = philox4x32([first, second, torch.tensor(7), torch.tensor(9)], (1, 2))
-    for i in range(5):
-        for j in range(3):
-            assert tuple(int(word[i, j]) for word in grid) == _words((j, i, 7, 9), (1, 2))
-
-
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**64 - 1, 0x1234_5678_9ABC_DEF0])
 def test_layout(seed: int) -> None:
     """counter = (n >> 2, m, h, b), key = (seed low, seed high), word n & 3, keep >= threshold."""
@@ -62,22 +53,6 @@ def test_layout(seed: int) -> None:
                     key = (seed & FULL, seed >> 32 & FULL)
                     word = _words((n >> 2, m, h, b), key)[n & 3]
                     assert bool(mask[i, j, x, y]) == (word >= round(p * 2**32))
-
-
-def test_blocks_are_cut_from_one_mask() -> None:
-    """Any tiling sees the same mask."""
-    every = {"batches": range(2), "heads": range(2), "queries": range(9), "keys": range(21)}
-    whole = keep_mask(3, 0.5, **every)
-    part = keep_mask(3, 0.5, **{**every, "queries": range(4, 9), "keys": range(6, 19)})
-    assert torch.equal(part, whole[:, :, 4:9, 6:19])
-    nothing = keep_mask(3, 0.5, **{**every, "keys": range(6, 6)})
-    assert nothing.shape == (2, 2, 9, 0)
-
-
-def test_signed_and_unsigned_seeds_agree() -> None:
-    """The key is the seed's 64 bits, however they are written."""
-    assert split_seed(-1) == split_seed(2**64 - 1) == (FULL, FULL)
-    assert split_seed(1 << 32) == (0, 1)
 
 
 def test_threshold() -> None:

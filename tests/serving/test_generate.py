@@ -174,12 +174,6 @@ def drawn(heads: int, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(1, heads, rows, WIDTH, generator=generator).to(dtype)
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> int:
-    torch.set_num_threads(request.param)
-    return int(request.param)
-
-
 def block_keys(dtype: torch.dtype) -> int:
     """Keys of a block where there are more than 8 queries."""
     core = pytest.importorskip("tilewise._core")
@@ -255,33 +249,3 @@ def test_a_few_queries_are_as_many_single_ones(dtype: torch.dtype, kv_heads: int
                 compared += 1
                 assert_same_bits(together[:, :, i : i + 1], few(row + 1, 1), f"row {row}")
     assert compared > 120
-
-
-LENGTHS = (1, 63, 64, 129, 700, 2200, 511, 17)
-
-
-@shared_or_not
-@pytest.mark.parametrize("queries", [1, 5, 8, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_company_in_pages(queries: int, dtype: torch.dtype, kv_heads: int, threads: int) -> None:
-    """A sequence alone, with others, in another order: the same bits."""
-    cache = PagedKVCache(pages=300, page_size=16, kv_heads=kv_heads, head_dim=WIDTH, dtype=dtype)
-    chosen = [cache.add() for _ in LENGTHS]
-    for i, (sequence, length) in enumerate(zip(chosen, LENGTHS, strict=True)):
-        more = length + queries - 1
-        k, v = drawn(kv_heads, more, i, dtype), drawn(kv_heads, more, 50 + i, dtype)
-        cache.append([sequence], k, v)
-    q = torch.cat([drawn(HEADS, queries, 90 + i, dtype) for i in range(len(LENGTHS))])
-    together = cache.attend(chosen, q, return_lse=True)
-    order = [5, 2, 7]
-    some = cache.attend([chosen[i] for i in order], q[order], return_lse=True)
-    assert_same_bits(some.out, together.out[order], "out of some")
-    assert_same_bits(some.lse, together.lse[order], "lse of some")
-    packed = q.transpose(1, 2).flatten(0, 1)
-    starts = torch.arange(len(LENGTHS) + 1) * queries
-    out = cache.attend(chosen, packed, cu_seqlens_q=starts)
-    assert_same_bits(out, together.out.transpose(1, 2).flatten(0, 1), "packed")
-    torch.set_num_threads(2)
-    for i, sequence in enumerate(chosen):
-        alone = cache.attend([sequence], q[i : i + 1])
-        assert_same_bits(alone, together.out[i : i + 1], f"sequence {i}")

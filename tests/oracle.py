@@ -14,7 +14,7 @@ from tests.contract import InexactError, assert_exact, assert_same_bits
 from tests.extended import extended
 from tilelab.cases.case import Case
 from tilelab.cases.dense import dense
-from tilelab.cases.inputs import Inputs, Sent, build, call, gradients, send
+from tilelab.cases.inputs import Inputs, Sent, build, call, gradients, listed_mask, send
 from tilewise.problem import Operands, Problem
 from tilewise.validation import dense_problem, lower_sinks, varlen_problem
 from tilewise.variants.lower import Extent, lower_mask, lower_score
@@ -88,10 +88,10 @@ class Reference(NamedTuple):
 
 
 def problem_of(inputs: Inputs) -> tuple[Problem, Operands]:
-    """The Problem and Operands that a public call would make of the inputs, without key lists."""
-    named = inputs._asdict()
+    """The Problem and Operands that a public call would make of inputs; key lists are a mask."""
+    named = inputs._replace(mask=listed_mask(inputs))._asdict()
     tensors = [named.pop(name) for name in ("q", "k", "v", "cu_seqlens")]
-    assert named.pop("keys") is None
+    del named["keys"]
     return asked(*tensors, **named)
 
 
@@ -177,11 +177,13 @@ def pool(outcomes: Sequence[Outcome]) -> Outcome:
     def stack(values: Sequence[Any]) -> Any:
         return torch.stack(list(values)) if isinstance(values[0], Tensor) else np.stack(values)
 
-    return Outcome(
-        stack([outcome.out for outcome in outcomes]),
-        stack([outcome.lse for outcome in outcomes]),
-        {name: stack([o.grads[name] for o in outcomes]) for name in outcomes[0].grads},
-    )
+    facts = {
+        name: None if each is None else stack([getattr(o, name) for o in outcomes])
+        for name, each in outcomes[0]._asdict().items()
+        if name != "grads"
+    }
+    grads = {name: stack([o.grads[name] for o in outcomes]) for name in outcomes[0].grads}
+    return Outcome(grads=grads, **facts)
 
 
 def check_pooled(case: Case, draws: range, run: Callable[[Inputs, Sent], Outcome]) -> None:
@@ -190,14 +192,25 @@ def check_pooled(case: Case, draws: range, run: Callable[[Inputs, Sent], Outcome
     The largest error of a handful of numbers says little about the one implementation or the
     other; a tiny problem needs more numbers before the two can be compared.
     """
-    inputs = [build(case, draw) for draw in draws]
-    references = [refer(each) for each in inputs]
-    actual = [run(each, its.sent) for each, its in zip(inputs, references, strict=True)]
+    check_all([build(case, draw) for draw in draws], run, repr(case))
+
+
+def check_all(
+    inputs: Sequence[Inputs],
+    run: Callable[[Inputs, Sent], Outcome],
+    name: str,
+    *,
+    entropy: bool = False,
+) -> Outcome:
+    """Assert the contract for several inputs of one shape as one problem; what ``run`` gave."""
+    references = [refer(each, send(each, entropy=entropy)) for each in inputs]
+    actual = pool([run(each, its.sent) for each, its in zip(inputs, references, strict=True)])
     pooled = references[0]._replace(
         plain=pool([reference.plain for reference in references]),
         oracle=pool([reference.oracle for reference in references]),
     )
-    check(pool(actual), pooled, repr(case))
+    check(actual, pooled, name)
+    return actual
 
 
 def check_drawn(case: Case, backend: str, most: int = 64) -> None:

@@ -10,16 +10,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tilewise
-from tests.cases import drawn
+from tests.cases import Case, Inputs, build, drawn
 from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
+from tests.oracle import Outcome, Sent, attend, check_all
 from tests.test_key_lists import seen_by
 from tilewise import KeyBlocks, masks, scores
 from tilewise.engine.gathered import Gathering
 from tilewise.kernels.gpu import backend as gpu
 from tilewise.kernels.gpu.config import Parts, config_for
 from tilewise.kernels.gpu.walk import descriptors
+from tilewise.variants.values import as_score
 
 QUERIES, KEYS = 7, 80  # ten blocks of 8, five of 16, three of 32 of which the last is half
+SIZES: dict[str, Any] = {"batch": 1, "heads": 4, "queries": QUERIES, "keys": KEYS}
+SIZES |= {"head_dim": 16, "value_dim": 24}
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -62,54 +66,22 @@ def results(call: Any, leaves: list[Tensor]) -> dict[str, Tensor]:
 
 
 def check(
-    keys: Tensor | KeyBlocks,
-    dtype: torch.dtype = torch.float32,
-    heads: int = 2,
-    width: int = 16,
-    queries: int = QUERIES,
-    count: int = KEYS,
-    mask: Any = None,
-    learned: tuple[Tensor, ...] = (),
-    score: Any = None,
-    sinks: bool = False,
-    draws: int = 1,
-) -> dict[str, Tensor]:
+    lists: Tensor | KeyBlocks, mask: Any = None, score: Any = None, draws: int = 1, **sizes: Any
+) -> Outcome:
     """Hold a call with lists to the 2x rule, against plain attention with the lists as a mask.
 
-    ``score`` makes a score of the learned tensors. Several draws count as one problem: the largest
-    error of few numbers says little. Everything that came is returned, with a dimension of draws.
+    Several draws count as one problem: the largest error of few numbers says little. What came is
+    returned, with a dimension of draws.
     """
-    shapes = (1, 4, queries, width), (1, heads, count, width), (1, heads, count, 24)
-    seen = masks.dense(as_mask(keys, queries, count))
-    seen = seen if mask is None else seen & mask
+    keys = lists if isinstance(lists, KeyBlocks) else KeyBlocks(lists, 1)
+    case = Case("lists", **{**SIZES, **sizes})
+    given = {"mask": mask, "score": None if score is None else as_score(score), "keys": keys}
+    inputs = [build(case, draw)._replace(**given) for draw in range(draws)]
 
-    def call(lists: bool, backend: str | None) -> Any:
-        own = {"keys": keys, "mask": mask} if lists else {"mask": seen}
+    def run(each: Inputs, sent: Sent) -> Outcome:
+        return attend(each, "gpu", sent, statistics=True)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
-            given: dict[str, Any] = {**own, "backend": backend, "return_lse": True}
-            given |= {"return_stats": True, "sinks": rest[0] if sinks else None}
-            if score is not None:
-                given["score"] = score(*rest[sinks:])
-            return tilewise.attention(q, k, v, **given)
-
-        return attend
-
-    def found(lists: bool, backend: str | None, to: torch.dtype | None) -> dict[str, Tensor]:
-        every = []
-        for draw in range(draws):
-            places = enumerate(shapes, 100 * draw)
-            tensors = [drawn(*shape, seed=seed).to(dtype) for seed, shape in places]
-            tensors += [torch.tensor([0.5, -2.0, 3.0, 0.0])] if sinks else []
-            leaves = [x.to(to or x.dtype).requires_grad_() for x in (*tensors, *learned)]
-            every.append(results(call(lists, backend), leaves))
-        return {name: torch.stack([each[name] for each in every]) for name in every[0]}
-
-    got, plain = found(True, "gpu", None), found(False, "tiled", None)
-    oracle = found(False, "tiled", torch.float64)
-    for name, tensor in got.items():
-        assert_exact(tensor, plain[name].to(tensor.dtype), oracle[name], name)
-    return got
+    return check_all(inputs, run, "lists", entropy=True)
 
 
 LISTS: dict[str, Tensor | KeyBlocks] = {
@@ -132,8 +104,7 @@ LISTS: dict[str, Tensor | KeyBlocks] = {
 def test_lists_and_blocks(name: str) -> None:
     """Of single keys and of blocks, for each head and for all; with a mask and a score."""
     count = 128 if name == "a tile of a page" else KEYS
-    given: dict[str, Any] = {"mask": masks.causal(), "score": lambda: scores.alibi(SLOPES)}
-    check(LISTS[name], count=count, **given)
+    check(LISTS[name], masks.causal(), scores.alibi(SLOPES), keys=count)
 
 
 @pytest.mark.parametrize("name", ["keys", "blocks of 40", "a shorter last block"])
@@ -141,7 +112,7 @@ def test_products_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where registers cannot hold whole rows: what a part reads is found by its own names."""
     config = config_for("interpreter")._replace(parts=Parts(0, 0, 0, 0, 0))
     monkeypatch.setattr(gpu, "_config", lambda problem: config)
-    check(LISTS[name], width=40, mask=masks.causal())
+    check(LISTS[name], masks.causal(), head_dim=40)
 
 
 @pytest.mark.parametrize(
@@ -149,41 +120,42 @@ def test_products_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sixteen_bits_and_groups(dtype: torch.dtype, heads: int) -> None:
     """Heads that share keys, and that do not; no mask and no score."""
-    check(lists_of(12, KEYS, heads=heads), dtype, heads)
-    check(KeyBlocks(lists_of(2, 5, groups=2, heads=1), 16, 4), dtype, heads)
+    sizes: dict[str, Any] = {"dtype": dtype, "kv_heads": heads}
+    check(lists_of(12, KEYS, heads=heads), **sizes)
+    check(KeyBlocks(lists_of(2, 5, groups=2, heads=1), 16, 4), **sizes)
 
 
 def test_sinks_and_dead_rows() -> None:
     """Rows that see nothing, by their list or by the mask, and one more logit for each head."""
-    check(lists_of(20, KEYS), mask=masks.window(30, 9, align="top_left"), sinks=True, draws=6)
+    check(lists_of(20, KEYS), masks.window(30, 9, align="top_left"), sinks=True, draws=6)
 
 
-LEARNED: dict[str, tuple[tuple[Tensor, ...], Any]] = {
+LEARNED: dict[str, tuple[tuple[int, ...], Any]] = {
     "a factor of heads": (
-        (torch.randn(4),),
+        (4,),
         lambda heat: lambda s, b, h, m, n: s * (1 + 0.1 * heat[h]),
     ),
-    "of keys": ((torch.randn(4, KEYS),), lambda t: lambda s, b, h, m, n: s + t[h, n]),
-    "of rows": ((torch.randn(QUERIES),), lambda t: lambda s, b, h, m, n: s + t[m]),
+    "of keys": ((4, KEYS), lambda t: lambda s, b, h, m, n: s + t[h, n]),
+    "of rows": ((QUERIES,), lambda t: lambda s, b, h, m, n: s + t[m]),
     "of distances": (
-        (torch.randn(4, KEYS + QUERIES),),
+        (4, KEYS + QUERIES),
         lambda t: lambda s, b, h, m, n: s + t[h, n - m + QUERIES],
     ),
     "of buckets": (
-        (torch.randn(4, 7),),
+        (4, 7),
         lambda t: lambda s, b, h, m, n: s + t[h, tilewise.minimum(abs(m - n) // 8, 6)],
     ),
-    "a bias": ((torch.randn(1, 4, QUERIES, KEYS),), scores.bias),
+    "a bias": ((1, 4, QUERIES, KEYS), scores.bias),
 }
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradients_of_what_a_score_captures(name: str) -> None:
     """Numbers of heads, rows, keys, distances and pairs; single keys, and blocks."""
-    learned, score = LEARNED[name]
+    shape, score = LEARNED[name]
     by_blocks = name in ("of keys", "of buckets")
     keys = KeyBlocks(lists_of(2, 5, groups=2), 16, 4) if by_blocks else lists_of(9, KEYS)
-    check(keys, learned=learned, score=score)
+    check(keys, score=score(drawn(*shape, seed=9).requires_grad_()))
 
 
 def test_gradients_alone() -> None:
@@ -316,7 +288,7 @@ def test_small_sizes(queries: int, count: int) -> None:
     drawing = torch.Generator().manual_seed(0)
     lists = torch.randint(-1, max(count, 1), (1, 2, queries, 150), generator=drawing)
     lists = lists if count else torch.full_like(lists, -1)
-    check(lists, queries=queries, count=count)
+    check(lists, queries=queries, keys=count)
 
 
 def test_lists_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +296,8 @@ def test_lists_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = check(lists_of(9, KEYS))
     monkeypatch.setattr("tilewise.engine.gathered._INVERTED", 4 * 9 * 2)
     parts = check(lists_of(9, KEYS))
-    for name in ("gradient 0", "gradient 1", "gradient 2"):
-        torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+    for name, grad in whole.grads.items():
+        torch.testing.assert_close(parts.grads[name], grad, rtol=1e-5, atol=1e-6)
 
 
 HALF = torch.float16

@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import tilewise
-from tests.contract import assert_all_same_bits, assert_exact, assert_same_bits
+from tests.cases import Case, Inputs, build
+from tests.contract import assert_all_same_bits, assert_same_bits
 from tests.kernels.targets import TARGETS, Target, forced
+from tests.oracle import Outcome, Sent, check_all
+from tests.oracle import attend as attended
 from tests.peak import only_linux, printed
 from tests.plain import attend
 from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
@@ -244,32 +247,18 @@ def _results(found: Any, leaves: tuple[Tensor, ...]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @alike
 def test_the_2x_rule(target: Target, dtype: torch.dtype, alike: bool) -> None:
-    """Against plain torch in the dtype, gradients with it; sinks too."""
-    lists = lists_of(SIZES, 2, alike=alike)
-    leaves = _leaves(dtype)
-    sinks = torch.tensor([0.5, -2.0, 3.0, -math.inf], requires_grad=True)
-    mask = both(seen_by(lists, SIZES.keys), lambda b, h, m, n: n <= m + 16)
+    """Of statistics and gradients too, with a mask and sinks."""
+    sizes: dict[str, Any] = {"heads": 4, "queries": SIZES.queries, "keys": SIZES.keys}
+    sizes |= {"head_dim": 8, "value_dim": 5}
+    case = Case("lists", **sizes, dtype=dtype, mask=("causal",), sinks=True)
+    keys = KeyBlocks(lists_of(SIZES, 2, alike=alike), 1)
+    inputs = [build(case, draw)._replace(keys=keys) for draw in range(2)]
 
-    def of(result: Any, leaves: Any) -> dict[str, Tensor]:
-        return _results((result[0], result[1], None), leaves)
+    def run(each: Inputs, sent: Sent) -> Outcome:
+        return attended(each, target.backend, sent, statistics=True)
 
     with forced(target):
-        got = of(
-            tilewise.attention(
-                *leaves,
-                keys=lists,
-                mask=masks.causal(),
-                sinks=sinks,
-                return_lse=True,
-                backend=target.backend,
-            ),
-            (*leaves, sinks),
-        )
-    plain = of(attend(*leaves, mask=mask, sinks=sinks), (*leaves, sinks))
-    wide = [leaf.detach().double().requires_grad_() for leaf in (*leaves, sinks)]
-    oracle = of(attend(*wide[:3], mask=mask, sinks=wide[3]), wide)
-    for name, tensor in got.items():
-        assert_exact(tensor, plain[name].to(tensor.dtype), oracle[name], name)
+        check_all(inputs, run, "lists", entropy=True)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import Inputs
+from tilewise.problem import Operands, Problem
 
 # What a block table says where a sequence has no keys: nobody may look.
 NOBODY = (-1, 2**31 - 1, -(2**31))
@@ -63,6 +64,16 @@ def in_pages(
                 piece = tensors[index][:, rows]
                 pool[page, :, : piece.shape[1]] = piece
     return Paged(pools[0], pools[1], table, torch.tensor(counts, dtype=torch.int32))
+
+
+def paged_problem_of(
+    problem: Problem, operands: Operands, paged: Paged
+) -> tuple[Problem, Operands]:
+    """A packed problem and its operands with their keys in pages."""
+    k, v, table, lengths = paged
+    problem = problem._replace(keys=table.shape[1] * k.shape[2], page_size=k.shape[2])
+    operands = operands._replace(k=k, v=v, cu_seqlens_k=None)
+    return problem, operands._replace(block_table=table, key_lengths=lengths)
 
 
 def sequences_of(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:

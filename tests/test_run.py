@@ -119,33 +119,32 @@ def test_no_or_an_unknown_command(
     assert not (checkout / ".venv").exists()
 
 
-def test_no_python(run: Run) -> None:
+OLD = '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1'
+WITHOUT_VENV = 'case "$2" in *version_info*) exit 0;; esac; exit 1'
+# Programs, and what is said where these are all there is.
+PYTHONS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "none": ({}, ["Python 3.11 or newer is needed; found: none", "TILEWISE_PYTHON="]),
+    "old": ({"python3": OLD}, ["3.11 or newer is needed; found: python3 (Python 3.9.2)"]),
+    "newer under another name": (
+        {"python3": OLD, "python3.12": WITHOUT_VENV},
+        ["python3.12 cannot make virtual environments"],
+    ),
+    "no module venv": (
+        {"python3": WITHOUT_VENV},
+        ["no module venv or ensurepip", "python3-venv"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_a_python_that_does_not_serve(name: str, run: Run, tools: Path) -> None:
+    programs, words = PYTHONS[name]
+    for each, script in programs.items():
+        program(tools, each, script)
     done = run("test")
     assert done.returncode == 1
-    assert "Python 3.11 or newer is needed; found: none" in done.stderr
-    assert "TILEWISE_PYTHON=" in done.stderr
-
-
-def test_old_python(run: Run, tools: Path) -> None:
-    program(tools, "python3", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1')
-    done = run("test")
-    assert done.returncode == 1
-    assert "3.11 or newer is needed; found: python3 (Python 3.9.2)" in done.stderr
-
-
-def test_newer_python_under_another_name(run: Run, tools: Path) -> None:
-    """An old ``python3`` is passed over for a ``python3.12``, which here fails at the next step."""
-    program(tools, "python3", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1')
-    program(tools, "python3.12", 'case "$2" in *version_info*) exit 0;; esac; exit 1')
-    assert "python3.12 cannot make virtual environments" in run("test").stderr
-
-
-def test_no_venv_module(run: Run, tools: Path) -> None:
-    program(tools, "python3", 'case "$2" in *version_info*) exit 0;; esac; exit 1')
-    done = run("test")
-    assert done.returncode == 1
-    assert "no module venv or ensurepip" in done.stderr
-    assert "python3-venv" in done.stderr
+    for said in words:
+        assert said in done.stderr
 
 
 def test_pip_without_a_compiler_says_what_to_do(

@@ -21,7 +21,7 @@ from tests.orders.backward import (
 )
 from tests.orders.forward import forward_in_parts, forward_keys_outside
 from tests.orders.ledger import Ledger
-from tests.paged import in_pages, sequences_of
+from tests.paged import in_pages, paged_problem_of, sequences_of
 from tilewise.plan.traffic import Traffic, visits_of
 from tilewise.plan.traffic import tiled as model
 from tilewise.plan.traffic.visits import Visits
@@ -92,19 +92,11 @@ def in_pages_of(
 ) -> tuple[Problem, Operands]:
     """A packed problem with its keys and values in pages, perhaps of 8 bits."""
     paged = in_pages(*sequences_of(inputs), page_size)
-    slots = paged.block_table.shape[1]
-    problem = problem._replace(keys=slots * page_size, page_size=page_size, stored=stored)
     if stored is not None:
         (k, k_scale), (v, v_scale) = (quantised(pool, stored) for pool in paged[:2])
         paged = paged._replace(k_pages=k, v_pages=v)
         operands = operands._replace(k_scale=k_scale, v_scale=v_scale)
-    return problem, operands._replace(
-        k=paged.k_pages,
-        v=paged.v_pages,
-        cu_seqlens_k=None,
-        block_table=paged.block_table,
-        key_lengths=paged.key_lengths,
-    )
+    return paged_problem_of(problem._replace(stored=stored), operands, paged)
 
 
 def assert_counted(traffic: Traffic, walk: Walk) -> None:
@@ -117,6 +109,15 @@ def assert_counted(traffic: Traffic, walk: Walk) -> None:
     assert said == {name: moved for name, moved in seen.items() if moved != (0, 0)}
     assert traffic.flops == ledger.flops
     assert traffic.exponentials == ledger.exponentials
+
+
+def assert_forward_counted(problem: Problem, operands: Operands, tile: tuple[int, int]) -> Visits:
+    """Those of the forward pass with queries outside; the visits of its tiles."""
+    walk = Walk(*tile, Ledger())
+    tiled.forward(problem, operands, walk=walk)
+    visited = visits_of(problem, tile, operands, together=True)
+    assert_counted(model.forward(problem, visited), walk)
+    return visited
 
 
 def prepared(case: Case, tile: tuple[int, int]) -> tuple[Problem, Operands, Walk, Visits]:
@@ -241,15 +242,12 @@ def test_block_tables(
     inputs = build(replace(case, sequences=sequences)).detached()
     packed = problem_of(inputs)
     problem, operands = in_pages_of(*packed, inputs, page_size, stored)
-    walk = Walk(*tile, Ledger())
-    visited = visits_of(problem, tile, operands, together=True)
     if split:
+        walk, visited = Walk(*tile, Ledger()), visits_of(problem, tile, operands, together=True)
         forward_in_parts(problem, operands, walk, split * tile[1])
-        said = model.forward_in_parts(problem, visited, split * tile[1])
+        assert_counted(model.forward_in_parts(problem, visited, split * tile[1]), walk)
     else:
-        tiled.forward(problem, operands, walk=walk)
-        said = model.forward(problem, visited)
-    assert_counted(said, walk)
+        visited = assert_forward_counted(problem, operands, tile)
     without = visits_of(packed[0], tile, packed[1], together=True)
     assert visited._replace(pages=0) == without
     least = visited.tiles * -(-tile[1] // page_size) if page_size < tile[1] else visited.tiles
@@ -282,11 +280,7 @@ def test_eight_bits(case: Case, tile: tuple[int, int]) -> None:
     problem, operands = problem_of(build(plain).detached())
     eight = [x.to(torch.float8_e4m3fn) for x in operands[:3]]
     operands = operands._replace(q=eight[0], k=eight[1], v=eight[2])
-    problem = problem._replace(dtype=torch.float8_e4m3fn)
-    walk = Walk(*tile, Ledger())
-    tiled.forward(problem, operands, walk=walk)
-    visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk)
+    assert_forward_counted(problem._replace(dtype=torch.float8_e4m3fn), operands, tile)
 
 
 @given(
@@ -310,10 +304,7 @@ def test_block_masks(queries: int, keys: int, block: Any, times: Any, odd: bool,
     problem = plain._replace(mask=mask.program)
     operands = operands._replace(mask_tensors=lowered)
     tile = (block[0] * times[0] + odd, block[1] * times[1])
-    walk = Walk(*tile, Ledger())
-    tiled.forward(problem, operands, walk=walk)
-    visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk)
+    visited = assert_forward_counted(problem, operands, tile)
     apart = visits_of(problem, tile, operands)
     assert apart.pairs <= visited.pairs
 
@@ -330,11 +321,7 @@ def test_a_table_of_sequences(tile: tuple[int, int]) -> None:
     plain, operands = problem_of(inputs)
     problem = plain._replace(mask=mask.program)
     operands = operands._replace(mask_tensors=mask.captured)
-    walk = Walk(*tile, Ledger())
-    tiled.forward(problem, operands, walk=walk)
-    visited = visits_of(problem, tile, operands, together=True)
-    assert_counted(model.forward(problem, visited), walk)
-    assert visited.density < 1
+    assert assert_forward_counted(problem, operands, tile).density < 1
 
 
 def test_a_table_of_heads_counts_each_head() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise
+from tests import paged as pages
 from tests.cases import Case, Inputs, build
 from tests.contract import assert_exact, assert_same_bits
 from tests.kernels.gpu import passes
@@ -38,16 +39,7 @@ PAGES = (1, 3, 16, 17, 32, 64, 128)
 
 def paged_problem_of(inputs: Inputs, paged: Paged, dense: bool) -> tuple[Problem, Operands]:
     """The problem and operands of packed inputs with their keys in pages."""
-    problem, operands = problem_of(inputs)
-    slots, page_size = paged.block_table.shape[1], paged.k_pages.shape[2]
-    problem = problem._replace(keys=slots * page_size, page_size=page_size)
-    operands = operands._replace(
-        k=paged.k_pages,
-        v=paged.v_pages,
-        cu_seqlens_k=None,
-        block_table=paged.block_table,
-        key_lengths=paged.key_lengths,
-    )
+    problem, operands = pages.paged_problem_of(*problem_of(inputs), paged)
     if dense:
         q = operands.q.unflatten(0, (problem.batch, -1)).transpose(1, 2)
         problem = problem._replace(layout="dense", queries=q.shape[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -127,25 +128,18 @@ def test_for_all_threads() -> None:
 
 
 def test_many_threads_at_once() -> None:
-    qkv = tensors()
-    problems: list[BaseException] = []
+    qkv, barrier = tensors(), threading.Barrier(4)
 
-    def work() -> None:
-        try:
-            for _ in range(20):
-                with tilewise.sdpa() as report:
-                    call(*qkv)
-                    call(*qkv)
-                assert report.taken == 2
-        except BaseException as error:
-            problems.append(error)
+    def work(_: int) -> None:
+        barrier.wait(30)
+        for _ in range(20):
+            with tilewise.sdpa() as report:
+                call(*qkv)
+                call(*qkv)
+            assert report.taken == 2
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_who_patched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -213,23 +214,16 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
 
 def test_the_cache_survives_threads() -> None:
     cache: Cache[Plan] = Cache(size=3)
-    plan = _plan()
-    failures: list[Exception] = []
+    plan, barrier = _plan(), threading.Barrier(4)
 
     def work(offset: int) -> None:
-        try:
-            for number in range(300):
-                cache.add((offset + number) % 11, plan)
-                cache.find(number % 7)
-        except Exception as error:  # a thread's exception would be lost
-            failures.append(error)
+        barrier.wait(30)
+        for number in range(300):
+            cache.add((offset + number) % 11, plan)
+            cache.find(number % 7)
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert len(cache) <= 6
 
 

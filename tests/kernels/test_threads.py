@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -123,25 +124,17 @@ def test_two_callers_at_once(target: Target) -> None:
     sent = [send(each) for each in inputs]
     torch.set_num_threads(2)
     expected = [attend(each, "cpu", own) for each, own in zip(inputs, sent, strict=True)]
-    failures: list[BaseException] = []
     barrier = threading.Barrier(2)
 
     def work(index: int) -> None:
-        try:
-            torch.set_num_threads(2)
-            barrier.wait(30)
-            for _ in range(10):
-                got = attend(inputs[index], "cpu", sent[index])
-                assert_same(got, expected[index], cases[index].name)
-        except BaseException as failure:  # a thread's exception would be lost
-            failures.append(failure)
+        torch.set_num_threads(2)
+        barrier.wait(30)
+        for _ in range(10):
+            got = attend(inputs[index], "cpu", sent[index])
+            assert_same(got, expected[index], cases[index].name)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 FORK = """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -101,17 +102,12 @@ def test_compiled_with_a_held_plan(backend: str) -> None:
 def test_one_graph_serves_every_length(backend: str) -> None:
     torch._dynamo.reset()
     model = transformer(backend)
-    graphs: list[Any] = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(model, fullgraph=True, backend=count, dynamic=True)
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     for rows in (5, 9, 17):
         x = torch.randn(2, rows, 16)
         torch.testing.assert_close(compiled(x), model(x))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

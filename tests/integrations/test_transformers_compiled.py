@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import tilewise
 from tests.integrations.tiny_models import assert_equal_to_float32, both, inputs, noise, tokens
@@ -16,17 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers
     pytest.mark.usefixtures("transformers_with_tilewise"),
 ]
-
-
-class Counting:
-    """A backend that runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, example: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 def padding(ids: Tensor, side: str) -> Tensor:
@@ -59,10 +49,10 @@ def test_one_graph(name: str, side: str) -> None:
     torch.compiler.reset()
     _, ours = both(name)
     given, real = padded(name, side)
-    backend = Counting()
+    backend = CompileCounter()
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     found = compiled(**given, use_cache=False).logits
-    assert backend.graphs == 1
+    assert backend.frame_count == 1
     assert_equal_to_float32(found[real], ours(**given, use_cache=False).logits[real])
 
 
@@ -83,7 +73,7 @@ def test_training_in_one_graph() -> None:
 def test_one_graph_serves_every_length_and_padding() -> None:
     torch.compiler.reset()
     _, ours = both("mistral")
-    backend = Counting()
+    backend = CompileCounter()
     compiled = torch.compile(ours, backend=backend, fullgraph=True, dynamic=True)
     for length, side in ((17, "left"), (23, "right"), (9, "both"), (40, "left"), (11, "none")):
         ids = tokens(3, length, seed=length)
@@ -91,7 +81,7 @@ def test_one_graph_serves_every_length_and_padding() -> None:
         found = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
         expected = ours(input_ids=ids, attention_mask=mask, use_cache=False).logits
         assert_equal_to_float32(found[mask.bool()], expected[mask.bool()])
-        assert backend.graphs == 1, (length, side)
+        assert backend.frame_count == 1, (length, side)
 
 
 class Logits(torch.nn.Module):
@@ -186,13 +176,13 @@ def test_a_step_in_a_static_cache() -> None:
         mask = make_mask(2, 1, 16, offset, attention_mask=real)
         return attention_forward(layer, q, k, v, mask)[0]
 
-    backend = Counting()
+    backend = CompileCounter()
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     for position in (5, 6, 15):  # the mask knows of no position in its text
         offset = torch.tensor(position)
         found = compiled(q, k, v, offset, real)
         torch.testing.assert_close(found, step(q, k, v, offset, real))
-    assert backend.graphs == 1
+    assert backend.frame_count == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
@@ -206,7 +196,7 @@ def test_steps_of_a_model_with_a_static_cache(name: str) -> None:
     eager, ours = both(name)
     if name == "deepseek_v2":
         absorb(ours)
-    ids, backend = tokens(2, 14), Counting()
+    ids, backend = tokens(2, 14), CompileCounter()
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
     with torch.no_grad():
@@ -215,4 +205,4 @@ def test_steps_of_a_model_with_a_static_cache(name: str) -> None:
         for place in range(11, 14):
             found = compiled(ids[:, place : place + 1], past_key_values=cache).logits
             assert_equal_to_float32(found[:, 0], due[:, place])
-    assert backend.graphs == 1
+    assert backend.frame_count == 1

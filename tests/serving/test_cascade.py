@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import tilewise
 from tests.cases import drawn
@@ -208,17 +209,13 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own
 def test_two_graphs_serve_a_prompt_and_all_that_follows() -> None:
     torch._dynamo.reset()
-    graphs: list[Any] = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
+    counter = CompileCounter()
 
     def step(cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.append(k, v)
         return cache.attend(q)
 
-    compiled = torch.compile(step, fullgraph=True, backend=count)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
     eager, traced = (KVCache(batch=2, kv_heads=2, head_dim=16, capacity=16) for _ in range(2))
     with torch.no_grad():
         for seed, rows in enumerate((5, 1, 1, 1, 1)):
@@ -226,5 +223,5 @@ def test_two_graphs_serve_a_prompt_and_all_that_follows() -> None:
                 keys_drawn(3 * seed + x, heads, rows) for x, heads in ((0, 4), (1, 2), (2, 2))
             )
             assert_same_bits(compiled(traced, q, k, v), step(eager, q, k, v), f"step {seed}")
-    assert len(graphs) == 2
+    assert counter.frame_count == 2
     assert len(traced) == len(eager)

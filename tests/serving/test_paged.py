@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import tilewise
 from tests.cases import drawn
@@ -223,11 +224,7 @@ def test_wrong_rows_are_named(name: str, change: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own
 def test_compiled_code_leaves_pages_to_python() -> None:
     torch._dynamo.reset()
-    graphs: list[Any] = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
+    counter = CompileCounter()
 
     def step(cache: PagedKVCache, sequences: list[int], q: Tensor, k: Tensor) -> Tensor:
         cache.append(sequences, k * 2, k + 1)
@@ -237,15 +234,15 @@ def test_compiled_code_leaves_pages_to_python() -> None:
     caches = [PagedKVCache(pages=8, page_size=2, kv_heads=1, head_dim=4) for _ in range(3)]
     for cache in caches:
         sequences = [cache.add(), cache.add()]
-    compiled = torch.compile(step, backend=count)
+    compiled = torch.compile(step, backend=counter)
     with torch.no_grad():
         for _ in range(4):
             q, k = torch.randn(2, 2, 1, 4), torch.randn(2, 1, 1, 4)
             wanted = step(caches[0], sequences, q, k)
             assert_same_bits(compiled(caches[1], sequences, q, k), wanted, "out")
-        assert len(graphs) == 3
+        assert counter.frame_count == 3
         torch._dynamo.reset()
-        whole = torch.compile(step, backend=count, fullgraph=True)
+        whole = torch.compile(step, backend=counter, fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="append cannot be part of a graph"):
             whole(caches[2], sequences, q, k)
     assert caches[2].length(sequences[0]) == 0

@@ -11,10 +11,12 @@ from tilelab.bench import goals, suites
 from tilelab.bench.steps import Settings
 from tilelab.cases import table
 from tilelab.cases.case import Case, Goal, Use
+from tilelab.cases.inputs import variant_of
 from tilelab.gate import cases as gate
 from tilelab.gpu_check import accuracy, speed
 from tilelab.gpu_check.setting import Setting
 from tilelab.tune.worker import Job, large_cases, small_cases
+from tilewise.errors import InvalidArgument
 
 USES: tuple[Use, ...] = get_args(Use)
 ROW = Case("new", mask=("window_share",), passes="both", uses=USES, goal=Goal(1.0), quick=True)
@@ -24,6 +26,13 @@ def test_names_are_unique_in_a_room() -> None:
     for use in USES:
         names = [(str(case), case.kind) for case in table.rows(use)]
         assert len(set(names)) == len(names) > 0, use
+
+
+def test_every_word_of_a_row_is_known() -> None:
+    for case in table.ROWS:
+        variant_of(case, "meta")
+    with pytest.raises(InvalidArgument, match=r"score 'sofcap'; required: .*\bsoftcap\b"):
+        variant_of(replace(ROW, score=("sofcap",)), "meta")
 
 
 def rooms() -> dict[Use, list[str]]:

@@ -23,6 +23,7 @@ from tilelab.cases.variants import (
     tabled,
 )
 from tilewise import KeyBlocks, masks
+from tilewise.errors import InvalidArgument
 from tilewise.inspect.calls import lowered
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import Mask, Score, as_mask, as_score
@@ -161,6 +162,9 @@ def _lengths(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _made(word: str | Maker, known: Mapping[str, Maker], drawn: Draw) -> Any:
+    if isinstance(word, str) and word not in known:
+        required = f"a word of cases/variants.py: {', '.join(known)}"
+        raise InvalidArgument("case", f"the mask or score {word!r}", required)
     return (known[word] if isinstance(word, str) else word)(drawn)
 
 

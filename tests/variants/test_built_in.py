@@ -17,6 +17,8 @@ import tilewise
 from tests.plain import PairFunction, attend
 from tilewise import masks, patterns, scores
 from tilewise.errors import InvalidType
+from tilewise.variants.operations import OPS
+from tilewise.variants.traced import METHODS
 
 M, N = 13, 17
 OWN = N - M  # the key at row 0's own position
@@ -131,9 +133,24 @@ def test_what_is_no_number_is_refused(
         function(**{**rest, argument: value})
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "variants.md").read_text()
+
+
 @each_module
 def test_the_docs_name_every_one(module: ModuleType) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "variants.md").read_text()
-    said = {word for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"\w+", code)}
+    said = {word for code in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"\w+", code)}
     missing = [name for name in module.__all__ if name.islower() and name not in said]
     assert not missing, f"docs/variants.md does not name {missing} of {module.__name__}"
+
+
+def test_the_docs_name_every_function_of_the_language() -> None:
+    (row,) = re.findall(r"^\| functions \| `torch\.` `(.*?)`", PAGE, re.MULTILINE)
+    listed = set(row.split())
+    assert listed <= METHODS.keys()
+    missing = []
+    for op, operation in OPS.items():
+        names = (op,) if operation.names is None else operation.names
+        has_operator = any(hasattr(Tensor, f"__{name}__") for name in names)
+        if names and not has_operator and listed.isdisjoint(names):
+            missing.append(op)
+    assert not missing, f"docs/variants.md does not list {missing} in its row of functions"

@@ -82,7 +82,7 @@ def assert_inside(found: Bounds, got: Tensor) -> None:
         return
     if found is None:
         return
-    assert isinstance(found, Interval)
+    assert isinstance(found, Interval), found
     low, high = got.min().item(), got.max().item()
     assert found.low <= low <= high <= found.high, (found, low, high)
 

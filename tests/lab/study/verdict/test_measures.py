@@ -197,7 +197,7 @@ def test_over_seeds_summarises_every_measure() -> None:
     assert known(found["entropy_low"]).values == (1.5, 2.5)
     for name in MEASURES:
         if name != "word_perplexity":
-            assert found[name] is not None, name
+            assert found[name] is not None, f"{name}: give the records of records_of.py its data"
 
 
 def test_memory_is_the_mean_of_the_seeds() -> None:

@@ -19,7 +19,10 @@ from tilelab.study.ask.config import Arm, Experiment, Frozen, RunConfig
 from tilelab.study.ask.values import Kind, find, names
 from tilelab.study.choices.variants import ENCODER
 from tilelab.study.conduct.conductor import Conductor
+from tilelab.study.data import corpus
 from tilelab.study.plan import planned
+from tilelab.study.tasks import images, long
+from tilelab.study.tasks.glue import GlueTask
 from tilewise import cli
 
 PAGE = (Path(__file__).parents[3] / "docs/studies.md").read_text()
@@ -104,15 +107,22 @@ def test_every_key_is_there() -> None:
 @pytest.mark.parametrize("kind", ["task", "variant"])
 def test_every_choice_is_there_with_its_options(kind: Kind) -> None:
     for name in names(kind):
-        assert f"`{name}`" in PAGE
+        assert f"`{name}`" in PAGE, f"docs/studies.md does not name the {kind} {name}"
         for option, standard in find(kind, name).defaults.items():
-            assert f"`{option}={standard}`" in PAGE, name
+            assert f"`{option}={standard}`" in PAGE, f"docs/studies.md: the {kind} {name}"
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "schedule"])
 def test_every_name_is_there(kind: Kind) -> None:
     missing = [name for name in names(kind) if f"`{name}`" not in PAGE]
     assert not missing, f"docs/studies.md does not name the {kind} {missing}"
+
+
+def test_every_source_with_a_name_is_there() -> None:
+    sources = {*corpus.NAMES, *images.NAMED, GlueTask.place[0]}
+    sources |= {each.place[0] for each in (long.TextClassification, long.Documents, long.ListOps)}
+    missing = [name for name in sources if f"`{name.removesuffix('-raw')}`" not in PAGE]
+    assert not missing, f"docs/studies.md does not name the data.source {missing}"
 
 
 def test_every_subcommand_is_there() -> None:

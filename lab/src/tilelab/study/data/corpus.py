@@ -24,7 +24,6 @@ from tilelab.common.files import unpacked
 from tilelab.study.data import wikitext
 from tilewise.errors import InvalidArgument
 
-STDLIB, PACKAGES = "stdlib", "packages"
 # Third-party packages and test suites differ between distributions of the same Python.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _PATTERN = frozenset("*?[")
@@ -97,9 +96,9 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
     """Find a text and split it.
 
     Args:
-        source: ``"stdlib"``, one of ``wikitext.NAMES``, or the path of a text file (``.gz`` or
-            not), of a folder with the official WikiText files, or of any folder of text files. The
-            path of a folder may end with a pattern of its files: ``/usr/share/**/*.py``.
+        source: one of ``NAMES``, or the path of a text file (``.gz`` or not), of a folder with the
+            official WikiText files, or of any folder of text files. The path of a folder may end
+            with a pattern of its files: ``/usr/share/**/*.py``.
         held_out: the share of the bytes that is kept for evaluation; WikiText brings its own part.
         size_cap_bytes: the most bytes that are read: whole files in the order of their paths, or
             whole lines of a single file. It does not cap WikiText's held-out text.
@@ -108,13 +107,9 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
     Raises:
         InvalidArgument: no such text, not text, or too little of it to split.
     """
-    if source == STDLIB:
-        pieces = standard_library(size_cap_bytes)
-        name = f"the standard library of Python {sysconfig.get_python_version()}"
-        return _split_files(name, pieces, held_out, tuning)
-    if source == PACKAGES:
-        pieces = installed_packages(size_cap_bytes)
-        return _split_files("the installed Python packages", pieces, held_out, tuning)
+    if source in NAMED:
+        named = NAMED[source]
+        return _split_files(named.words, named.pieces(size_cap_bytes), held_out, tuning)
     if source in wikitext.NAMES:
         return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes, tuning)
     path = Path(source).expanduser()
@@ -129,8 +124,7 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
     if _PATTERN.intersection(source):
         pieces = _matching(path, size_cap_bytes)
         return _split_files(source, pieces, held_out, tuning)
-    known = ", ".join([STDLIB, PACKAGES, *wikitext.NAMES])
-    raise InvalidArgument("data.source", repr(source), f"{known}, or a path that exists")
+    raise InvalidArgument("data.source", repr(source), f"{', '.join(NAMES)}, or a path that exists")
 
 
 def data_folder() -> Path | None:
@@ -163,6 +157,22 @@ def installed_packages(size_cap_bytes: int) -> list[Piece]:
     assert torch.origin is not None
     root = Path(torch.origin).parent.parent
     return _whole_files(root, list(root.rglob("*.py")), size_cap_bytes, _read_if_utf8)
+
+
+class Named(NamedTuple):
+    """A text that has a name."""
+
+    words: str  # what records and reports call it
+    pieces: Callable[[int], list[Piece]]  # its files, up to so many bytes in all
+
+
+NAMED = {
+    "stdlib": Named(
+        f"the standard library of Python {sysconfig.get_python_version()}", standard_library
+    ),
+    "packages": Named("the installed Python packages", installed_packages),
+}
+NAMES = (*NAMED, *wikitext.NAMES)
 
 
 def _read_if_utf8(path: Path) -> bytes | None:

@@ -410,7 +410,7 @@ def test_table() -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--targets", "sm_80,sm_1"])
-    assert "unknown: sm_1" in capsys.readouterr().err
+    assert "no sm_1; there are sm_75, sm_80" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--jobs", "0"])
 

@@ -17,7 +17,7 @@ from tests.test_key_lists import seen_by
 from tilewise import KeyBlocks, masks, scores
 from tilewise.engine.gathered import Gathering
 from tilewise.kernels.gpu import backend as gpu
-from tilewise.kernels.gpu.config import Parts, config_for
+from tilewise.kernels.gpu.config import FAMILIES, Parts, config_for
 from tilewise.kernels.gpu.walk import descriptors
 from tilewise.variants.values import as_score
 
@@ -338,8 +338,10 @@ def test_the_copy_engine_reads_the_same(name: str, monkeypatch: pytest.MonkeyPat
     for each in leaves[1:]:
         each[:, :, -2 * block : -block] = torch.nan  # the block that no list names
     found = []
-    for readers in (descriptors._READERS, frozenset[str]()):
-        monkeypatch.setattr(descriptors, "_READERS", readers)
+    family = FAMILIES["interpreter"]
+    assert family.descriptors
+    for reads in (True, False):
+        monkeypatch.setitem(FAMILIES, family.name, family._replace(descriptors=reads))
         inputs = [each.clone().requires_grad_() for each in leaves]
         keys = KeyBlocks(lists, block, rows)
         out, lse, _ = tilewise.attention(

@@ -78,7 +78,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     chosen = options.targets.split(",") if options.targets else names
     if unknown := set(chosen) - set(names):
-        parser.error(f"--targets: unknown: {', '.join(sorted(unknown))}")
+        parser.error(f"--targets: no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     if options.jobs < 1:
         parser.error("--jobs: at least one")
     options.targets = [target for target in TARGETS if target.name in chosen]
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     cases = cases_of(options.module)
     names = {target.name: _chosen(cases, target, options) for target in options.targets}
     if not any(names.values()):
-        raise TilewiseError("there is no such case")
+        raise TilewiseError(f"no case has {options.cases!r} in its name: {', '.join(cases)}")
     baseline: Baseline = {}
     path: Path | None = None
     records: list[Record] = []

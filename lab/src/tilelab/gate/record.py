@@ -99,8 +99,6 @@ class Record(NamedTuple):
         return " ".join([*sizes, f"{self.warps} warps", f"{self.stages} stages"])
 
 
-# Families whose code runs on this very chip only: Triton compiles for the letter.
-_EXACT = ("sm_90", "sm_100", "sm_120")
 _WHY_NOT = {
     "sm_75": "Triton makes no matrix instructions for it: products become scalar code on local "
     "memory",
@@ -127,7 +125,7 @@ class Target(NamedTuple):
 
 
 TARGETS = tuple(
-    Target(name + "a" * (name in _EXACT), family, _WHY_NOT.get(name, ""))
+    Target(name + "a" * family.exact, family, _WHY_NOT.get(name, ""))
     for name, family in FAMILIES.items()
     if family.maker
 )

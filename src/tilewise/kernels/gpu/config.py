@@ -86,6 +86,9 @@ class Family(NamedTuple):
             a compiler that makes them; "short", by units that add with few bits; "whole", by
             units that add in float32.
         parts: None where registers hold whole rows of operands of every width.
+        exact: whether its code runs on this very chip only: Triton compiles for "sm_90a".
+        descriptors: whether its copy engine (TMA) reads the blocks of key lists; of sm_120 such
+            kernels spill.
     """
 
     name: str
@@ -96,6 +99,8 @@ class Family(NamedTuple):
     table: str
     fp8: str
     parts: Parts | None = None
+    exact: bool = False
+    descriptors: bool = False
 
 
 class Splitting(NamedTuple):
@@ -142,15 +147,15 @@ FAMILIES = {
         Family("sm_80", "cuda", 163 * _KB, "mma", 32, "ampere", "halves"),
         Family("sm_86", "cuda", 99 * _KB, "mma", 32, "small", "halves"),
         Family("sm_89", "cuda", 99 * _KB, "mma", 32, "small", "short"),
-        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short"),
-        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole"),
-        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole"),
+        Family("sm_90", "cuda", 227 * _KB, "wgmma", 32, "hopper", "short", None, True, True),
+        Family("sm_100", "cuda", 227 * _KB, "tcgen05", 32, "blackwell", "whole", None, True, True),
+        Family("sm_120", "cuda", 99 * _KB, "mma", 32, "small", "whole", exact=True),
         Family("gfx90a", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
         Family("gfx942", "hip", 64 * _KB, "mfma", 64, "cdna", "halves"),
         Family("gfx950", "hip", 160 * _KB, "mfma", 64, "cdna4", "whole", _CDNA4_PARTS),
         Family("gfx1100", "hip", 64 * _KB, "wmma", 32, "rdna3", "halves", _RDNA3_PARTS),
         Family("gfx1201", "hip", 64 * _KB, "wmma", 32, "rdna4", "whole", _RDNA4_PARTS),
-        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole"),
+        Family(_INTERPRETER, "", 1024 * _KB, "", 32, _INTERPRETER, "whole", descriptors=True),
     )
 }
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.gpu.config import Config, Pass, padded, tail_of
+from tilewise.kernels.gpu.config import FAMILIES, Config, Pass, padded, tail_of
 from tilewise.kernels.gpu.walk.tiles import head_strides
 from tilewise.problem import Operands, Problem
 
@@ -19,8 +19,6 @@ _STEP_BYTES = 16  # of the engine: addresses and steps are multiples of it, a ro
 _MOST_BYTES = 2**40  # of a step
 _MOST_ROWS = 256  # of a block
 _LONELY = 2**20  # the step along a dimension of size 1, which nobody takes
-# Families whose copy engine reads the blocks of key lists; of sm_120 such kernels spill.
-_READERS = frozenset({"sm_90", "sm_100", "interpreter"})
 _LEAST_KEYS = 64  # of a block of keys
 _LEAST_ROWS = 32  # of a tile; with 16 the loop of dQ spills on sm_90 at a width of 256
 
@@ -78,7 +76,7 @@ def page_rows(
     found: dict[str, Any] = {"k_rows": None, "v_rows": None}
     rows = config.blocks(name, problem).keys
     if (
-        config.family not in _READERS
+        not FAMILIES[config.family].descriptors
         or problem.page_size < _LEAST_KEYS
         or problem.page_size % rows
         or rows < _LEAST_ROWS

@@ -49,6 +49,7 @@ from tilelab.study.plan import planned
 from tilelab.study.records.events import RunRecord
 from tilelab.study.tasks.task import AbstractTask, dtype_of
 from tilelab.study.verdict.detect import check_designs, plan_lines
+from tilelab.study.verdict.text import digits_for, duration, plain
 from tilewise.chips import Chip, named
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.answer import Question, answer
@@ -216,18 +217,19 @@ def _table(study: Study, rows: Sequence[_Row], chip: Chip) -> Table:
     before = ""
     for row in rows:
         config, predicted, model = row.config, row.predicted, row.config.model
-        parts = config.training.accumulation
+        parts, millions = config.training.accumulation, parameters(config) / 1e6
+        size = plain(millions, digits_for(millions))
         if before and row.experiment != before:
             table.add_section()
         table.add_row(
             row.experiment if row.experiment != before else "",
             row.arm,
-            f"{model.family} {model.layers} x {model.width}, {parameters(config) / 1e6:.0f} M",
+            f"{model.family} {model.layers} x {model.width}, {size} M",
             f"{model.context:,}",
             f"{config.training.batch}{f' x {parts}' if parts > 1 else ''}",
             f"{row.runs}",
             f"{config.steps:,}",
-            f"{predicted.step_s * 1e3:,.1f} ms",
+            duration(predicted.step_s),
             f"{predicted.attention_s / predicted.step_s:.0%}",
             in_words(predicted.run_s),
             f"{row.total_s / 3600:,.2f} h",

@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.kernels",),
     ("tilewise.engine",),
     ("tilewise.cross_entropy", "tilewise.functional", "tilewise.head_rows", "tilewise.sparse"),
-    ("tilewise.choice",),
+    ("tilewise.preference",),
     ("tilewise.indexer", "tilewise.merging", "tilewise.routes"),
     ("tilewise.serving", "tilewise.distributed"),
     ("tilewise.nn",),

@@ -8,7 +8,6 @@ from tilewise.loading import collecting_later, command_loads, ending_at_once
 with collecting_later(), ending_at_once(command_loads()):  # torch takes its time
     import tilewise.head_rows  # noqa: F401  # exported programs may have its ops
     from tilewise import errors
-    from tilewise.choice import left_to_torch, prefer, preferred
     from tilewise.cross_entropy import linear_cross_entropy
     from tilewise.functional import (
         AttentionResult,
@@ -27,6 +26,7 @@ with collecting_later(), ending_at_once(command_loads()):  # torch takes its tim
     from tilewise.kernels.cpu import get_float32, set_float32
     from tilewise.merging import merge
     from tilewise.plan import Plan
+    from tilewise.preference import left_to_torch, prefer, preferred
     from tilewise.sparse import BlockMask
     from tilewise.variants import masks, patterns, scores
     from tilewise.variants.outside import checked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import functional
-from tilewise.choice import left_to_torch, slower
+from tilewise.preference import left_to_torch, slower
 from tilewise.variants.masks import causal
 
 _TORCH = torch.nn.functional.scaled_dot_product_attention  # whatever replaces it later

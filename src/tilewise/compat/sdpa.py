@@ -27,7 +27,6 @@ import torch.nn.attention
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise.choice import Report, slower
 from tilewise.compat.sdpa_call import (
     Call,
     attend,
@@ -40,6 +39,7 @@ from tilewise.compat.sdpa_call import (
     why_not,
 )
 from tilewise.errors import TilewiseError, Unsupported
+from tilewise.preference import Report, slower
 from tilewise.torch_private import FakeTensor, constant_while_compiling
 from tilewise.variants.values import Score
 

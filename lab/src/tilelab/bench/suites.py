@@ -8,7 +8,7 @@ Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and 
 masks and scores of the table, against none and against others. ``lists``: some keys of each row,
 by lists and by masks. ``list-memory``: the peaks of these. ``widths``: other widths of heads than
 64 and 128, and latent attention. ``doors``: small and long calls of ``tilewise.sdpa``, on which
-``tilewise.choice`` decides.
+``tilewise.preference`` decides.
 """
 
 from __future__ import annotations

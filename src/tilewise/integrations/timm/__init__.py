@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tilewise.choice import Report as Calls
 from tilewise.compat.sdpa import take
 from tilewise.compat.sdpa_call import TORCH
 from tilewise.errors import InvalidType, Unsupported
+from tilewise.preference import Report as Calls
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants import scores
 from tilewise.variants.values import Score

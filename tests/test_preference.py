@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilewise import choice
-from tilewise.choice import SLOWER, Slower
+from tilewise import preference
 from tilewise.errors import InvalidArgument
+from tilewise.preference import SLOWER, Slower
 
 ROOT = Path(__file__).parents[1]
 STORED = sorted((ROOT / "benchmarks").glob("*/suites/doors.json"))
@@ -38,8 +38,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         Slower(isa, torch.bfloat16, False, (0.5, 0.9), (0, 9999), (1, 2), alone=True),
         Slower("another", torch.float16, False, (0.5, 0.9), (0, 1 << 40)),
     )
-    monkeypatch.setattr(choice, "SLOWER", rows)
-    monkeypatch.setattr(choice._State, "left", choice.Report())
+    monkeypatch.setattr(preference, "SLOWER", rows)
+    monkeypatch.setattr(preference._State, "left", preference.Report())
 
 
 def tensors(

@@ -107,8 +107,8 @@ def prefer(what: str) -> None:
     """Say what becomes of the calls of other code that torch computes faster, in this process.
 
     ``"speed"``, the default, leaves them to torch. ``"tilewise"`` takes them. A table of measured
-    ratios says which these are (``tilewise.choice.SLOWER``): few, and on few processors. Neither
-    counts for ``tilewise.attention``, which always computes what it is called for.
+    ratios says which these are (``tilewise.preference.SLOWER``): few, and on few processors.
+    Neither counts for ``tilewise.attention``, which always computes what it is called for.
 
     Raises:
         InvalidArgument: ``what`` is another word.

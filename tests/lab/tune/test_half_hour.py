@@ -83,7 +83,8 @@ def test_three_commands_write_one_record(machine: Machine, tmp_path: Path) -> No
     assert folder == str(tmp_path / "measured")
     assert 0 < float(minutes) <= PARTS["B"].minutes
     passes = ["--passes", "fused", "grouped", *PASSES]
-    assert rest == [*passes, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain"]
+    widths = ["--widths", "64", "128", "256"]
+    assert rest == [*passes, "--dtypes", "bfloat16", *widths, "--kinds", "plain"]
 
 
 def test_the_steps_of_b_leave_time_for_its_blocks(machine: Machine, tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ BLOCKS = "measured"  # the folder of measured blocks, beside the record
 _SELF_TEST_MINUTES = 60.0
 # What no GPU has run first: it decides most.
 _PASSES = ("--passes", "fused", "grouped", *PASSES)
-_TUNED = (*_PASSES, "--dtypes", "bfloat16", "--widths", "64", "128", "--kinds", "plain")
+_WIDTHS = ("--widths", "64", "128", "256")
+_TUNED = (*_PASSES, "--dtypes", "bfloat16", *_WIDTHS, "--kinds", "plain")
 
 
 class Part(NamedTuple):

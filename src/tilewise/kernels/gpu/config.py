@@ -173,6 +173,7 @@ _GROUPED = {
 UNPROVEN: dict[tuple[Pass, str, int], Blocks] = {
     ("fused", "sm_90", 64): Blocks(64, 128, 8, 3),
     ("fused", "sm_90", 128): Blocks(64, 128, 8, 2),
+    ("grouped", "sm_90", 256): Blocks(128, 64, 8, 2),
     ("grouped", "sm_100", 64): Blocks(256, 128, 8, 4),
     ("grouped", "sm_100", 128): Blocks(256, 128, 8, 2),
 }

@@ -1,4 +1,7 @@
-"""The forward pass in groups of warps on Blackwell, in the emulator: numbers, leaks, protocol."""
+"""Forward passes in groups of warps that no GPU has run, in the emulator: numbers and protocol.
+
+They are Blackwell's, and that of D = 256 on Hopper.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,20 @@ from tilewise.problem import Operands, Problem, Result
 from tilewise.reference import tiled
 from tilewise.variants.program import Instr
 
-TILE = 256  # queries of a program
+FAMILY = {64: "sm_100", 128: "sm_100", 256: "sm_90"}  # by width
+TILES = {width: UNPROVEN["grouped", family, width] for width, family in FAMILY.items()}
 
 
 def asking(width: int) -> Config:
-    """The configuration of somebody who asks for the kernel."""
-    return Config("sm_100", overrides=(("grouped", UNPROVEN["grouped", "sm_100", width]),))
+    """The configuration of somebody who asks for the kernel of a width."""
+    return Config(FAMILY[width], overrides=(("grouped", TILES[width]),))
 
 
 def _prepared(problem: Problem, operands: Operands) -> tuple[Result, Launch]:
     result, launches = prepare_forward(problem, operands, asking(problem.head_dim))
     (launch,) = launches
     assert launch.kernel is groups.attend_in_groups
-    assert launch.constants["FORM"].TENSOR_MEMORY
+    assert (problem.head_dim < 256) == launch.constants["FORM"].TENSOR_MEMORY
     return result, launch
 
 
@@ -72,8 +76,8 @@ GROWING = Case("growing", **SHAPE | {"heads": 2}, queries=300, keys=700, scale=1
 CASES = [*PLAIN, *LISTED, GROWING]
 SAMPLE = [
     of_width(case, width, HALVES[(index + width // 64) % 2])
-    for width in (64, 128)
-    for index, case in enumerate(CASES)
+    for width in TILES
+    for index, case in enumerate(CASES if width < 256 else [*PLAIN, *LISTED])
 ]
 
 
@@ -84,19 +88,20 @@ def test_forward(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", TILES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*PLAIN, *LISTED], ids=lambda case: case.name)
 def test_many_seeds(case: Case, dtype: torch.dtype, width: int) -> None:
     _check(of_width(case, width, dtype), 10)
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("case", [each for each in CASES if each.mask], ids=lambda case: case.name)
-def test_keys_hidden_from_a_tile_may_be_nan(case: Case) -> None:
-    problem, operands = problem_of(build(case.of(torch.float16)).detached())
-    good = _forward(problem, operands, 0)
-    for seed, first in enumerate(range(0, problem.queries, TILE)):
-        tile = slice(first, first + TILE)
+def test_keys_hidden_from_a_tile_may_be_nan(case: Case, width: int) -> None:
+    problem, operands = problem_of(build(of_width(case, width, torch.float16)).detached())
+    good, size = _forward(problem, operands, 0), TILES[width].queries
+    for seed, first in enumerate(range(0, problem.queries, size)):
+        tile = slice(first, first + size)
         hidden = hidden_from(problem, operands, False, tile, 128)
         k, v = operands.k.clone(), operands.v.clone()
         k[hidden] = v[hidden] = NAN
@@ -204,13 +209,12 @@ def test_rows_keep_their_bits_beside_rows_that_grow() -> None:
 
 def test_only_who_asks_is_served() -> None:
     """No GPU has run it. Where it is asked for, it serves what Hopper's serves."""
-    for width in (64, 128):
+    for width, family in FAMILY.items():
         problem = problem_with(head_dim=width, value_dim=width)
-        tiles = UNPROVEN["grouped", "sm_100", width]
-        assert Config("sm_100").in_groups("forward", problem) is None
-        assert asking(width).in_groups("forward", problem) == tiles
+        assert Config(family).in_groups("forward", problem) is None
+        assert asking(width).in_groups("forward", problem) == TILES[width]
         assert asking(width).in_groups("dkdv", problem) is None
-        blocks = Config("sm_100", overrides=(("forward", Blocks(128, 128, 8, 2)),))
+        blocks = Config(family, overrides=(("forward", Blocks(128, 128, 8, 2)),))
         assert blocks.in_groups("forward", problem) is None
     capped = problem_with(score=(Instr("softcap", (20.0,)),))
     assert asking(128).in_groups("forward", capped) is None

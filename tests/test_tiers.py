@@ -45,37 +45,8 @@ def test_cases_that_share_no_value_are_all_in_the_sample() -> None:
     assert sample(cases) == set(cases)
 
 
-def test_marks(pytester: pytest.Pytester) -> None:
-    """Slow and thorough cases stand for nothing; tests without parameters keep their own marks."""
-    pytester.makeconftest(
-        "import pytest\n"
-        "from tests.tiers import mark_thorough\n"
-        "@pytest.hookimpl(tryfirst=True)\n"
-        "def pytest_collection_modifyitems(items):\n"
-        "    mark_thorough(items)\n"
-    )
-    pytester.makepyfile("""
-        import pytest
-        SLOW = pytest.param(0, marks=pytest.mark.slow)
-        MORE = pytest.param(3, marks=pytest.mark.thorough)
-        @pytest.mark.parametrize("a", [SLOW, 1, 2, MORE])
-        @pytest.mark.parametrize("b", range(5))
-        def test_many(a, b): pass
-        def test_one(): pass
-        @pytest.mark.thorough
-        def test_more(): pass
-    """)
-    ran = pytester.inline_run("-m", "not slow and not thorough").listoutcomes()[0]
-    names = [report.nodeid.partition("::")[2] for report in ran]
-    assert "test_one" in names
-    assert "test_more" not in names
-    assert 5 <= sum(name.startswith("test_many") for name in names) <= 6
-    assert not any(name.endswith(("-0]", "-3]")) for name in names)
-
-
-def test_long_tests_are_left_out_and_others_stand_for_their_cases(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_thorough(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow, thorough and long cases stand for nothing; others keep their own marks."""
     pytester.makeconftest(
         "import pytest\n"
         "from pathlib import Path\n"
@@ -90,20 +61,33 @@ def test_long_tests_are_left_out_and_others_stand_for_their_cases(
     pytester.makepyfile(
         test_some="""
         import pytest
+        SLOW = pytest.param(0, marks=pytest.mark.slow)
+        MORE = pytest.param(3, marks=pytest.mark.thorough)
+        @pytest.mark.parametrize("a", [SLOW, 1, 2, MORE])
+        @pytest.mark.parametrize("b", range(5))
+        def test_many(a, b): pass
+        def test_one(): pass
+        @pytest.mark.thorough
+        def test_more(): pass
         @pytest.mark.parametrize("b", [1, 2, 3])
         @pytest.mark.parametrize("a", [1, 2])
-        def test_many(a, b): pass
+        def test_of_long_cases(a, b): pass
         def test_long(): pass
         def test_long_of_every_day(): pass
     """
     )
-    long = ["test_long", "test_many[1-1]", "test_many[1-2]", "test_many[1-3]"]
+    long = ["test_long", *(f"test_of_long_cases[1-{b}]" for b in (1, 2, 3))]
     lines = [f"test_some.py::{name}" for name in long]
     text = "\n".join([*lines, "!test_some.py::test_long_of_every_day"])
     (pytester.path / "long.txt").write_text(text)
-    ran = pytester.inline_run("-m", "not thorough").listoutcomes()[0]
+    ran = pytester.inline_run("-m", "not slow and not thorough").listoutcomes()[0]
     names = [report.nodeid.partition("::")[2] for report in ran]
-    assert names == [f"test_many[2-{b}]" for b in (1, 2, 3)] + ["test_long_of_every_day"]
+    many = [name for name in names if name.startswith("test_many")]
+    assert 5 <= len(many) <= 6
+    assert not any(name.endswith(("-0]", "-3]")) for name in many)
+    others = [name for name in names if name not in many]
+    of_cases = [f"test_of_long_cases[2-{b}]" for b in (1, 2, 3)]
+    assert others == ["test_one", *of_cases, "test_long_of_every_day"]
 
 
 def test_parts_share_the_thorough_tests(

@@ -16,7 +16,6 @@ from torch.nn.attention import flex_attention as torchs
 import tilewise
 from tests.contract import assert_all_exact, assert_exact
 from tests.plain import attend
-from tilewise import masks
 from tilewise.compat import flex_attention as door
 from tilewise.compat.flex_attention import (
     AuxRequest,
@@ -314,18 +313,6 @@ def test_lists_may_say_more_than_the_lengths(rows: int, keys: int, compiled: boo
     whole.seq_lengths = (rows, keys)
     for block_mask in (adjusted, whole):
         torch.testing.assert_close(step(q, k, v, None, block_mask, enable_gqa=True), want)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_cropped_mask_of_ours_counts_from_the_keys_it_was_made_for(compiled: bool) -> None:
-    torch.compiler.reset()
-    q, k, v, *_ = (x.detach() for x in build(torch.float32))
-    whole = tilewise.BlockMask.of(masks.causal(), M, N, block=(32, 32)).to_flex()
-    inputs = (q[:, :, :31], k[:, :, :100], v[:, :, :100], None, whole._adjust(31, 100))
-    step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    got = (step if compiled else flex_attention)(*inputs, enable_gqa=True)
-    want = tilewise.attention(*inputs[:3], mask=lambda b, h, m, n: n <= m + N - M)
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("forgets", [True, False])

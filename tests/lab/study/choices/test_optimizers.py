@@ -339,3 +339,27 @@ def test_every_trained_parameter_is_in_one_group_and_a_frozen_one_in_none() -> N
     assert only.name == "no-decay"
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     assert {id(each) for each in only.parameters.values()} == trained
+
+
+def in_parts(name: str, parts: int) -> Tensor:
+    """A matrix after three steps, as so many weights of an equal share of its rows."""
+    generator = torch.Generator().manual_seed(1)
+    matrix, *gradients = torch.randn(4, 16, 8, generator=generator).unbind()
+    models = [nn.Linear(8, 16 // parts, bias=False) for _ in range(parts)]
+    for model, rows in zip(models, matrix.chunk(parts), strict=True):
+        model.weight.data.copy_(rows)
+    made = [built(name, model) for model in models]
+    for gradient in gradients:
+        for model, optimizer, rows in zip(models, made, gradient.chunk(parts), strict=True):
+            model.weight.grad = rows.clone()
+            optimizer.step()
+    return torch.cat([model.weight.detach() for model in models])
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"schedule-free"}))
+def test_optimizers_that_treat_each_element_alone_are_sharded(name: str) -> None:
+    """Schedule-free is one of them, and moves weights outside of a step: it is left out."""
+    alone = torch.allclose(in_parts(name, 1), in_parts(name, 2), rtol=1e-6, atol=0)
+    assert alone == (name in optimizers.SHARDED), (
+        f"{name} {'belongs' if alone else 'does not belong'} in SHARDED"
+    )

@@ -81,3 +81,14 @@ def check_whole(name: str, value: Any, least: int = 0, required: str = "") -> in
     if value < least:
         raise InvalidArgument(name, str(value), required)
     return value
+
+
+def check_block(block: object) -> tuple[int, int]:
+    """Return how many queries and keys a tile has.
+
+    Raises:
+        InvalidArgument, InvalidType: it is no pair of whole numbers of at least 1.
+    """
+    if not isinstance(block, tuple) or len(block) != 2:
+        raise InvalidType("block", repr(block), "a pair: queries and keys of a tile")
+    return check_whole("block[0]", block[0], 1), check_whole("block[1]", block[1], 1)

@@ -112,6 +112,8 @@ def test_random_is_not_drawn_from_torchs_generator() -> None:
         (lambda: patterns.dilated(3, 0), InvalidArgument, "dilation: got 0"),
         (lambda: patterns.fixed(4, 5), InvalidArgument, "summary: got 5; required: at most"),
         (lambda: patterns.bigbird(64, window=2), InvalidArgument, "window: got 2"),
+        (lambda: patterns.layout(torch.ones(2, 2).bool(), 4), InvalidType, "block: got 4"),  # type: ignore[arg-type]
+        (lambda: patterns.layout(torch.ones(2, 2).bool(), (4, 0)), InvalidArgument, r"block\[1\]"),
         (lambda: patterns.bigbird(64, seed=-1), InvalidArgument, "seed: got -1"),
     ],
 )

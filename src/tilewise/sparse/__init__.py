@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_whole
+from tilewise.checks import check_block, check_whole
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 from tilewise.sparse.tables import build, sizes
 from tilewise.variants.patterns import layout
@@ -97,7 +97,7 @@ class BlockMask(Mask):
         if not plain.program:
             plain = Mask(_EVERYTHING)
         extents = sizes(queries, keys, batch, heads, cu_seqlens_q, cu_seqlens_k, dtype)
-        block = _checked(block)
+        block = check_block(block)
         with torch.no_grad():
             table = build(plain, extents, block)
         slot = len(plain.captured)
@@ -122,7 +122,7 @@ class BlockMask(Mask):
         Raises:
             InvalidArgument, InvalidType: it is no boolean tensor of two to four dimensions.
         """
-        mask = layout(tiles, _checked(block))
+        mask = layout(tiles, block)
         return cls(mask.program, mask.captured)
 
     @classmethod
@@ -281,12 +281,6 @@ class BlockMask(Mask):
 
     def __iter__(self) -> NoReturn:
         raise InvalidType("BlockMask", "an iteration over it", "its covers, counts or picture()")
-
-
-def _checked(block: object) -> tuple[int, int]:
-    if not isinstance(block, tuple) or len(block) != 2:
-        raise InvalidType("block", repr(block), "a pair: queries and keys of a tile")
-    return check_whole("block[0]", block[0], 1), check_whole("block[1]", block[1], 1)
 
 
 def _drawn(covers: Tensor, width: int) -> list[str]:

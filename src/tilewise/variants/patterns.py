@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_tensor, check_whole
+from tilewise.checks import check_block, check_tensor, check_whole
 from tilewise.errors import InvalidArgument
 from tilewise.variants.program import Instr
 from tilewise.variants.values import Mask, mask_of
@@ -35,10 +35,8 @@ def layout(tiles: Tensor, block: tuple[int, int]) -> Mask:
     check_tensor("tiles", tiles, required)
     if tiles.dtype is not torch.bool or not 2 <= tiles.dim() <= 4:
         raise InvalidArgument("tiles", f"{tiles.dtype} of shape {tuple(tiles.shape)}", required)
-    for at, size in enumerate(block):
-        check_whole(f"block[{at}]", size, 1)
     table = tiles[(None,) * (4 - tiles.dim())].clone(memory_format=torch.contiguous_format)
-    return Mask((Instr("blocks", (*block,), (0,)),), (table,))
+    return Mask((Instr("blocks", check_block(block), (0,)),), (table,))
 
 
 def butterfly(block: int = 128, reach: int | None = None, low_rank: int = 0) -> Mask:

@@ -34,6 +34,7 @@ from tilewise.kernels.gpu.backward import fused, groups
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import UNPROVEN, Config
 from tilewise.kernels.gpu.expressions import variant_of
+from tilewise.kernels.gpu.walk import tiles
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
 from tilewise.reference import tiled
 
@@ -193,8 +194,6 @@ IN_GROUPS = [
 IN_FUSED = [
     Fault("no ticket", "program = gl.atomic_add(turns, 1, sem=\"relaxed\", scope=\"gpu\")",
           "program = gl.program_id(0)"),
-    Fault("tiles that descend", "return within // here,", "return tiles - 1 - within // here,"),
-    Fault("tiles of other lines", "first + within % here", "first + within // here % here"),
     Fault("no wait for a turn", "while added < before", "while added < 0"),
     Fault("one turn early", "while added < before", "while added < before - 1"),
     Fault("turns never handed on", "turn, ordered(1)", "turn, ordered(0)"),
@@ -211,21 +210,29 @@ IN_FUSED = [
     without("    mbarrier.wait(dq_empty.index(here), ((t // FORM.ROOMS) & 1) ^ 1)", "dQ lost"),
     Fault("phase of the room", "((t // FORM.ROOMS) & 1) ^ 1", "(t // FORM.ROOMS) & 1"),
     Fault("no fence after dQ", "room.store(part)\n    fence_async_shared()", "room.store(part)"),
-    Fault("count of the groups", "count=GROUPS if FORM.SHARED else 1", "count=1"),
+    Fault("count of the groups", "GROUPS if FORM.SHARED else 1", "1"),
     Fault("the other half of the columns", "room.slice(c * 64", "room.slice((1 - c) * 64"),
     Fault("keys of one half", "k = k.slice(c * 64", "k = k.slice(0 * 64"),
     Fault("dS of one group", "ds_s.index(t % 2 * GROUPS + g)", "ds_s.index(t % 2 * GROUPS)"),
 ]  # fmt: skip
+# Of ``walk/tiles.py``.
+IN_TILES = [
+    Fault("tiles that descend", "return tile, first +", "return tiles - 1 - tile, first +"),
+    Fault("tiles of other lines", "first + within % here", "first + within // here % here"),
+]
 SEEDS = range(40)
 
 
 def _module(fault: Fault, folder: Path) -> ModuleType:
-    """A copy of ``groups.py`` that has a fault, or takes from a copy of ``fused.py`` with one."""
+    """A copy of ``groups.py`` that has a fault, or takes from copies of other modules with one."""
     if fault in IN_GROUPS:
         found: ModuleType = with_fault(groups, fault, folder)
         return found
-    found = with_fault(groups, Fault("", "from __future__", "from __future__"), folder)
-    wrong = with_fault(fused, fault, folder)
+    none = Fault("", "from __future__", "from __future__")
+    found = with_fault(groups, none, folder)
+    wrong = with_fault(fused, none if fault in IN_TILES else fault, folder)
+    if fault in IN_TILES:
+        wrong.slot_of = with_fault(tiles, fault, folder).slot_of
     for name in ("add_queries", "by_keys", "leave", "place_in_turn", "rooms_for"):
         setattr(found, name, getattr(wrong, name))
     return found
@@ -242,7 +249,7 @@ def backward() -> tuple[Backward, tuple[Tensor, ...]]:
     return made, tuple([each.clone() for each in made.run(0, 1)])
 
 
-@pytest.mark.parametrize("fault", [*IN_GROUPS, *IN_FUSED], ids=_name)
+@pytest.mark.parametrize("fault", [*IN_GROUPS, *IN_FUSED, *IN_TILES], ids=_name)
 def test_a_fault_is_found(
     fault: Fault, backward: tuple[Backward, tuple[Tensor, ...]], tmp_path: Path
 ) -> None:

@@ -306,10 +306,8 @@ FORWARD_FAULTS = [
         "    mbarrier.wait(v_full.index(place_of), (last // FORM.STAGES) & 1)",
         "no wait for last values",
     ),
-    Fault("count of empty keys", "k_empty.index(i), count=RELEASES", "k_empty.index(i), count=1"),
-    Fault("count of empty values", "v_empty.index(i), count=RELEASES", "v_empty.index(i), count=1"),
-    Fault("expected bytes", "k_full.index(place_of), k_rows.block_type.nbytes",
-          "k_full.index(place_of), k_rows.block_type.nbytes // 2"),
+    Fault("count of empty keys", "v_empty = barriers(ST, RELEASES),", "v_empty = barriers(ST, 1),"),
+    Fault("count of empty values", ", barriers(ST, RELEASES)", ", barriers(ST, 1)"),
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
     without("    tma.store_wait(0)", "no wait for the store"),
 ]  # fmt: skip
@@ -333,9 +331,9 @@ KEY_FAULTS = [
     without("    mbarrier.wait(q_full.index(here), turn)", "no wait for queries"),
     without("    mbarrier.wait(g_full.index(here), turn)", "no wait for gradients"),
     without("    mbarrier.wait(held.index(c), 0)", "no wait for keys"),
-    Fault("count of empty", "empty.index(i), count=GROUPS", "empty.index(i), count=1"),
-    Fault("expected bytes", "k_rows.block_type.nbytes + v_rows.block_type.nbytes",
-          "k_rows.block_type.nbytes"),
+    Fault("count of empty", "barriers(ST, 1), barriers(ST, GROUPS)",
+          "barriers(ST, 1), barriers(ST, 1)"),
+    Fault("keys without values", "barriers(GROUPS, 2)", "barriers(GROUPS, 1)"),
     Fault("no fence", "    fence_async_shared()\n    tma", "    tma"),
     without("    tma.store_wait(0)", "no wait for the stores"),
 ]  # fmt: skip
@@ -349,15 +347,16 @@ LIST_FAULTS = [
     Fault(
         "lists of the first tile", "list_of(lists, b, h, tile)", "list_of(lists, b, h, tile * 0)"
     ),
+    Fault("expected bytes", "rows.block_type.nbytes)", "rows.block_type.nbytes // 2)"),
 ]
 SEEDS = range(40)
 
 
 def _with_lists(module: Any, fault: Fault, folder: Path) -> Any:
-    """A copy of a module of kernels whose tiles are counted and listed with a fault."""
+    """A copy of a module of kernels whose tiles are counted, listed and fetched with a fault."""
     found = with_fault(module, Fault("", "from __future__", "from __future__"), folder)
     wrong = with_fault(tiles, fault, folder)
-    found.counted, found.tile_at = wrong.counted, wrong.tile_at
+    found.counted, found.tile_at, found.fetch = wrong.counted, wrong.tile_at, wrong.fetch
     return found
 
 

@@ -241,7 +241,6 @@ _TABLE = _rows(
     ampere       decode*  16x32/4/3     16x32/4/3     16x32/8/2     16x16/4/2
     hopper       forward+ 64x64/4/3     128x64/8/3    128x32/8/3    32x32/8/2
     hopper       forward* 128x64/4/2    128x32/8/3    64x16/8/3     32x32/8/2
-    hopper       dkdv+    64x64/4/2     32x128/8/3    32x32/4/2     16x16/8/2
     hopper       dkdv*    64x64/4/2     32x128/8/2    16x32/8/1     16x16/8/2
     blackwell    dkdv+    32x64/8/3     32x64/8/3     16x32/8/3     32x16/8/1
     blackwell    dq+      128x64/8/2    64x32/8/2     64x32/8/1     32x16/8/1
@@ -259,7 +258,6 @@ _TABLE = _rows(
     cdna         forward8 128x64/4/1    128x32/8/1    64x32/8/1     32x16/8/1
     rdna3        forward8 64x32/4/1     32x32/8/1     16x16/8/1     16x16/8/1
     cdna         dkdv+    16x64/4/1     16x64/4/1     16x32/8/1     16x16/4/1
-    cdna         dq+      128x32/4/1    64x32/2/1     32x16/8/1     16x16/4/1
     ampere       forward+ 128x64/8/3    128x64/8/3    64x32/8/2     32x32/8/2
     ampere       forward* 128x32/8/3    128x32/8/3    32x16/8/3     32x32/8/2
     ampere       dkdv+    16x128/8/3    16x128/8/3    32x32/8/1     16x16/8/1
@@ -270,7 +268,6 @@ _TABLE = _rows(
     small        dkdv+    16x128/8/1    32x64/8/1     16x32/8/1     16x16/8/1
     small        dkdv*    32x64/8/1     32x64/8/1     16x32/8/1     16x16/8/1
     small        dq*      64x32/4/2     64x64/8/2     32x16/8/1     16x16/8/1
-    hopper       dq+      64x64/4/3     128x64/8/3    128x32/8/2    32x16/8/1
     hopper       dq*      64x64/4/3     128x32/8/3    32x16/8/3     32x16/8/1
     ampere:single forward  32x32/4/2     64x16/8/3     32x16/8/1     16x16/8/1
     ampere:single dkdv+    16x32/8/1     16x32/8/1     16x16/8/1     16x16/8/1

@@ -58,7 +58,6 @@ from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.tiles import (
     launch_of,
     lists_of,
-    meets_empty_tiles,
     programs_of,
     slots_of,
 )
@@ -235,14 +234,14 @@ class _Captured:
         }
         return self.call.arguments() | arguments, constants
 
-    def _met(self, by_keys: bool) -> tuple[tuple[Any, ...], bool]:
-        """Lists of the tiles that a walk along rows or columns meets, and if some are empty."""
+    def _met(self, by_keys: bool) -> tuple[Any, ...]:
+        """Lists of the tiles that a walk along rows or columns meets."""
         problem, variant = self.problem, self.call.variant
         if by_keys not in self.lists:
             queries, keys, *_ = self.blocks
             found = tile_lists(problem, self.call.operands, variant.tables, queries, keys, by_keys)
             self.lists[by_keys] = lists_of(found)
-        return self.lists[by_keys], meets_empty_tiles(problem, variant)
+        return self.lists[by_keys]
 
     def _pairs(self, load: _Load, axes: dict[str, int]) -> Launch:
         arguments, constants = self._walk(load, self.blocks)
@@ -280,7 +279,7 @@ class _Captured:
         )
         constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
         constants |= {"BY_KEYS": by_keys, "DUE": self.due}
-        arguments["lists"], constants["SKIPS"] = self._met(by_keys)
+        arguments["lists"] = self._met(by_keys)
         grid = (programs_of(problem, problem.heads, tiles),)
         return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
 
@@ -315,7 +314,7 @@ class _Captured:
         sums = torch.empty((programs, table), dtype=torch.float64, device=load.out.device)
         arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, elements=elements)
         constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index, "TABLE": table}
-        arguments["lists"], constants["SKIPS"] = self._met(False)
+        arguments["lists"] = self._met(False)
         walk = launch_of(table_kernel, (programs,), arguments, constants, blocks)
         arguments = {"sums": sums, "out": load.out, "programs": programs, "elements": elements}
         constants = {"TABLE": table, "BLOCK": _ELEMENTS, "ADD": load.add}
@@ -345,7 +344,7 @@ class _Captured:
             tiles = slots_of(problem, problem.queries, self.blocks.queries)
             arguments, constants = self._walk(load, self.blocks, tiles=tiles)
             constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index}
-            arguments["lists"], constants["SKIPS"] = self._met(False)
+            arguments["lists"] = self._met(False)
             grid = (programs_of(problem, problem.heads, tiles),)
             return [], (spread_pairs_kernel, grid, arguments, constants, self.blocks)
         by_keys = lines == "columns"

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.replay import scratch
-from tilewise.kernels.gpu.walk.groups import GROUPS, add_to_global, counted, tile_down
+from tilewise.kernels.gpu.walk.groups import GROUPS, add_to_global, barriers, counted, tile_down
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
@@ -42,6 +42,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     load_tile,
     programs_of,
     range_of,
+    slot_of,
     slots_of,
     store_tile,
 )
@@ -71,11 +72,7 @@ def ordered(number):
 def place_in_turn(turns, tiles):
     """(tile, line) of a program that starts: of a line, which is a head of keys, tiles ascend."""
     program = gl.atomic_add(turns, 1, sem="relaxed", scope="gpu")
-    lines = gl.num_programs(0) // tiles
-    first = program // (_LINES * tiles) * _LINES
-    within = program % (_LINES * tiles)
-    here = gl.minimum(_LINES, lines - first)
-    return within // here, first + within % here
+    return slot_of(program, tiles, _LINES, gl.num_programs(0) // tiles, False)
 
 
 @gluon.jit
@@ -83,21 +80,12 @@ def rooms_for(sum_rows, KIND: gl.constexpr, FORM: gl.constexpr):
     """(dS, dQ, barriers) in shared memory: two sides of dS of both groups, and ROOMS of dQ."""
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     ROOMS: gl.constexpr = FORM.ROOMS
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, FORM.BLOCK_M], KIND)
     DQ_SHAPE: gl.constexpr = [ROOMS, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM]
     ds_s = gl.allocate_shared_memory(KIND, [2 * GROUPS, HALF, FORM.BLOCK_M], DS_LAYOUT)
     dq_s = gl.allocate_shared_memory(gl.float32, DQ_SHAPE, sum_rows.layout)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [ROOMS, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [ROOMS, 1], BARRIER)
-    ended = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(ds_full.index(i), count=GROUPS)
-    for i in gl.static_range(ROOMS):
-        mbarrier.init(dq_full.index(i), count=GROUPS if FORM.SHARED else 1)
-        mbarrier.init(dq_empty.index(i), count=1)
-    mbarrier.init(ended.index(0), count=GROUPS)
+    ds_full, ended = barriers(2, GROUPS), barriers(1, GROUPS)
+    dq_full, dq_empty = barriers(ROOMS, GROUPS if FORM.SHARED else 1), barriers(ROOMS, 1)
     return ds_s, dq_s, (ds_full, dq_full, dq_empty, ended)
 
 

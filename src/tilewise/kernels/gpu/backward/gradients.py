@@ -58,6 +58,20 @@ def keys_of_head(call, which: tl.constexpr, b, h, begin_k, FORM: tl.constexpr):
 
 
 @triton.jit
+def held_pair(sides, BLOCK: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Tiles of queries and incoming gradients, or of keys and values: as ``held``, of both."""
+    first = held(sides[0], BLOCK, FORM.HEAD_DIM, FORM.HEAD_PADDED, MASKED, FORM)
+    return first, held(sides[1], BLOCK, FORM.VALUE_DIM, FORM.VALUE_PADDED, MASKED, FORM)
+
+
+@triton.jit
+def products_of(own, other, OWN_BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """(q.k, grad_out.v) of a tile of pairs, from what ``held_pair`` gives for both sides."""
+    products = product_of(own[0], other[0], OWN_BLOCK, OTHER_BLOCK, FORM.HEAD_DIM, FORM)
+    return products, product_of(own[1], other[1], OWN_BLOCK, OTHER_BLOCK, FORM.VALUE_DIM, FORM)
+
+
+@triton.jit
 def _gradients(
     call,
     products,
@@ -205,6 +219,8 @@ class Form(NamedTuple):
         WIDE: offsets within a tile take 64 bits.
         PART: columns that products are summed over at a time, or 0 for all of them.
         PAGE: keys of a page, or 0.
+        BLIND: no tile is known to be shown whole.
+        SKIPS: tiles of which no pair attends may be met.
     """
 
     BLOCK_M: int
@@ -219,7 +235,9 @@ class Form(NamedTuple):
     PRECISION: str
     WIDE: bool
     PART: int
-    PAGE: int = 0
+    PAGE: int
+    BLIND: bool
+    SKIPS: bool
 
 
 class Backward(NamedTuple):
@@ -289,6 +307,8 @@ class Backward(NamedTuple):
             WIDE=wide((*self.operands[:3], self.upstream.out), problem, blocks),
             PART=self.config.part(name, problem),
             PAGE=problem.page_size,
+            BLIND=not knows_whole_tiles(problem, self.variant),
+            SKIPS=meets_empty_tiles(problem, self.variant),
         )
 
     def walk(self, name: Pass, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], Blocks]:
@@ -301,8 +321,6 @@ class Backward(NamedTuple):
             "SCORE": variant.score,
             "GAIN": variant.gain,
             "SEEN": variant.seen,
-            "BLIND": int(not knows_whole_tiles(problem, variant)),
-            "SKIPS": meets_empty_tiles(problem, variant),
             "FORM": self.form(name, blocks),
         }
         return self.arguments() | {"lists": lists_of(lists)} | arguments, constants, blocks
@@ -328,10 +346,6 @@ def query_step(
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
-    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
-    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
-    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
     tiles, sides, place, row, numbers = fixed
     b, h, m, M, N = place
     k_side, v_side, low, high = sides
@@ -341,16 +355,13 @@ def query_step(
         visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
     k_rows = (k_side[0], k_side[1], n0, low, high, k_side[2])
     v_rows = (v_side[0], v_side[1], n0, low, high, v_side[2])
-    k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
-    v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, MASKED, FORM)
-    products = product_of(tiles[0], k_tile, BLOCK_M, BLOCK_N, HEAD_DIM, FORM)
-    by_value = product_of(tiles[1], v_tile, BLOCK_M, BLOCK_N, VALUE_DIM, FORM)
+    keys = held_pair((k_rows, v_rows), BLOCK_N, MASKED, FORM)
+    products = products_of(tiles, keys, BLOCK_M, BLOCK_N, FORM)
     pairs = (b, h, m, n, M, N)
-    _, ds = pair_gradients(
-        call, (products, by_value), row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM
-    )
+    _, ds = pair_gradients(call, products, row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM)
+    k_tile = keys[0]
     if FORM.PART > 0:
-        k_tile = rows_of(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, MASKED, FORM)
+        k_tile = rows_of(k_rows, BLOCK_N, FORM.HEAD_DIM, FORM.HEAD_PADDED, MASKED, FORM)
     return tl.dot(ds.to(k_tile.dtype), k_tile, total, input_precision=FORM.PRECISION)
 
 
@@ -377,26 +388,21 @@ def key_step(
     grads, tiles, heads, place, ends, numbers, plane = fixed
     total_k, total_v = totals
     grad_k, grad_v = grads
-    k_tile, v_tile = tiles
     q_head, grad_head, row_head = heads
     b, h, n, M, N = place
     low, high = ends
     q_rows = (q_head, call.strides[0], m0, low, high)
     grad_rows = (grad_head, call.strides[3], m0, low, high)
-    q_tile = held(q_rows, BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, MASKED, FORM)
-    grad_tile = held(grad_rows, BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, MASKED, FORM)
+    q_tile, grad_tile = held_pair((q_rows, grad_rows), BLOCK_M, MASKED, FORM)
     m = m0 + tl.arange(0, BLOCK_M)[None, :]
     visible = None
     if MASKED:
         visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
-    products = product_of(k_tile, q_tile, BLOCK_N, BLOCK_M, FORM.HEAD_DIM, FORM)
-    by_value = product_of(v_tile, grad_tile, BLOCK_N, BLOCK_M, FORM.VALUE_DIM, FORM)
+    products = products_of(tiles, (q_tile, grad_tile), BLOCK_N, BLOCK_M, FORM)
     # After the products: a thread holds these of all queries, and they need not lie beside both.
     row = row_values(row_head, plane, m, M, FORM.FOLD, FORM.ENTROPY)
     pairs = (b, h, m, n, M, N)
-    p, ds = pair_gradients(
-        call, (products, by_value), row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM
-    )
+    p, ds = pair_gradients(call, products, row, numbers, pairs, visible, SCORE, GAIN, MASKED, FORM)
     if grad_v is not None:
         if FORM.PART > 0:
             grad_tile = rows_of(grad_rows, BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, MASKED, FORM)

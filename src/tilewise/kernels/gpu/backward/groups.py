@@ -37,8 +37,10 @@ from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.walk.groups import (
     GROUPS,
+    barriers,
     counted,
     described_rows,
+    fetch,
     in_groups,
     masked_and_whole,
     tile_at,
@@ -68,13 +70,8 @@ def _load(sources, shared, FORM: gl.constexpr):
     b, key_head, n0 = place[:3]
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     for c in gl.static_range(GROUPS):
-        mbarrier.expect(held.index(c), k_rows.block_type.nbytes + v_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_rows, [b, key_head, n0 + c * HALF, 0], held.index(c), k_s.index(c)
-        )
-        tma.async_copy_global_to_shared(
-            v_rows, [b, key_head, n0 + c * HALF, 0], held.index(c), v_s.index(c)
-        )
+        fetch(k_rows, (b, key_head, n0 + c * HALF, 0), held.index(c), k_s.index(c))
+        fetch(v_rows, (b, key_head, n0 + c * HALF, 0), held.index(c), v_s.index(c))
     t = n0 * 0
     for member in range(group):
         h = key_head * group + member
@@ -87,14 +84,8 @@ def _load(sources, shared, FORM: gl.constexpr):
                 m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
             here = t % FORM.STAGES
             mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(here), q_rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_rows, [b, h, m0, 0], q_full.index(here), q_s.index(here)
-            )
-            mbarrier.expect(g_full.index(here), grad_rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                grad_rows, [b, h, m0, 0], g_full.index(here), g_s.index(here)
-            )
+            fetch(q_rows, (b, h, m0, 0), q_full.index(here), q_s.index(here))
+            fetch(grad_rows, (b, h, m0, 0), g_full.index(here), g_s.index(here))
             t += 1
 
 
@@ -270,7 +261,6 @@ def keys_in_groups(
     ST: gl.constexpr = FORM.STAGES
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     KIND: gl.constexpr = q_rows.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if FORM.FUSED:
         tile, line = place_in_turn(turns, tiles)
     else:
@@ -292,16 +282,8 @@ def keys_in_groups(
     v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], v_rows.layout)
     q_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], q_rows.layout)
     g_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], grad_rows.layout)
-    held = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    g_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    for i in gl.static_range(ST):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(held.index(i), count=1)
+    held = barriers(GROUPS, 2)  # keys and values
+    q_full, g_full, empty = barriers(ST, 1), barriers(ST, 1), barriers(ST, GROUPS)
     ds_s, dq_s, adding = None, None, None
     if FORM.FUSED:
         ds_s, dq_s, adding = rooms_for(sum_rows, KIND, FORM)

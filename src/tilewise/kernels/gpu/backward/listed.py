@@ -28,12 +28,11 @@ from torch import Tensor
 from tilewise.kernels import Places
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import Backward, key_step, numbers_of
+from tilewise.kernels.gpu.backward.gradients import Backward, held_pair, key_step, numbers_of
 from tilewise.kernels.gpu.backward.passes import query_launch
 from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches
 from tilewise.kernels.gpu.config import Blocks, Config, listed_blocks
 from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     keys_in,
@@ -167,8 +166,7 @@ def listed_key_kernel(
         return
     k_rows = (head_of(k, k_strides, outer, head, 0), k_strides, n0, 0, stored)
     v_rows = (head_of(v, v_strides, outer, head, 0), v_strides, n0, 0, stored)
-    k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, FORM)
-    v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, FORM)
+    own = held_pair((k_rows, v_rows), BLOCK_N, True, FORM)
     numbers = numbers_of(call, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
     total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
@@ -194,7 +192,7 @@ def listed_key_kernel(
             head_of(rows, row_strides, b, 0, 0),
         )
         owned = (b, b * 0, n, queries, N)
-        fixed = sums, (k_tile, v_tile), row_heads, owned, (0, queries), numbers, plane
+        fixed = sums, own, row_heads, owned, (0, queries), numbers, plane
         totals = (total_k, total_v)
         total_k, total_v = key_step(call, totals, fixed, m0, SCORE, GAIN, SEEN, True, FORM)
     if grad_k is not None:

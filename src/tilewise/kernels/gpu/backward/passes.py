@@ -33,6 +33,7 @@ from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import (
     COUNTS,
     Backward,
+    held_pair,
     key_step,
     keys_of_head,
     numbers_of,
@@ -43,22 +44,18 @@ from tilewise.kernels.gpu.config import Config
 from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
-from tilewise.kernels.gpu.walk.parts import held
 from tilewise.kernels.gpu.walk.tiles import (
-    MET,
-    block_start,
     described_pages,
     head_of,
     head_strides,
     launch_of,
     line_place,
-    met_at,
-    met_from,
     programs_of,
     range_of,
     slots_of,
     split_range,
     store_tile,
+    walked,
     walks_of,
 )
 from tilewise.problem import Grads, Needs, Operands, Problem, Result
@@ -68,7 +65,7 @@ from tilewise.problem import Grads, Needs, Operands, Problem, Result
 def query_kernel(
     call, grad_q, grad_q_strides, k_rows, v_rows, lists, batch, heads, group, queries, keys, tiles,
     plane, threshold, SCORE: tl.constexpr, GAIN: tl.constexpr, SEEN: tl.constexpr,
-    KEYS_OF: tl.constexpr, BLIND: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+    KEYS_OF: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries of one head, over the keys that the mask leaves it.
 
@@ -76,10 +73,7 @@ def query_kernel(
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK_M
     BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
     HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
-    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
-    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
     q, grad_out, rows = call.inputs[0], call.inputs[3], call.inputs[4]
     q_strides, grad_out_strides, row_strides = call.strides[0], call.strides[3], call.strides[4]
     program = tl.program_id(0)
@@ -90,14 +84,13 @@ def query_kernel(
     if m0 >= M:
         return
     low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, BLOCK_M, False)
-    if BLIND:
+    if FORM.BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
-    whole, partial = walks_of(spans, lists, b, h, m0 // BLOCK_M, BLOCK_N)
+    walks = walks_of(spans, lists, b, h, m0 // BLOCK_M, BLOCK_N)
     q_rows = (head_of(q, q_strides, b, h, begin), q_strides, m0, 0, M)
     grad_rows = (head_of(grad_out, grad_out_strides, b, h, begin), grad_out_strides, m0, 0, M)
-    q_tile = held(q_rows, BLOCK_M, HEAD_DIM, HEAD_PADDED, True, FORM)
-    grad_tile = held(grad_rows, BLOCK_M, VALUE_DIM, VALUE_PADDED, True, FORM)
+    own = held_pair((q_rows, grad_rows), BLOCK_M, True, FORM)
     k_head, k_strides, pages = keys_of_head(call, 1, b, h // group, begin_k, FORM)
     v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
     m = m0 + tl.arange(0, BLOCK_M)[:, None]
@@ -106,33 +99,21 @@ def query_kernel(
     total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     k_side = (k_head, k_strides, described_pages(pages, k_rows, h // group))
     v_side = (v_head, v_strides, described_pages(pages, v_rows, h // group))
-    fixed = (q_tile, grad_tile), (k_side, v_side, low, high), (b, h, m, M, N), row, numbers
-    # The tiles that need no mask first; there are none where nothing is known of a mask.
-    if not BLIND:
-        for i in range(whole[1]):
-            n0 = block_start(i, whole, False, BLOCK_N)
-            total = query_step(call, total, fixed, n0, SCORE, GAIN, None, False, FORM)
-    if SKIPS:
-        for base in range(0, partial[1], MET):
-            met, count = met_from(
-                base, partial, m, (b, h, M, N), call.captured, SEEN, BLOCK_N, BY_KEYS=False
-            )
-            for j in range(count):
-                n0 = block_start(met_at(met, j), partial, True, BLOCK_N)
-                total = query_step(call, total, fixed, n0, SCORE, GAIN, SEEN, True, FORM)
-    else:
-        for i in range(partial[1]):
-            n0 = block_start(i, partial, True, BLOCK_N)
-            total = query_step(call, total, fixed, n0, SCORE, GAIN, SEEN, True, FORM)
+    fixed = own, (k_side, v_side, low, high), (b, h, m, M, N), row, numbers
+    total = walked(
+        call, total, fixed, walks, m, (b, h, M, N), call.captured, query_step, SCORE, GAIN, SEEN,
+        BLOCK_N, False, FORM,
+    )  # fmt: skip
     head = head_of(grad_q, grad_q_strides, b, h, begin)
-    store_tile(head, m0, grad_q_strides, M, total * numbers[0], BLOCK_M, HEAD_DIM, HEAD_PADDED)
+    total = total * numbers[0]
+    store_tile(head, m0, grad_q_strides, M, total, BLOCK_M, FORM.HEAD_DIM, HEAD_PADDED)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_kernel(
     call, grads, grad_strides, lists, batch, heads, group, queries, keys, tiles, plane, threshold,
     SCORE: tl.constexpr, GAIN: tl.constexpr, SEEN: tl.constexpr, QUERIES_OF: tl.constexpr,
-    BLIND: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values of one key head, over its group's queries.
 
@@ -157,14 +138,13 @@ def key_kernel(
     if n0 >= N:
         return
     low, full_low, full_high, high = range_of(b, n0, M, N, call.captured, QUERIES_OF, BLOCK_N, True)
-    if BLIND:
+    if FORM.BLIND:
         full_high = 0
     spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
 
     k_rows = (head_of(k, k_strides, b, key_head, begin_k), k_strides, n0, 0, N)
     v_rows = (head_of(v, v_strides, b, key_head, begin_k), v_strides, n0, 0, N)
-    k_tile = held(k_rows, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, FORM)
-    v_tile = held(v_rows, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, FORM)
+    own = held_pair((k_rows, v_rows), BLOCK_N, True, FORM)
     n = n0 + tl.arange(0, BLOCK_N)[:, None]
     numbers = numbers_of(call, threshold)
     total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
@@ -174,31 +154,13 @@ def key_kernel(
         q_head = head_of(q, q_strides, b, h, begin)
         grad_head = head_of(grad_out, grad_out_strides, b, h, begin)
         row_head = head_of(rows, row_strides, b, h, begin)
-        whole, partial = walks_of(spans, lists, b, h, n0 // BLOCK_N, BLOCK_M)
+        walks = walks_of(spans, lists, b, h, n0 // BLOCK_N, BLOCK_M)
         heads_of = (q_head, grad_head, row_head)
-        fixed = grads, (k_tile, v_tile), heads_of, (b, h, n, M, N), (low, high), numbers, plane
-        if not BLIND:
-            for i in range(whole[1]):
-                m0 = block_start(i, whole, False, BLOCK_M)
-                total_k, total_v = key_step(
-                    call, (total_k, total_v), fixed, m0, SCORE, GAIN, None, False, FORM
-                )
-        if SKIPS:
-            for base in range(0, partial[1], MET):
-                met, count = met_from(
-                    base, partial, n, (b, h, M, N), call.captured, SEEN, BLOCK_M, BY_KEYS=True
-                )
-                for j in range(count):
-                    m0 = block_start(met_at(met, j), partial, True, BLOCK_M)
-                    total_k, total_v = key_step(
-                        call, (total_k, total_v), fixed, m0, SCORE, GAIN, SEEN, True, FORM
-                    )
-        else:
-            for i in range(partial[1]):
-                m0 = block_start(i, partial, True, BLOCK_M)
-                total_k, total_v = key_step(
-                    call, (total_k, total_v), fixed, m0, SCORE, GAIN, SEEN, True, FORM
-                )
+        fixed = grads, own, heads_of, (b, h, n, M, N), (low, high), numbers, plane
+        total_k, total_v = walked(
+            call, (total_k, total_v), fixed, walks, n, (b, h, M, N), call.captured, key_step, SCORE,
+            GAIN, SEEN, BLOCK_M, True, FORM,
+        )  # fmt: skip
     if grad_k is not None:
         head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
         store_tile(

@@ -7,14 +7,16 @@ import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import (
     COUNTS,
+    held_pair,
     keys_of_head,
     numbers_of,
     pair_gradients,
+    products_of,
     row_gradients,
 )
 from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
-from tilewise.kernels.gpu.walk.parts import held, product_of
+from tilewise.kernels.gpu.walk.parts import product_of
 from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of, range_of
 
 
@@ -28,11 +30,10 @@ def query_side(call, plane, place, m0, FORM: tl.constexpr):
     inputs, strides = call.inputs, call.strides
     q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
     grad_out = (head_of(inputs[3], strides[3], b, h, begin), strides[3], m0, 0, M)
-    q = held(q, FORM.BLOCK_M, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
-    grad_out = held(grad_out, FORM.BLOCK_M, FORM.VALUE_DIM, FORM.VALUE_PADDED, True, FORM)
     m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
     rows = head_of(inputs[4], strides[4], b, h, begin)
-    return q, grad_out, row_values(rows, plane, m, M, FORM.FOLD, FORM.ENTROPY)
+    own = held_pair((q, grad_out), FORM.BLOCK_M, True, FORM)
+    return own[0], own[1], row_values(rows, plane, m, M, FORM.FOLD, FORM.ENTROPY)
 
 
 @triton.jit
@@ -43,9 +44,7 @@ def key_side(call, group, place, n0, FORM: tl.constexpr):
     v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
     k = (k_head, k_strides, n0, 0, N, pages)
     v = (v_head, v_strides, n0, 0, N, pages)
-    k = held(k, FORM.BLOCK_N, FORM.HEAD_DIM, FORM.HEAD_PADDED, True, FORM)
-    v = held(v, FORM.BLOCK_N, FORM.VALUE_DIM, FORM.VALUE_PADDED, True, FORM)
-    return k, v
+    return held_pair((k, v), FORM.BLOCK_N, True, FORM)
 
 
 @triton.jit
@@ -65,14 +64,6 @@ def seen_in(call, place, m0, n0, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: 
 
 
 @triton.jit
-def products_of(q_side, k_side, FORM: tl.constexpr):
-    """(q.k, grad_out.v) of a tile of pairs, from what ``query_side`` and ``key_side`` give."""
-    products = product_of(q_side[0], k_side[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
-    by_value = product_of(q_side[1], k_side[1], FORM.BLOCK_M, FORM.BLOCK_N, FORM.VALUE_DIM, FORM)
-    return products, by_value
-
-
-@triton.jit
 def terms_of(
     call,
     q_side,
@@ -89,7 +80,7 @@ def terms_of(
     ``call`` is a ``Call``, ``q_side`` of ``query_side``, ``k_side`` of
     ``key_side``, ``numbers`` of ``numbers_of``, ``pairs`` of ``seen_in``.
     """
-    products = products_of(q_side, k_side, FORM)
+    products = products_of(q_side, k_side, FORM.BLOCK_M, FORM.BLOCK_N, FORM)
     _, terms = pair_gradients(
         call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, True, FORM
     )
@@ -145,7 +136,7 @@ def step_of(i, walk, lists, OTHER):
 def line_kernel(
     call, sums, sum_strides, lists, batch, heads, group, queries, keys, tiles, plane, threshold,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
-    SKIPS: tl.constexpr, FORM: tl.constexpr, BY_KEYS: tl.constexpr, DUE: tl.constexpr,
+    FORM: tl.constexpr, BY_KEYS: tl.constexpr, DUE: tl.constexpr,
 ):  # fmt: skip
     """Sum the shares of each row of pairs, or (BY_KEYS) of each column, in float64.
 
@@ -170,7 +161,7 @@ def line_kernel(
         k_side = key_side(call, group, place, first, FORM)
         for step in range(walk[1]):
             m0 = step_of(step, walk, lists, OTHER)
-            pairs, visible, met = seen_in(call, place, m0, first, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, first, SEEN, FORM.SKIPS, FORM)
             if met:
                 q_side = query_side(call, plane, place, m0, FORM)
                 terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
@@ -181,10 +172,10 @@ def line_kernel(
         weight = tl.zeros([BLOCK], tl.float64)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, OTHER)
-            pairs, visible, met = seen_in(call, place, first, n0, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, first, n0, SEEN, FORM.SKIPS, FORM)
             if met:
                 k_side = key_side(call, group, place, n0, FORM)
-                products = products_of(q_side, k_side, FORM)
+                products = products_of(q_side, k_side, BLOCK, OTHER, FORM)
                 shares, plain, weights = row_gradients(
                     call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, FORM
                 )

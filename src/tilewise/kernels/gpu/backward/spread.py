@@ -36,7 +36,7 @@ _LARGEST_POWER: tl.constexpr = tl.constexpr(120)
 def spread_pairs_kernel(
     call, totals, fixed, factors, lists, batch, heads, group, queries, keys, tiles, plane,
     threshold, SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
-    INDEX: tl.constexpr, SKIPS: tl.constexpr, FORM: tl.constexpr,
+    INDEX: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Adds every share of a tile of rows to its element of ``fixed``.
 
@@ -56,7 +56,7 @@ def spread_pairs_kernel(
         q_side = query_side(call, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, FORM.SKIPS, FORM)
             if met:
                 k_side = key_side(call, group, place, n0, FORM)
                 terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
@@ -165,7 +165,7 @@ def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.const
 def table_kernel(
     call, sums, lists, batch, heads, group, queries, keys, tiles, elements, plane, threshold,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
-    INDEX: tl.constexpr, SKIPS: tl.constexpr, TABLE: tl.constexpr, FORM: tl.constexpr,
+    INDEX: tl.constexpr, TABLE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Sums of the shares of a tile of rows by the element that they name.
 
@@ -186,7 +186,7 @@ def table_kernel(
         q_side = query_side(call, plane, place, m0, FORM)
         for step in range(walk[1]):
             n0 = step_of(step, walk, lists, BLOCK_N)
-            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, SKIPS, FORM)
+            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, FORM.SKIPS, FORM)
             if met:
                 k_side = key_side(call, group, place, n0, FORM)
                 terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)

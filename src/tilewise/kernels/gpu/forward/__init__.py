@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.kernels.gpu.config import Blocks, Config, padded, tail_of
-from tilewise.kernels.gpu.expressions import Variant
+from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.walk.float8 import stored_form
 from tilewise.kernels.gpu.walk.tiles import (
     head_strides,
@@ -104,6 +104,7 @@ def form_of(
         SKIPS=meets_empty_tiles(problem, variant),
         FP8=fp8,
         STORED=stored_form(problem, config.family),
+        PART=config.part("forward", problem),
         TAIL=tail,
         TAIL_PADDED=padded(tail) if tail else 0,
         SHARED=_shares(problem, operands),
@@ -134,20 +135,35 @@ def _folds(problem: Problem, operands: Operands, variant: Variant) -> bool:
     return variant.score is None and problem.scale > _LEAST_FOLDED and not scaled
 
 
-def tensors_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
-    """Return the tensors of a call, but for those that say where sequences lie, and their strides.
+def arguments_of(problem: Problem, operands: Operands, result: Result) -> dict[str, Any]:
+    """Return the arguments that every walk over the keys is given.
 
     ``outputs`` are out, lse, row_max and row_sum; ``per_head`` sinks and the scales of q, k and v;
-    ``per_row`` those of k and v in pages of 8 bits.
+    ``per_row`` those of k and v in pages of 8 bits. ``sequences`` are cu_seqlens of queries and
+    keys, block table and lengths of keys. Kernels clamp such a length to ``keys``, and an entry of
+    the table to ``last_page``.
     """
-    stats = result.stats
     inputs = (operands.q, operands.k, operands.v)
+    held = operands.k.shape[0] if problem.page_size else 1
     return {
         "inputs": inputs,
-        "outputs": (result.out, result.lse, stats[0], stats[1]),
+        "outputs": (result.out, result.lse, *result.stats[:2]),
         "per_head": (operands.sinks, *head_scales(problem, operands)),
         "per_row": rows_scales(problem, operands),
+        "sequences": (
+            operands.cu_seqlens_q,
+            operands.cu_seqlens_k,
+            operands.block_table,
+            operands.key_lengths,
+        ),
         "strides": tuple([head_strides(tensor, problem) for tensor in (*inputs, result.out)]),
+        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "group": problem.heads // problem.kv_heads,
+        "queries": problem.queries,
+        "keys": problem.keys if held else 0,
+        "last_page": held - 1 if problem.page_size else None,
     }
 
 
@@ -166,25 +182,6 @@ def rows_scales(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     assert k is not None
     assert v is not None
     return (k, k.stride()), (v, v.stride())
-
-
-def sequences_of(operands: Operands) -> tuple[Any, ...]:
-    """Return where sequences lie: cu_seqlens of queries and keys, block table, lengths of keys."""
-    return (
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_k,
-        operands.block_table,
-        operands.key_lengths,
-    )
-
-
-def paging_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Return the bounds that kernels clamp the lengths and the entries of a block table to."""
-    held = operands.k.shape[0] if problem.page_size else 1
-    return {
-        "keys": problem.keys if held else 0,
-        "last_page": held - 1 if problem.page_size else None,
-    }
 
 
 def scalars_of(problem: Problem, operands: Operands) -> dict[str, Any]:

@@ -14,16 +14,14 @@ import triton.language as tl
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
-from tilewise.kernels.gpu.expressions import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.forward import (
+    arguments_of,
     finishing_of,
     form_of,
     functions_of,
     head_scales,
-    paging_of,
     scalars_of,
-    sequences_of,
-    tensors_of,
 )
 from tilewise.kernels.gpu.forward.online import (
     absorb,
@@ -31,9 +29,8 @@ from tilewise.kernels.gpu.forward.online import (
     queries_at,
     settled,
     store_numbers,
-    walk_keys,
 )
-from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
+from tilewise.kernels.gpu.forward.statistics import statistics_launch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import (
     begin_transposed,
@@ -57,32 +54,16 @@ from tilewise.kernels.gpu.walk.tiles import (
     lists_of,
     range_of,
     scaled_side,
+    slot_of,
     slots_of,
     split_range,
     store_tile,
+    walked,
     walks_of,
 )
 from tilewise.problem import Operands, Problem, Result
 
 _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for
-
-
-@triton.jit
-def slot_of(tiles, section, lines, REVERSED: tl.constexpr):
-    """Return the tile and the line (a head of a batch item) of this program.
-
-    Programs are numbered by sections of ``section`` lines, within these by tiles, and then by
-    lines. So those that run together find their keys in the cache. REVERSED: the last tiles come
-    first.
-    """
-    program = tl.program_id(0)
-    first = program // (section * tiles) * section
-    within = program % (section * tiles)
-    here = tl.minimum(section, lines - first)
-    tile = within // here
-    if REVERSED:
-        tile = tiles - 1 - tile
-    return tile, first + within % here
 
 
 @triton.jit(
@@ -130,9 +111,9 @@ def attend(
     a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
     lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
 
-    Tensors and floats come in tuples: see ``tensors_of``, ``sequences_of``, ``lists_of`` and
-    ``scalars_of``. Integers do not, because Triton would specialize those in a tuple, and compile
-    anew for a batch of 1 or 16.
+    Tensors and floats come in tuples: see ``arguments_of``, ``lists_of`` and ``scalars_of``.
+    Integers do not, because Triton would specialize those in a tuple, and compile anew for a batch
+    of 1 or 16.
     ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
     BM: tl.constexpr = FORM.BM
@@ -145,7 +126,7 @@ def attend(
     q_strides, k_strides, v_strides, out_strides = strides
     scale, keep_factor, seed = scalars
     lines = heads if cu_q is not None else batch * heads
-    tile, line = slot_of(tiles, section, lines, FORM.REVERSED)
+    tile, line = slot_of(tl.program_id(0), tiles, section, lines, FORM.REVERSED)
     b, h, begin_q, begin_k, M, N, m0 = line_place(
         tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
     )
@@ -164,7 +145,7 @@ def attend(
         q_tile, scale = folded(q_tile, scale)
 
     drawn = drawing(seed)
-    row = ((b, h, m[:, None], M, N), (scale, drawn, drop_below))
+    own = m[:, None]
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
     k_pages = described_pages(pages, k_rows, h // group)
     v_pages = described_pages(pages, v_rows, h // group)
@@ -174,9 +155,11 @@ def attend(
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
     sides = (k_side, v_side, low, high)
     state = nothing_seen(FORM)
-    acc, top, total = walk_keys(
-        state, q_tile, sides, walks, row, captured, absorb, SEEN, SCORE, FORM
-    )
+    fixed = (q_tile, sides, (b, h, own, M, N), (scale, drawn, drop_below))
+    acc, top, total = walked(
+        captured, state, fixed, walks, own, (b, h, M, N), captured, absorb, SCORE, None, SEEN, BN,
+        False, FORM,
+    )  # fmt: skip
 
     sink = None if sinks is None else tl.load(sinks + h)
     total = lowered(total, FORM)
@@ -223,35 +206,28 @@ def forward_launches(
         operands, before = transpose_values(problem, operands, blocks)
     grid = _grid(problem, blocks)
     lists = lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys))
+    shared = {**arguments_of(problem, operands, result), "lists": lists}
     arguments = {
-        **tensors_of(problem, operands, result),
-        "sequences": sequences_of(operands),
-        "lists": lists,
-        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
+        **shared,
         **page_rows(problem, operands, config, "forward"),
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "group": problem.heads // problem.kv_heads,
-        "queries": problem.queries,
-        **paging_of(problem, operands),
         "tiles": grid.tiles,
         "section": grid.section,
         **scalars_of(problem, operands),
     }
-    form = form_of(problem, operands, config, variant, blocks, fp8)._replace(
+    functions = functions_of(variant)
+    bare = form_of(problem, operands, config, variant, blocks, fp8)
+    form = bare._replace(
         **finishing_of(problem, operands, variant),
         REVERSED=_grows(problem),
         TRANSPOSED=transposed,
-        PART=config.part("forward", problem),
     )
     if any(scale is not None for scale in head_scales(problem, operands)[:2]):
         form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
-    constants = {**functions_of(variant), "FORM": form}
+    constants = {**functions, "FORM": form}
     launch = alone or launch_of(attend, (grid.programs,), arguments, constants, blocks)
     launches = [*before, launch]
     if result.entropy is not None:
-        walk = Walk(config, variant, blocks, lists, fp8)
-        launches.append(statistics_launch(problem, operands, result, walk))
+        launches.append(statistics_launch(problem, result, shared, functions, bare, blocks))
     return launches
 
 

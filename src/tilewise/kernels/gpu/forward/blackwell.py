@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.walk.groups import GROUPS, tile_at
+from tilewise.kernels.gpu.walk.groups import GROUPS, barriers, tile_at
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 
 _GROWN: gl.constexpr = gl.constexpr(8.0)  # in units of base 2: float16 holds probabilities of 2^8
@@ -46,14 +46,7 @@ def places_of(FORM: gl.constexpr):
     out = allocate_tensor_memory(
         gl.float32, [GROUPS, ROWS, FORM.D], TensorMemoryLayout([ROWS, FORM.D], 1)
     )
-    scored = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(scored.index(i), count=1)
-        mbarrier.init(weighed.index(i), count=1)
-        mbarrier.init(summed.index(i), count=1)
-    return (scores, out), (scored, weighed, summed)
+    return (scores, out), (barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1))
 
 
 @gluon.jit
@@ -171,11 +164,9 @@ def _step(
 
 
 @gluon.jit
-def attend_rows(
-    c, out_rows, outputs, memory, sums, turns, place, spans, walk, scale, sinks, captured,
-    SEEN: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+def attend_rows(c, own, sums, turns, SEEN: gl.constexpr, FORM: gl.constexpr):
     """Attention of the queries of group ``c``."""
+    out_rows, outputs, memory, place, spans, walk, scale, sinks, captured = own
     b, h, line, m0, M, N = place
     ROWS: gl.constexpr = FORM.BM // GROUPS
     KIND: gl.constexpr = memory[1].dtype

@@ -29,24 +29,22 @@ from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
-from tilewise.kernels.gpu.expressions import Variant, captures
+from tilewise.kernels.gpu.expressions import Variant
 from tilewise.kernels.gpu.forward import (
+    arguments_of,
     finishing_of,
     form_of,
     functions_of,
     head_scales,
-    paging_of,
     scalars_of,
-    tensors_of,
 )
 from tilewise.kernels.gpu.forward.online import (
     absorb,
     nothing_seen,
     settled,
     store_numbers,
-    walk_keys,
 )
-from tilewise.kernels.gpu.forward.statistics import Walk, statistics_launch
+from tilewise.kernels.gpu.forward.statistics import statistics_launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes
@@ -61,6 +59,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     lists_of,
     scaled_side,
     split_range,
+    walked,
     walks_of,
 )
 from tilewise.problem import Operands, Problem, Result
@@ -149,8 +148,9 @@ def _merge_launch(
     partials: _Partials,
     variant: Variant,
     splitting: Splitting,
+    shared: dict[str, Any],
 ) -> Launch:
-    """The launch that fills a result from what its splits left; arguments as of ``decode``."""
+    """The launch that fills a result from what its splits left; ``shared`` are ``arguments_of``."""
     rows, slots = partials.out.shape[:2]
     arguments: dict[str, Any] = {
         "outputs": (result.out, result.lse, *result.stats[:2]),
@@ -159,10 +159,7 @@ def _merge_launch(
         "key_lengths": operands.key_lengths,
         "partials": tuple(partials),
         "out_strides": head_strides(result.out, problem),
-        "heads": problem.heads,
-        "group": problem.heads // problem.kv_heads,
-        "queries": problem.queries,
-        "keys": paging_of(problem, operands)["keys"],
+        **{name: shared[name] for name in ("heads", "group", "queries", "keys")},
         "rows": rows,
         "slots": slots,
         "scale": problem.scale,
@@ -183,7 +180,7 @@ def rows_of(base, strides, h, m):
 @triton.jit(
     do_not_specialize=[
         "batch",
-        "kv_heads",
+        "heads",
         "group",
         "queries",
         "keys",
@@ -205,7 +202,7 @@ def attend_split(
     k_rows,
     v_rows,
     batch,
-    kv_heads,
+    heads,
     group,
     queries,
     keys,
@@ -233,10 +230,11 @@ def attend_split(
     q, k, v = inputs
     out, lse, row_max, row_sum = outputs
     sinks, q_scale, k_scale, v_scale = per_head
-    block_table, key_lengths = sequences
+    _, _, block_table, key_lengths = sequences
     partial_out, partial_numbers = partials
     scale, keep_factor, seed = scalars
     q_strides, k_strides, v_strides, out_strides = strides
+    kv_heads = heads // group
     program = tl.program_id(0)
     block = program % blocks
     split = program // blocks % slots
@@ -261,13 +259,13 @@ def attend_split(
         inside = (m < M)[:, None] & (columns < FORM.TAIL)[None, :]
         q_tile = (q_tile, tl.load(places, mask=inside, other=0.0))
     if q_scale is not None:  # rows of a block may be of several heads
-        scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
+        scale = scale * tl.load(q_scale + b * heads + h)[:, None]
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
     drawn = drawing(seed)
     numbers = (scale, drawn, drop_below)
-    place = ((b, h[:, None], m[:, None], M, N), numbers)
+    row_heads, own = h[:, None], m[:, None]
     begin = split * size
     end = tl.minimum(begin + size, N)
     low, full_low, full_high, high = begin, begin, end, end
@@ -284,14 +282,16 @@ def attend_split(
     spans = split_range(low, full_low, full_high, high, end, BN)
     walks = walks_of(spans, (None, None, None), b, kv_head, 0, BN)
     state = nothing_seen(FORM)
-    acc, top, total = walk_keys(
-        state, q_tile, sides, walks, place, captured, absorb, SEEN, SCORE, FORM
-    )
+    fixed = (q_tile, sides, (b, row_heads, own, M, N), numbers)
+    acc, top, total = walked(
+        captured, state, fixed, walks, own, (b, row_heads, M, N), captured, absorb, SCORE, None,
+        SEEN, BN, False, FORM,
+    )  # fmt: skip
 
     columns = tl.arange(0, DV_PADDED)
     inside = m < M
     kept_columns = inside[:, None] & (columns < FORM.DV)[None, :]
-    at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
+    at = (tl.cast(b, tl.int64) * heads + h) * M + m
     if splits == 1:
         sink = None if sinks is None else tl.load(sinks + h)
         weight, row_numbers = settled(
@@ -305,7 +305,7 @@ def attend_split(
         tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
         store_numbers((lse, row_max, row_sum), at, inside, row_numbers, total)
     else:
-        stride = tl.cast(batch * kv_heads, tl.int64) * (group * M) * slots
+        stride = tl.cast(batch * heads, tl.int64) * M * slots
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
@@ -333,33 +333,27 @@ def decode_launches(
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
     slots = count(problem.keys)
-    group = problem.heads // problem.kv_heads
-    blocks = -(-group * problem.queries // tiles.queries)
+    shared, functions = arguments_of(problem, operands, result), functions_of(unlisted)
+    blocks = -(-shared["group"] * problem.queries // tiles.queries)
     partials = empty_partials(problem, result, slots)
     arguments = {
-        **tensors_of(problem, operands, result),
-        "sequences": (operands.block_table, operands.key_lengths),
+        **shared,
         "partials": tuple(partials),
-        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
         **page_rows(problem, operands, config, "decode"),
-        "batch": problem.batch,
-        "kv_heads": problem.kv_heads,
-        "group": group,
-        "queries": problem.queries,
-        **paging_of(problem, operands),
         "blocks": blocks,
         "slots": slots,
         **scalars_of(problem, operands),
     }
-    form = form_of(problem, operands, config, unlisted, tiles, fp8)._replace(
-        **finishing_of(problem, operands, variant)
-    )
-    constants = {**functions_of(unlisted), "SPLITTING": splitting, "FORM": form}
+    bare = form_of(problem, operands, config, unlisted, tiles, fp8)
+    form = bare._replace(**finishing_of(problem, operands, variant), PART=0)
+    constants = {**functions, "SPLITTING": splitting, "FORM": form}
     programs = blocks * slots * problem.kv_heads * problem.batch
     launches = [launch_of(attend_split, (programs,), arguments, constants, tiles)]
     if slots > 1:
-        launches.append(_merge_launch(problem, operands, result, partials, variant, splitting))
+        launches.append(
+            _merge_launch(problem, operands, result, partials, variant, splitting, shared)
+        )
     if result.entropy is not None:
-        walk = Walk(config, unlisted, tiles, lists_of(None), fp8)
-        launches.append(statistics_launch(problem, operands, result, walk))
+        shared |= {"lists": lists_of(None)}
+        launches.append(statistics_launch(problem, result, shared, functions, bare, tiles))
     return launches

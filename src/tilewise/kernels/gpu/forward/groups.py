@@ -27,15 +27,24 @@ from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.forward import blackwell, finishing_of
-from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.walk.groups import GROUPS, counted, described_rows, in_groups, tile_at
+from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers, weighed
+from tilewise.kernels.gpu.walk.groups import (
+    GROUPS,
+    barriers,
+    counted,
+    described_rows,
+    fetch,
+    in_groups,
+    tile_at,
+)
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
+from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.tiles import (
     launch_of,
     lists_of,
     programs_of,
     range_of,
+    slot_of,
     slots_of,
     split_range,
 )
@@ -43,32 +52,24 @@ from tilewise.problem import Operands, Problem, Result
 
 
 @gluon.jit
-def _load(rows, memory, bars, place, spans, walk, FORM: gl.constexpr):
+def _load(given, FORM: gl.constexpr):
     """Fill the rings; the tiles come in the order in which they are multiplied."""
+    rows, memory, bars, place, spans, walk = given
     q_rows, k_rows, v_rows = rows
     q_s, k_s, v_s = memory
     q_full, k_full, k_empty, v_full, v_empty = bars
     b, h, key_head, m0 = place
     HALF: gl.constexpr = FORM.BM // GROUPS
     for c in gl.static_range(GROUPS):
-        mbarrier.expect(q_full.index(c), q_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            q_rows, [b, h, m0 + c * HALF, 0], q_full.index(c), q_s.index(c)
-        )
+        fetch(q_rows, (b, h, m0 + c * HALF, 0), q_full.index(c), q_s.index(c))
     for j in range(walk[1] + walk[2]):
         n0 = tile_at(j, spans, walk, FORM.BN, FORM.LISTED)
         place_of = j % FORM.STAGES
         free = ((j // FORM.STAGES) & 1) ^ 1
         mbarrier.wait(k_empty.index(place_of), free)
-        mbarrier.expect(k_full.index(place_of), k_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_rows, [b, key_head, n0, 0], k_full.index(place_of), k_s.index(place_of)
-        )
+        fetch(k_rows, (b, key_head, n0, 0), k_full.index(place_of), k_s.index(place_of))
         mbarrier.wait(v_empty.index(place_of), free)
-        mbarrier.expect(v_full.index(place_of), v_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_rows, [b, key_head, n0, 0], v_full.index(place_of), v_s.index(place_of)
-        )
+        fetch(v_rows, (b, key_head, n0, 0), v_full.index(place_of), v_s.index(place_of))
 
 
 @gluon.jit
@@ -76,26 +77,14 @@ def _softmax(
     products, n0, top, total, place, scale, captured, SEEN: gl.constexpr, MASKED: gl.constexpr,
     FORM: gl.constexpr,
 ):  # fmt: skip
-    """(p, fade, top, total) after a tile of products, see ``online.absorb``."""
+    """(p, fade, top, total) after a tile of products, see ``online.weighed``."""
     b, h, m, M, N = place
     n = (n0 + gl.arange(0, FORM.BN, gl.SliceLayout(0, products.type.layout)))[None, :]
     scores = scaled_scores(products, scale, n, place, captured, None, FORM.FOLDED)
     if MASKED:
         visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
         scores = gl.where(visible, scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    base = new_top
-    if MASKED:  # a row may have seen nothing yet
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-    if FORM.FOLDED:
-        unit = scale * LOG2E
-        p = gl.exp2(scores * unit - (base * unit)[:, None])
-        fade = gl.exp2((top - base) * unit)
-    else:
-        p = gl.exp2((scores - base[:, None]) * LOG2E)
-        fade = gl.exp2((top - base) * LOG2E)
-    total = total * fade + gl.sum(p, 1)
-    return p, fade, new_top, total
+    return weighed(scores, top, total, scale, MASKED, 0, FORM.FOLDED)
 
 
 @gluon.jit
@@ -153,11 +142,9 @@ def _after_exponentials(total):
 
 
 @gluon.jit
-def _attend_rows(
-    c, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-    SEEN: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+def _attend_rows(c, own, bars, SEEN: gl.constexpr, FORM: gl.constexpr):
     """Attention of the queries of group ``c``."""
+    out_rows, outputs, memory, place, spans, walk, scale, sinks, captured = own
     q_s, k_s, v_s = memory
     q_full, k_full, k_empty, v_full, _ = bars
     b, h, line, m0, M, N = place
@@ -227,15 +214,7 @@ def attend_in_groups(
     """
     ST: gl.constexpr = FORM.STAGES
     KIND: gl.constexpr = q_rows.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    program = gl.program_id(0)
-    first = program // (section * tiles) * section
-    within = program % (section * tiles)
-    here = gl.minimum(section, lines - first)
-    tile = within // here
-    line = first + within % here
-    if FORM.REVERSED:
-        tile = tiles - 1 - tile
+    tile, line = slot_of(gl.program_id(0), tiles, section, lines, FORM.REVERSED)
     b = line // heads
     h = line % heads
     m0 = tile * FORM.BM
@@ -252,69 +231,24 @@ def attend_in_groups(
     q_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, FORM.BM // GROUPS, FORM.D], q_rows.layout)
     k_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], k_rows.layout)
     v_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BN, FORM.D], v_rows.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], BARRIER)
     RELEASES: gl.constexpr = 1 if FORM.TENSOR_MEMORY else GROUPS
-    for i in gl.static_range(ST):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=RELEASES)
-        mbarrier.init(v_empty.index(i), count=RELEASES)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
+    q_full = barriers(GROUPS, 1)
+    k_full, v_full = barriers(ST, 1), barriers(ST, 1)
+    k_empty, v_empty = barriers(ST, RELEASES), barriers(ST, RELEASES)
     memory = (q_s, k_s, v_s)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     place = (b, h, line, m0, queries, keys)
-    rows = (q_rows, k_rows, v_rows)
-    of_keys = (b, h, h // group, m0)
+    own = (out_rows, outputs, memory, place, spans, walk, scale, sinks, captured)
+    given = (q_rows, k_rows, v_rows), memory, bars, (b, h, h // group, m0), spans, walk
     if FORM.TENSOR_MEMORY:
         sums, turns = blackwell.places_of(FORM)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (
-                    blackwell.attend_rows,
-                    (
-                        0,
-                        out_rows,
-                        outputs,
-                        memory,
-                        sums,
-                        turns,
-                        place,
-                        spans,
-                        walk,
-                        scale,
-                        sinks,
-                        captured,
-                        SEEN,
-                        FORM,
-                    ),
-                ),
-                (
-                    blackwell.attend_rows,
-                    (
-                        1,
-                        out_rows,
-                        outputs,
-                        memory,
-                        sums,
-                        turns,
-                        place,
-                        spans,
-                        walk,
-                        scale,
-                        sinks,
-                        captured,
-                        SEEN,
-                        FORM,
-                    ),
-                ),
+                (blackwell.attend_rows, (0, own, sums, turns, SEEN, FORM)),
+                (blackwell.attend_rows, (1, own, sums, turns, SEEN, FORM)),
                 (blackwell.multiply, (memory, sums, bars, turns, walk, FORM)),
-                (_load, (rows, memory, bars, of_keys, spans, walk, FORM)),
+                (_load, (given, FORM)),
             ],
             [4, 1, 1],
             [208, 24, 24],
@@ -323,21 +257,13 @@ def attend_in_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (
-                    _attend_rows,
-                    (0, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                     SEEN, FORM),
-                ),
-                (
-                    _attend_rows,
-                    (1, out_rows, outputs, memory, bars, place, spans, walk, scale, sinks, captured,
-                     SEEN, FORM),
-                ),
-                (_load, (rows, memory, bars, of_keys, spans, walk, FORM)),
+                (_attend_rows, (0, own, bars, SEEN, FORM)),
+                (_attend_rows, (1, own, bars, SEEN, FORM)),
+                (_load, (given, FORM)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
 
 
 class Form(NamedTuple):
@@ -381,7 +307,7 @@ def attend_launch(
         result: with memory for everything that is wanted.
         variant: the functions of the problem's mask and score.
         blocks: of ``Config.in_groups``.
-        section: lines of a section of the grid, see ``attend.slot_of``.
+        section: lines of a section of the grid, see ``tiles.slot_of``.
         grows: whether the last tiles have the most keys.
         tensor_memory: whether the chip has it, and no wgmma.
     """

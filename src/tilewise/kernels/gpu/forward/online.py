@@ -15,16 +15,12 @@ from tilewise.kernels.gpu.walk.float8 import decoded, widened
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
-    MET,
-    block_start,
     load_keys,
     load_tile,
-    met_at,
-    met_from,
     row_scales,
 )
 
-RAISED: tl.constexpr = tl.constexpr(8.0)  # the power of two of probabilities of 8 bits
+RAISED: tl.constexpr = tl.constexpr(8)  # the power of two of probabilities of 8 bits
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -84,7 +80,7 @@ def scores_of_block(
     place,
     scale,
     captured,
-    visible,
+    SEEN: tl.constexpr,
     SCORE: tl.constexpr,
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
@@ -92,10 +88,15 @@ def scores_of_block(
     """(scores, k) of the block of keys from ``n0`` on: in the units of the walk, and its tile.
 
     The tile is that of the columns before the tail; without a tail it is nothing. If MASKED, pairs
-    that are not ``visible`` have -inf. ``side``, ``low`` and ``high`` are those of ``load_keys``.
-    If the form has a PART, the product is summed over so many columns at a time, and q is not a
-    tile but a ``side`` of ``rows_of``.
+    that SEEN hides have -inf. ``side``, ``low`` and ``high`` are those of ``load_keys``. If the
+    form has a PART, the product is summed over so many columns at a time, and q is not a tile but a
+    ``side`` of ``rows_of``.
     """
+    b, h, m, M, N = place
+    n = (n0 + tl.arange(0, FORM.BN))[None, :]
+    visible = None
+    if MASKED:
+        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
     tile = n0
     if FORM.PART == 0:
         left = before_tail(q, FORM)
@@ -127,8 +128,7 @@ def scores_of_block(
             products = products * scales[None, :]
     else:
         keys = (side[0], side[1], n0, low, high)
-        products = product_in_parts(q, keys, place[2].shape[0], FORM.BN, FORM.D, FORM)
-    n = (n0 + tl.arange(0, FORM.BN))[None, :]
+        products = product_in_parts(q, keys, m.shape[0], FORM.BN, FORM.D, FORM)
     scores = scaled_scores(products, scale, n, place, captured, SCORE, FORM.FOLDED)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -148,51 +148,64 @@ def nothing_seen(FORM: tl.constexpr):
 
 
 @triton.jit
-def absorb(
-    state,
-    q,
-    sides,
-    n0,
-    row,
-    captured,
-    visible,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    FORM: tl.constexpr,
+def weighed(
+    scores, top, total, scale, GUARDED: tl.constexpr, RAISED: tl.constexpr, FOLDED: tl.constexpr
 ):
-    """One block of keys in the online softmax: a ``STEP`` of ``walk_keys``.
+    """(p, fade, top, total) after a tile of scores: what was summed before counts ``fade`` times.
 
-    ``sides`` are (keys, values, low, high): what ``load_keys`` takes. ``row`` is (place,
-    numbers); ``visible`` says which pairs attend if MASKED.
+    GUARDED: a row may have seen nothing yet. Probabilities are raised by the power of two RAISED.
     """
-    acc, top, total = state
-    k_side, v_side, low, high = sides
-    place, numbers = row
-    b, h, m, _, _ = place
-    scale, drawn, drop_below = numbers
-    FP8_WALK: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
-    scores, k = scores_of_block(
-        q, k_side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
-    )
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = new_top
-    if MASKED or SCORE is not None:  # a row may have seen nothing yet
+    if GUARDED:
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if FORM.FOLDED:
+    if FOLDED:
         unit = scale * LOG2E
         least = base * unit
-        if FP8_WALK:
+        if RAISED > 0:
             least = least - RAISED
         exponent = scores * unit - least[:, None]
         moved = (top - base) * unit
     else:
         exponent = (scores - base[:, None]) * LOG2E
-        if FP8_WALK:
+        if RAISED > 0:
             exponent = exponent + RAISED
         moved = (top - base) * LOG2E
-    p = tl.math.exp2(exponent)
-    fade = tl.math.exp2(moved)
-    total = total * fade + tl.sum(p, 1)
+    p = tl.exp2(exponent)
+    fade = tl.exp2(moved)
+    return p, fade, new_top, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def absorb(
+    captured,
+    state,
+    fixed,
+    n0,
+    SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """One block of keys in the online softmax: a ``STEP`` of ``tiles.walked``.
+
+    ``fixed`` is (queries, sides, place, numbers). The sides are (keys, values, low, high): what
+    ``load_keys`` takes.
+    """
+    acc, top, total = state
+    q, sides, place, numbers = fixed
+    k_side, v_side, low, high = sides
+    b, h, m, _, _ = place
+    scale, drawn, drop_below = numbers
+    EIGHT: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
+    scores, k = scores_of_block(
+        q, k_side, n0, low, high, place, scale, captured, SEEN, SCORE, MASKED, FORM
+    )
+    guarded: tl.constexpr = MASKED or SCORE is not None
+    p, fade, top, total = weighed(
+        scores, top, total, scale, guarded, RAISED if EIGHT else 0, FORM.FOLDED
+    )
     if FORM.DROPOUT:
         n = (n0 + tl.arange(0, FORM.BN))[None, :]
         p = tl.where(kept(drawn, drop_below, b, h, m, n), p, 0.0)
@@ -225,73 +238,7 @@ def absorb(
         acc = acc + tl.dot(p.to(v.dtype), v, max_num_imprecise_acc=FORM.BN)
     else:
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=FORM.PRECISION)
-    return acc, new_top, total
-
-
-@triton.jit
-def _take(
-    i,
-    state,
-    q,
-    sides,
-    walk,
-    row,
-    captured,
-    STEP: tl.constexpr,
-    SEEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """The state after block ``i`` of a walk."""
-    b, h, m, M, N = row[0]
-    n0 = block_start(i, walk, MASKED, FORM.BN)
-    visible = None
-    if MASKED:
-        n = (n0 + tl.arange(0, FORM.BN))[None, :]
-        visible = shown(b, h, m, n, M, N, captured[0], captured[1], SEEN)
-    return STEP(state, q, sides, n0, row, captured, visible, SCORE, MASKED, FORM)
-
-
-@triton.jit
-def walk_keys(
-    state,
-    q,
-    sides,
-    walks,
-    row,
-    captured,
-    STEP: tl.constexpr,
-    SEEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """The state of rows after the blocks of keys of both walks of ``walks_of``, one STEP for each.
-
-    Only in the second may some pairs be hidden. If the form has SKIPS, blocks of which no pair
-    attends may be among these. Neither their keys nor their values are touched then: see
-    ``met_from``.
-    """
-    whole, partial = walks
-    if not FORM.BLIND:
-        for i in range(whole[1]):
-            state = _take(i, state, q, sides, whole, row, captured, STEP, None, SCORE, False, FORM)
-    count = partial[1]
-    if FORM.SKIPS:
-        b, h, m, M, N = row[0]
-        for base in range(0, count, MET):
-            tiles, met = met_from(
-                base, partial, m, (b, h, M, N), captured, SEEN, FORM.BN, BY_KEYS=False
-            )
-            for j in range(met):
-                i = met_at(tiles, j)
-                state = _take(
-                    i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM
-                )
-    else:
-        for i in range(count):
-            state = _take(i, state, q, sides, partial, row, captured, STEP, SEEN, SCORE, True, FORM)
-    return state
+    return acc, top, total
 
 
 @triton.jit

@@ -13,34 +13,24 @@ Both sums are kept online: where the largest grows by ``d``, every ``t_j`` falls
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import Blocks, Config
-from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward import (
-    form_of,
-    functions_of,
-    head_scales,
-    paging_of,
-    rows_scales,
-    sequences_of,
-)
+from tilewise.kernels.gpu.config import Blocks
+from tilewise.kernels.gpu.forward import Form
 from tilewise.kernels.gpu.forward.online import (
     beside_sink,
     queries_at,
     scores_of_block,
     tops,
-    walk_keys,
 )
-from tilewise.kernels.gpu.walk.float8 import scaled_for, stored_form, with_codes
+from tilewise.kernels.gpu.walk.float8 import scaled_for
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
-    head_strides,
     keys_at,
     launch_of,
     line_place,
@@ -49,9 +39,10 @@ from tilewise.kernels.gpu.walk.tiles import (
     scaled_side,
     slots_of,
     split_range,
+    walked,
     walks_of,
 )
-from tilewise.problem import Operands, Problem, Result
+from tilewise.problem import Problem, Result
 
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 NEVER: tl.constexpr = tl.constexpr(2147483647)
@@ -60,24 +51,22 @@ OF_NAN: tl.constexpr = tl.constexpr(-2147483648)
 
 @triton.jit
 def describe_block(
-    state,
-    q,
-    sides,
-    n0,
-    row,
     captured,
-    visible,
+    state,
+    fixed,
+    n0,
     SCORE: tl.constexpr,
+    GAIN: tl.constexpr,
+    SEEN: tl.constexpr,
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The state of rows with one more block of keys: a ``STEP`` of ``online.walk_keys``."""
-    side, low, high = sides
+    """The state of rows with one more block of keys: a ``STEP`` of ``tiles.walked``."""
+    q, side, low, high, place, scale = fixed
     top, total, moment, top_key = state
-    place, scale = row
     n = (n0 + tl.arange(0, FORM.BN))[None, :]
     scores, _ = scores_of_block(
-        q, side, n0, low, high, place, scale, captured, visible, SCORE, MASKED, FORM
+        q, side, n0, low, high, place, scale, captured, SEEN, SCORE, MASKED, FORM
     )
     best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
     if FORM.NAMED:
@@ -127,14 +116,17 @@ def describe(
     queries, keys, last_page, tiles, scale, SEEN: tl.constexpr, SCORE: tl.constexpr,
     KEYS_OF: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a block of BM queries of one head; arguments as of ``attend``."""
+    """Statistics of a block of BM queries of one head; arguments as of ``attend``.
+
+    But ``outputs`` are row_mean, max_logit, entropy and top_key.
+    """
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
-    q, k = inputs
+    q, k = inputs[:2]
     row_mean, max_logit, entropy, top_key = outputs
-    sinks, q_scale, k_scale = per_head
+    sinks, q_scale, k_scale = per_head[:3]
     cu_q, cu_k, block_table, key_lengths = sequences
-    q_strides, k_strides = strides
+    q_strides, k_strides = strides[:2]
     tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h, begin_q, begin_k, M, N, m0 = line_place(
         tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
@@ -153,14 +145,16 @@ def describe(
         tl.zeros([BM], tl.float32),
         tl.full([BM], NEVER, tl.int32),
     )
-    row = ((b, h, m[:, None], M, N), scale)
     low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
-    sides = (scaled_side(k_head, k_strides, pages, per_row[0], h // group), low, high)
+    side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
     spans = split_range(low, full_low, full_high, high, N, BN)
     walks = walks_of(spans, lists, b, h, m0 // BM, BN)
-    top, total, moment, first_key = walk_keys(
-        state, q_tile, sides, walks, row, captured, describe_block, SEEN, SCORE, FORM
-    )
+    own = m[:, None]
+    fixed = (q_tile, side, low, high, (b, h, own, M, N), scale)
+    top, total, moment, first_key = walked(
+        captured, state, fixed, walks, own, (b, h, M, N), captured, describe_block, SCORE, None,
+        SEEN, BN, False, FORM,
+    )  # fmt: skip
     sink = None if sinks is None else tl.load(sinks + h)
     highest, mean, spread = of_rows(top, total, moment, sink, scale, FORM.FOLDED)
     at = tl.cast(line, tl.int64) * queries + begin_q + m
@@ -172,50 +166,30 @@ def describe(
         tl.store(top_key + at, first_key.to(tl.int64), mask=m < M)
 
 
-class Walk(NamedTuple):
-    """How the walk of the output goes, which that of the statistics follows.
+def statistics_launch(
+    problem: Problem,
+    result: Result,
+    arguments: dict[str, Any],
+    functions: dict[str, Any],
+    form: Form,
+    blocks: Blocks,
+) -> Launch:
+    """Return the launch that fills the statistics of a result, which has memory for them.
 
     Args:
-        config: of the chip.
-        variant: the functions of the problem's mask and score.
+        problem: what to compute.
+        result: of the walk of the output.
+        arguments: of that walk, as ``arguments_of`` gives them, and its ``lists``.
+        functions: of ``functions_of``.
+        form: of ``form_of``.
         blocks: of queries and keys.
-        lists: the argument that names the tiles to visit (``walk.tiles.lists_of``).
-        fp8: how 8 bits are multiplied (``walk.float8.fp8_products``).
     """
-
-    config: Config
-    variant: Variant
-    blocks: Blocks
-    lists: tuple[Any, ...]
-    fp8: str
-
-
-def statistics_launch(problem: Problem, operands: Operands, result: Result, walk: Walk) -> Launch:
-    """Return the launch that fills the statistics of a result, which has memory for them."""
-    blocks = walk.blocks
-    operands = with_codes(operands, walk.fp8, stored_form(problem, walk.config.family))
     tiles = slots_of(problem, problem.queries, blocks.queries)
-    arguments = {
-        "inputs": (operands.q, operands.k),
+    arguments = arguments | {
         "outputs": (result.stats[2], result.max_logit, result.entropy, result.top_key),
-        "per_head": (operands.sinks, *head_scales(problem, operands)[:2]),
-        "per_row": rows_scales(problem, operands),
-        "sequences": sequences_of(operands),
-        "lists": walk.lists,
-        "strides": (head_strides(operands.q, problem), head_strides(operands.k, problem)),
-        "captured": (*captures(operands.mask_tensors), *captures(operands.score_tensors)),
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "group": problem.heads // problem.kv_heads,
-        "queries": problem.queries,
-        **paging_of(problem, operands),
         "tiles": tiles,
         "scale": problem.scale,
     }
-    form = form_of(problem, operands, walk.config, walk.variant, blocks, walk.fp8)
-    form = form._replace(
-        PART=walk.config.part("forward", problem), NAMED=result.top_key is not None
-    )
-    constants = {**functions_of(walk.variant), "FORM": form}
+    constants = {**functions, "FORM": form._replace(NAMED=result.top_key is not None)}
     programs = programs_of(problem, problem.heads, tiles)
     return launch_of(describe, (programs,), arguments, constants, blocks)

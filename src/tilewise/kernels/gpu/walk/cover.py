@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.walk.pairs import shown
-from tilewise.kernels.gpu.walk.tiles import launch_of
+from tilewise.kernels.gpu.walk.tiles import launch_of, lengths_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.programs import Grid
 
@@ -46,10 +46,7 @@ def cover_rectangles(
     row = program // columns % rows
     line = program // columns // rows
     b, h = line // heads, line % heads
-    M, N = queries, keys
-    if cu_q is not None:
-        M = (tl.load(cu_q + b + 1) - tl.load(cu_q + b)).to(tl.int32)
-        N = (tl.load(cu_k + b + 1) - tl.load(cu_k + b)).to(tl.int32)
+    _, _, M, N = lengths_of(b, (cu_q, cu_k, None), queries, keys)
     m0, n0 = row * block_queries, column * block_keys
     m1, n1 = tl.minimum(m0 + block_queries, M), tl.minimum(n0 + block_keys, N)
     seen, hidden = program * 0, program * 0

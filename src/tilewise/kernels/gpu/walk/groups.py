@@ -10,6 +10,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.gpu import Launch
@@ -20,6 +21,22 @@ from tilewise.problem import Problem
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _WARPS = 4  # of a group: the kernels add the other group and the warp that loads
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
+
+
+@gluon.jit
+def barriers(places: gl.constexpr, count: gl.constexpr):
+    """Barriers in shared memory, of which a phase ends after so many arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(places):
+        mbarrier.init(found.index(i), count=count)
+    return found
+
+
+@gluon.jit
+def fetch(rows, place, full, room):
+    """Copy a box of a tensor into shared memory; the phase of ``full`` ends when it is there."""
+    mbarrier.expect(full, rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(rows, place, full, room)
 
 
 @gluon.jit

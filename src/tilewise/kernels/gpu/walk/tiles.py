@@ -27,6 +27,23 @@ MET: tl.constexpr = tl.constexpr(32)  # tiles looked at together: one for each l
 
 
 @triton.jit
+def slot_of(program, tiles, section, lines, REVERSED: tl.constexpr):
+    """Return the tile and the line (a head of a batch item) of a program.
+
+    Programs are numbered by sections of ``section`` lines, within these by tiles, and then by
+    lines. So those that run together find their keys in the cache. REVERSED: the last tiles come
+    first.
+    """
+    first = program // (section * tiles) * section
+    within = program % (section * tiles)
+    here = tl.minimum(section, lines - first)
+    tile = within // here
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return tile, first + within % here
+
+
+@triton.jit
 def place_of(tile, cu, batch, BLOCK: tl.constexpr):
     """Map a tile slot of a packed call to its sequence, first row and the sequence's offset.
 
@@ -418,6 +435,37 @@ def met_from(
 def met_at(tiles, j):
     """Return number ``j`` of the tiles that ``met_from`` gives."""
     return tl.sum(tl.where(tl.arange(0, MET) == j, tiles, 0), 0)
+
+
+@triton.jit
+def walked(
+    call, state, fixed, walks, own, place, captured, STEP: tl.constexpr, SCORE: tl.constexpr,
+    GAIN: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """The state of a program after the tiles of both walks of ``walks_of``, one STEP for each.
+
+    ``STEP(call, state, fixed, first, SCORE, GAIN, SEEN, MASKED, FORM)`` is the state after the
+    tile from ``first`` on. Only in the second walk may some pairs be hidden. If the form has SKIPS,
+    tiles of which no pair attends may be among these: nothing of them is touched then, see
+    ``met_from``, whose arguments ``own`` and ``place`` are.
+    """
+    whole, partial = walks
+    if not FORM.BLIND:
+        for i in range(whole[1]):
+            first = block_start(i, whole, False, BLOCK)
+            state = STEP(call, state, fixed, first, SCORE, GAIN, None, False, FORM)
+    if FORM.SKIPS:
+        for base in range(0, partial[1], MET):
+            tiles, met = met_from(base, partial, own, place, captured, SEEN, BLOCK, BY_KEYS)
+            for j in range(met):
+                first = block_start(met_at(tiles, j), partial, True, BLOCK)
+                state = STEP(call, state, fixed, first, SCORE, GAIN, SEEN, True, FORM)
+    else:
+        for i in range(partial[1]):
+            first = block_start(i, partial, True, BLOCK)
+            state = STEP(call, state, fixed, first, SCORE, GAIN, SEEN, True, FORM)
+    return state
 
 
 def launch_of(

@@ -116,7 +116,7 @@ def _step(t, m0, totals, fixed, c: gl.constexpr, SEEN: gl.constexpr, SCORE: gl.c
     HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
     here = t % FORM.STAGES
     turn = (t // FORM.STAGES) & 1
-    if FORM.SHARED:
+    if FORM.HEAD_DIM > 64:  # else the loop spills addresses
         own = here_only(c)
         k = k_s.index(own).reshape([HALF, FORM.HEAD_DIM])
         v = v_s.index(own).reshape([HALF, FORM.HEAD_DIM])

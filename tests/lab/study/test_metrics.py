@@ -19,6 +19,7 @@ from tests.lab.study.records_of import (
 from tilelab.study import report
 from tilelab.study.ask.config import Experiment, Study, Sweep, change
 from tilelab.study.ask.metrics import METRICS, ahead, rank, reached, value_in
+from tilelab.study.ask.values import find, names
 from tilelab.study.conduct.conductor import check_target
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
@@ -62,7 +63,14 @@ def test_values_of_an_evaluation() -> None:
     for absent in ("bits_per_byte", "accuracy", "matthews"):
         assert value_in(evaluation, absent) is None
     assert value_in({"loss": 1.5}, "f1") is None  # of an old record
-    assert [name for name in METRICS if f"`{name}`" not in PAGE] == []
+    missing = [name for name in METRICS if f"`{name}`" not in PAGE]
+    assert not missing, f"docs/metrics.md does not define {missing}"
+
+
+@pytest.mark.parametrize("task", names("task"))
+def test_the_metrics_of_a_task_have_a_row(task: str) -> None:
+    missing = [name for name in find("task", task).function().metrics if name not in METRICS]
+    assert not missing, f"add {missing} to METRICS in ask/metrics.py: unit and direction"
 
 
 def test_a_metric_of_no_task_is_refused() -> None:

@@ -23,6 +23,7 @@ from tilelab.study.data import corpus
 from tilelab.study.plan import planned
 from tilelab.study.tasks import images, long
 from tilelab.study.tasks.glue import GlueTask
+from tilelab.study.tasks.scores import QUARTERS
 from tilewise import cli
 
 PAGE = (Path(__file__).parents[3] / "docs/studies.md").read_text()
@@ -116,6 +117,15 @@ def test_every_choice_is_there_with_its_options(kind: Kind) -> None:
 def test_every_name_is_there(kind: Kind) -> None:
     missing = [name for name in names(kind) if f"`{name}`" not in PAGE]
     assert not missing, f"docs/studies.md does not name the {kind} {missing}"
+
+
+@pytest.mark.parametrize("task", sorted({*names("task")} - {"script"}))
+def test_every_metric_of_a_task_is_in_its_row(task: str) -> None:
+    """Those of data sets of GLUE are the paper's, and quarters by length are said in words."""
+    metrics = find("task", task).function().metrics if task != "glue" else ()
+    (row,) = (line for line in PAGE.splitlines() if re.match(rf"\| `{task}` \| `\w+` \|", line))
+    missing = [each for each in metrics if f"`{each}`" not in row and each not in QUARTERS]
+    assert not missing, f"docs/studies.md: the row of {task} does not name {missing}"
 
 
 def test_every_source_with_a_name_is_there() -> None:

@@ -112,7 +112,7 @@ class _Examination(Examination):
                 softmaxes = scores.look(model, self._calls(first, watched, rows, device))
         loss = self._task.loss_of(next(iter(found.values())))
         metrics = {**self._task.score(found), self._task.loss_name: loss}
-        metrics = {name: metrics.get(name) for name in self._task.metrics}
+        metrics = {name: metrics[name] for name in self._task.metrics}
         return Held(loss, metrics=metrics, softmaxes=softmaxes)
 
     def _calls(

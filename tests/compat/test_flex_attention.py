@@ -174,26 +174,29 @@ def test_a_block_mask_is_read_once_and_again_when_it_changes() -> None:
     q, k, v, *_ = (x.detach() for x in build(torch.float32))
     limits = torch.tensor([30, 60])
 
+    def read(block_mask: Any) -> Any:
+        return door._mask_of(block_mask, M, None, (B, H))
+
     def below(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx < limits[b]
 
     block_mask = torchs.create_block_mask(below, B, H, M, N, device="cpu", BLOCK_SIZE=32)
-    first = door._mask_of(block_mask, M)
-    assert door._mask_of(block_mask, M) is first
+    first = read(block_mask)
+    assert read(block_mask) is first
     limits[0] = 20  # inside of the same block, so that torch's lists stay right
-    second = door._mask_of(block_mask, M)
+    second = read(block_mask)
     assert second is not first
     got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
     want = tilewise.attention(q, k, v, mask=below)
     torch.testing.assert_close(got, want)
     block_mask.mask_mod = causal
-    third = door._mask_of(block_mask, M)
+    third = read(block_mask)
     assert third is not second
     block_mask.seq_lengths = (M, N - 8)
-    assert door._mask_of(block_mask, M) is not third
+    assert read(block_mask) is not third
     made = create_block_mask(causal, 1, 1, M, N, device="cpu")
-    assert door._mask_of(made, M) is door._mask_of(made, M)
-    assert door._mask_of(tilewise.BlockMask.of(causal, M, N), M).program
+    assert read(made) is read(made)
+    assert read(tilewise.BlockMask.of(causal, M, N)).program
 
 
 def test_only_present_blocks_are_computed() -> None:
@@ -205,6 +208,28 @@ def test_only_present_blocks_are_computed() -> None:
         lambda b, h, m, n: n < 64, None, None, M, N, device="cpu", BLOCK_SIZE=64
     )
     assert flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True).isfinite().all()
+
+
+def test_lists_that_serve_all_heads_beside_a_mask_mod_that_tells_them_apart() -> None:
+    """``mask_mod`` is asked of each item and head, in the partial blocks alone, as in a graph."""
+    q, k, v, *_ = (x.detach() for x in build(torch.float64))
+    table = torch.tensor([[1, 0, 1, 2], [2, 1, 0, 0], [0, 1, 2, 1]])
+    lists = []
+    for cover in (1, 2):
+        named = (table == cover).to(torch.int32)[None, None]
+        lists += [named.sum(-1, dtype=torch.int32), named.sort(dim=-1, descending=True)[1].int()]
+
+    def odd(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return (n + m + h) % (b + 2) == 0
+
+    make: Any = torchs.BlockMask.from_kv_blocks
+    block_mask = make(*lists, BLOCK_SIZE=(32, 40), mask_mod=odd, seq_lengths=(M, N))
+    covers = table.repeat_interleave(32, 0).repeat_interleave(40, 1)[:M, :N]
+    for batch, heads in ((B, H), (1, H), (1, 2), (B, H)):
+        given = q[:batch, :heads], k[:batch], v[:batch]
+        got = flex_attention(*given, block_mask=block_mask, enable_gqa=True)
+        seen = lambda b, h, m, n: ((covers == 1) & odd(b, h, m, n)) | (covers == 2)  # noqa: E731
+        torch.testing.assert_close(got, attend(*given, mask=seen).out)
 
 
 def test_one_batch_of_keys() -> None:

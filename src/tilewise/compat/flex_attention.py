@@ -109,7 +109,8 @@ def flex_attention(
     mask = None
     if block_mask is not None:
         said = _check_lengths(block_mask, query, key)
-        mask = _mask_of(block_mask, query.shape[2], None if said else key.shape[2])
+        keys = None if said else key.shape[2]
+        mask = _mask_of(block_mask, query.shape[2], keys, (query.shape[0], query.shape[1]))
     found = attention(
         query,
         key,
@@ -327,11 +328,14 @@ def _adjust_forgets() -> bool:
     return _FORGETS[0]
 
 
-def _mask_of(block_mask: Any, queries: int, keys: int | None = None) -> Mask:
+def _mask_of(block_mask: Any, queries: int, keys: int | None, many: tuple[int, int]) -> Mask:
     """Return a block mask's mask, torch's or ours, for ``queries``; ``keys`` if not its own.
 
+    ``many`` are B and Hq: a ``mask_mod`` may tell apart what one list of blocks serves.
+
     A block mask of torch's is read again when its ``mask_mod`` has become another function, its
-    lengths have changed, or a tensor was changed. Otherwise the earlier reading is used.
+    lengths have changed, a tensor was changed, or it was read for another B or Hq and tells them
+    apart. Otherwise the earlier reading is used.
     """
     if isinstance(block_mask, OwnBlockMask):
         return block_mask
@@ -345,11 +349,17 @@ def _mask_of(block_mask: Any, queries: int, keys: int | None = None) -> Mask:
         return _in_graph(block_mask, queries, keys)
     held = _KEPT.get(block_mask)
     now = _state(block_mask, _read_mod(block_mask.mask_mod), queries, keys)
-    if held is not None and _same(held, *now):
+    if held is not None and _same(held, *now) and _is_for(held.found, many):
         return held.found
-    found = OwnBlockMask.from_flex(block_mask, queries, keys)
+    found = OwnBlockMask.from_flex(block_mask, queries, keys, batch=many[0], heads=many[1])
     _keep(block_mask, now, found)
     return found
+
+
+def _is_for(found: OwnBlockMask, many: tuple[int, int]) -> bool:
+    """Return whether a table is for B batch items and Hq heads: 0 in it says any number."""
+    made_for = found.program[-1].params[2:4]
+    return all(own in (0, each) for own, each in zip(made_for, many, strict=True))
 
 
 def _in_graph(block_mask: Any, queries: int, keys: int | None) -> Mask:

@@ -127,12 +127,18 @@ class BlockMask(Mask):
 
     @classmethod
     def from_flex(
-        cls, block_mask: Any, queries: int | None = None, keys: int | None = None
+        cls,
+        block_mask: Any,
+        queries: int | None = None,
+        keys: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
     ) -> "BlockMask":
         """Return the same mask as a ``torch.nn.attention.flex_attention.BlockMask``.
 
         Its ``mask_mod`` is traced; what its lists of blocks leave out stays left out. The block
-        size, M and N are its own; B and Hq too, where the mask depends on them.
+        size, M and N are its own; B and Hq too, unless its lists serve all items or heads.
 
         Args:
             block_mask: FlexAttention's.
@@ -140,6 +146,8 @@ class BlockMask(Mask):
                 it; None for its own, or all rows of the slice's blocks.
             keys: N, of one that ``_adjust`` cropped in torch 2.11, which rounds its lengths up to
                 whole blocks; None for its own.
+            batch: B, where its lists serve all batch items and ``mask_mod`` tells them apart.
+            heads: Hq, where its lists serve all heads and ``mask_mod`` tells them apart.
 
         Raises:
             InvalidArgument, InvalidType: it is none, or its ``mask_mod`` is not in the language.
@@ -147,11 +155,11 @@ class BlockMask(Mask):
         from tilewise.sparse import flex  # imports FlexAttention
 
         given = flex.read(block_mask, queries, keys)
-        keywords: dict[str, Any] = {
-            "batch": given.covers.shape[0],
-            "heads": given.covers.shape[1],
-            "block": given.block,
-        }
+        keywords: dict[str, Any] = {"block": given.block}
+        for name, own, asked in zip(
+            ("batch", "heads"), given.covers.shape, (batch, heads), strict=False
+        ):
+            keywords[name] = own if asked is None or own != 1 else asked
         mask = Mask(_EVERYTHING) if given.mask is None else as_mask(given.mask)
         found = cls.of(mask, given.queries, given.keys, **keywords)
         # Of a mask that captures nothing the table is made on the CPU, wherever the lists are.

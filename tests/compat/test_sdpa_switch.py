@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -162,6 +163,51 @@ def test_who_patched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     with tilewise.sdpa():
         functional.scaled_dot_product_attention = BUILTIN
     assert functional.scaled_dot_product_attention is BUILTIN
+
+
+def test_a_wrapper_that_somebody_left_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood there before the next block: calls go through it once, and on to torch."""
+    qkv, calls = tensors(), []
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", BUILTIN)
+
+    def wrap() -> Any:
+        inner: Any = functional.scaled_dot_product_attention
+
+        def wrapper(*args: Any, **keywords: Any) -> Tensor:
+            calls.append(wrapper)
+            return inner(*args, **keywords)
+
+        functional.scaled_dot_product_attention = wrapper
+        return wrapper
+
+    with tilewise.sdpa():
+        first = wrap()
+    with tilewise.sdpa() as report:
+        assert call(*qkv, scale=float("inf")).isnan().all()
+        assert torch.equal(call(*qkv), OURS(*qkv))
+        second = wrap()
+    assert (report.taken, report.calls, calls) == (1, 2, [first])
+    assert torch.equal(call(*qkv), BUILTIN(*qkv))
+    assert calls == [first, second, first]
+    with tilewise.sdpa() as report:
+        assert call(*qkv, scale=float("inf")).isnan().all()
+    assert (report.calls, calls[3:]) == (1, [second, first])
+
+
+def test_blocks_that_overlap_and_end_elsewhere() -> None:
+    """As blocks of generators may: each takes calls until its own end, and nothing stays on."""
+    qkv = tensors()
+    first, second = tilewise.sdpa(), tilewise.sdpa()
+    one = first.__enter__()
+    two = contextvars.copy_context().run(second.__enter__)
+    with tilewise.sdpa() as third:
+        first.__exit__(None, None, None)
+        call(*qkv)
+    call(*qkv)
+    second.__exit__(None, None, None)
+    with tilewise.sdpa():
+        call(*qkv)
+    assert (one.calls, two.calls, third.taken) == (0, 0, 1)
 
 
 def test_multihead_attention_reaches_it() -> None:

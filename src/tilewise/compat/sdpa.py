@@ -8,7 +8,7 @@ Three ways to it, each asked for (importing this module patches nothing):
 * ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` makes it torch's flash kernel
   (``flash_impl.py``); the name is known to torch once this module is imported.
 
-While a switch is on anywhere, torch's name of the function is this module's ``_stand_in``. It
+While a switch is on anywhere, torch's name of the function is a stand-in of this module. It
 checks whether a switch is on for the calling thread. If so, it takes the call when tilewise covers
 it, and otherwise passes it to the function that was there before. Either outcome is counted in the
 reports of the switches that are on. When the last switch goes off, torch's name is what it was.
@@ -16,7 +16,7 @@ reports of the switches that are on. When the last switch goes off, torch's name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise.compat.sdpa_call import (
+    TORCH,
     Call,
     attend,
     attend_usual,
@@ -189,7 +190,9 @@ _NAME = "scaled_dot_product_attention"
 
 
 class _Called(Report):
-    """A report that says what to do where nothing was called."""
+    """A report that says what to do where nothing was called, and whether its block has ended."""
+
+    ended = False
 
     def __str__(self) -> str:
         if self.calls:
@@ -201,22 +204,37 @@ class _Called(Report):
         )
 
 
+class _Place:
+    """A function that stood at torch's name, and the one that stands in for it.
+
+    Whoever wraps a stand-in in one block, and leaves that at torch's name, is what stood there
+    before the next block. So each stand-in passes calls on to a function of its own: one of all
+    would be called by what it calls.
+
+    Args:
+        before: what stood there.
+    """
+
+    def __init__(self, before: Callable[..., Tensor]) -> None:
+        self.before = before
+        self.on = False  # torch.compile guards on it
+        self.stand_in = _standing_in(self)
+
+
 class _State:
     """State of the process: what is switched on, and what torch's name held before."""
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.open = 0
-        self.everywhere: tuple[Report, ...] = ()
-        self.before: Any = torch.nn.functional.scaled_dot_product_attention
+        self.everywhere: tuple[_Called, ...] = ()
+        self.places: list[_Place] = []
 
 
 _STATE = _State()
 
 
-_HERE: ContextVar[tuple[Report, ...]] = ContextVar("tilewise_sdpa", default=())
-# For torch.compile, which guards on what a module's names hold: whether a switch is on.
-_on = False
+_HERE: ContextVar[tuple[_Called, ...]] = ContextVar("tilewise_sdpa", default=())
 
 
 @contextmanager
@@ -247,11 +265,13 @@ def sdpa() -> Iterator[Report]:
     """
     report = _Called()
     _install()
-    token = _HERE.set((*_HERE.get(), report))
+    _HERE.set((*_HERE.get(), report))
     try:
         yield report
     finally:
-        _HERE.reset(token)
+        # Not by a token: blocks may overlap, and one may end in another context than it began in.
+        report.ended = True
+        _HERE.set(tuple([each for each in _HERE.get() if each is not report]))
         _uninstall()
 
 
@@ -286,31 +306,32 @@ def disable() -> Report:
 
 
 def _install() -> None:
-    global _on
     with _STATE.lock:
         _STATE.open += 1
-        _on = _STATE.open > 0
         if _STATE.open > 1:
             return
-        before = getattr(_PLACE, _NAME)
-        if before is not _stand_in:
-            _STATE.before = before
-        setattr(_PLACE, _NAME, _stand_in)
+        there = getattr(_PLACE, _NAME)
+        places = _STATE.places
+        found = [each for each in places if there is each.before or there is each.stand_in]
+        place = found[0] if found else _Place(there)
+        _STATE.places = [each for each in places if each is not place] + [place]
+        place.on = True
+        setattr(_PLACE, _NAME, place.stand_in)
 
 
 def _uninstall() -> None:
-    global _on
     with _STATE.lock:
         _STATE.open -= 1
-        _on = _STATE.open > 0
         if _STATE.open:
             return
-        if getattr(_PLACE, _NAME) is _stand_in:  # else somebody else has put theirs over it
-            setattr(_PLACE, _NAME, _STATE.before)
+        place = _STATE.places[-1]
+        place.on = False
+        if getattr(_PLACE, _NAME) is place.stand_in:  # else somebody has put theirs over it
+            setattr(_PLACE, _NAME, place.before)
 
 
-def _reports() -> tuple[Report, ...]:
-    return _HERE.get() + _STATE.everywhere
+def _reports() -> tuple[_Called, ...]:
+    return tuple([each for each in _HERE.get() if not each.ended]) + _STATE.everywhere
 
 
 @constant_while_compiling
@@ -321,20 +342,21 @@ def _note_traced(reason: str | None) -> bool:
     return True
 
 
-def _stand_in(*args: Any, **keywords: Any) -> Tensor:
-    """Replace torch's function; calls that tilewise does not take go to torch unchanged."""
-    compiling = torch.compiler.is_compiling()
-    reports = () if compiling else _reports()
-    if not (reports or (compiling and _on)):
-        found: Tensor = _STATE.before(*args, **keywords)
-        return found
-    reason, out = take(args, keywords)
-    if compiling:
-        _note_traced(reason)
-    for report in reports:
-        report.note(reason)
-    return _STATE.before(*args, **keywords) if out is None else out
+def _standing_in(place: _Place) -> Callable[..., Tensor]:
+    """Return the stand-in for what stood at a place."""
 
+    def stand_in(*args: Any, **keywords: Any) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        reports = () if compiling or not place.on else _reports()
+        if not (reports or (compiling and place.on)):
+            return place.before(*args, **keywords)
+        reason, out = take(args, keywords)
+        if compiling:
+            _note_traced(reason)
+        for report in reports:
+            report.note(reason)
+        return place.before(*args, **keywords) if out is None else out
 
-_stand_in.__name__ = _stand_in.__qualname__ = _NAME
-_stand_in.__doc__ = torch.nn.functional.scaled_dot_product_attention.__doc__
+    stand_in.__name__ = stand_in.__qualname__ = _NAME
+    stand_in.__doc__ = TORCH.__doc__
+    return stand_in

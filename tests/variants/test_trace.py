@@ -59,6 +59,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     "powers of numpy": lambda s, b, h, m, n: s ** np.int64(2) + m ** np.int64(3),
     "extremes": lambda s, b, h, m, n: torch.minimum(s, m) + tilewise.maximum(s, n),
     "activations": lambda s, b, h, m, n: torch.relu(s) + torch.nn.functional.softplus(s),
+    "a small softplus": lambda s, b, h, m, n: torch.nn.functional.softplus(9 * s - 40).log(),
     "division": lambda s, b, h, m, n: torch.div(m, n + 1, rounding_mode="floor") + s.div(3),
     "casts": lambda s, b, h, m, n: s.long() + m.float() / 2 + (s > 0).to(torch.int64) + (m < n),
     "bits": lambda s, b, h, m, n: ((m ^ n) & 3) + (m << 2) + (n >> 1) + ~m + (m | 4),

@@ -142,9 +142,12 @@ def _reflected(handler: Callable[..., Traced]) -> Callable[..., Traced]:
 
 
 def _softplus(recording: Recording, x: object) -> Traced:
+    """max(x, 0) + log(1 + z) with z = exp(-|x|), to the last digits where z is small too."""
     value = recording.lift(x).float()
-    tail = apply(recording, "log", (1.0 + (-abs(value))._apply("exp"),))
-    return value._apply("max", 0.0) + tail
+    small = (-abs(value))._apply("exp")
+    more = 1.0 + small
+    lost = (small - (more - 1.0)) / more  # by the sum: all of z where it is below an ulp of 1
+    return value._apply("max", 0.0) + (apply(recording, "log", (more,)) + lost)
 
 
 def _filled(number: int | None, sized: bool) -> Callable[..., Traced]:

@@ -44,6 +44,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     "floor": lambda s, b, h, m, n: (m - n) // 3 + (m - n) % 3 + s // 0.5 + s % 0.75,
     "powers": lambda s, b, h, m, n: s**2 + s**3 + (m + 1) ** 2 + (n + 1) ** 0.5 + abs(s) ** 1.5,
     "inverse powers": lambda s, b, h, m, n: (n + 1.0) ** -1 + (n + 1.0) ** -2 + (n + 2.0) ** -0.5,
+    "an inverse square": lambda s, b, h, m, n: (1e-100 * (s + 9)) ** -2 * 1e-200 + (s * 1e90) ** -2,
     "power of a value": lambda s, b, h, m, n: 2.0 ** (-0.1 * m) + (n + 1.0) ** (0.5 * s),
     "unary": lambda s, b, h, m, n: -s + abs(m - n) + (+s) - abs(-s),
     "min and max": lambda s, b, h, m, n: min(s, m, 2) + max(n - m, 0) * min([n, 3]),

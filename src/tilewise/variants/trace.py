@@ -54,13 +54,9 @@ def _power(base: Traced, exponent: object) -> Traced:
         if base.kind == "float":
             if whole in (1, 2, 3):
                 return base if whole == 1 else base * base if whole == 2 else base * base * base
-            return (
-                base**2 / base**4
-                if whole == -2
-                else base._apply("pow", float(exponent))
-                if (exponent not in (0.5, -0.5, -1))
-                else _ROOTS[float(exponent)](base)
-            )
+            if exponent in _ROOTS:
+                return _ROOTS[exponent](base)
+            return base._apply("pow", float(exponent))
         if isinstance(exponent, int) and 0 <= exponent <= _FEW:
             found = base.recording.lift(1)
             for _ in range(exponent):
@@ -81,6 +77,7 @@ _ROOTS: dict[float, Callable[[Traced], Traced]] = {
     0.5: lambda x: x._apply("sqrt"),
     -0.5: lambda x: x._apply("rsqrt"),
     -1.0: lambda x: 1.0 / x,
+    -2.0: lambda x: (1.0 / x) ** 2,  # and not by x ** 4, which ends far from 1
 }
 
 

@@ -178,6 +178,13 @@ def block(group: dist.ProcessGroup) -> None:
     assert x.shape == (1, 12)
     assert stays.shape == (1, 6)
     assert not tilewise.routes.elsewhere()
+    stays = x.clone()
+    with torch.inference_mode():
+        fixed = x.clone()
+    both: Any = {"buffers": [x, stays, fixed], "buffer_seq_dims": [1, 1, 1]}
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        context_parallel(group, **both, no_restore_buffers=[stays]).__enter__()
+    assert x.shape == stays.shape == (1, 12)
 
 
 def test_the_block(ranks: Ranks) -> None:

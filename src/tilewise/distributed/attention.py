@@ -405,18 +405,24 @@ def context_parallel(
         shard(buffer, mesh, dim, schedule)
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)
     ]
-    with torch.no_grad():
-        # ``set_`` gives a tensor another memory; what it had stays alive in a view.
-        whole = [(x, x.view_as(x)) for x in buffers if id(x) not in kept]
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.set_(part)  # type: ignore[call-overload]
+    # ``set_`` gives a tensor another memory; what it had stays alive in a view.
+    whole = [x.detach().view_as(x) for x in buffers]
+    cut: list[tuple[Tensor, Tensor]] = []
     try:
+        for buffer, part, before in zip(buffers, parts, whole, strict=True):
+            _set(buffer, part)
+            cut.append((buffer, before))
         with routes.routed(_Shared(mesh, schedule, timeout)):
+            cut = [(buffer, before) for buffer, before in cut if id(buffer) not in kept]
             yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in whole:
-                buffer.set_(before)  # type: ignore[call-overload]
+    finally:  # also where one of them refused: then all that were cut become whole
+        for buffer, before in cut:
+            _set(buffer, before)
+
+
+@torch.no_grad()
+def _set(tensor: Tensor, memory: Tensor) -> None:
+    tensor.set_(memory)  # type: ignore[call-overload]
 
 
 class _Shared(NamedTuple):

@@ -130,6 +130,11 @@ def test_rotary_of_packed_rows(offsets: int | Tensor) -> None:
         assert_same_bits(out[start:end], one[0], f"sequence {b}")
     wide = rotate(x[None, :4], cos[shift[0] :][:4], sin[shift[0] :][:4], False)
     assert_exact(out[None, :4], wide.float(), wide, "the first sequence")
+    padded = torch.cat([x, torch.randn(40, 2, 12)]).requires_grad_()  # tables have 30 positions
+    found = turning.apply_rotary_emb(padded * 1, cos, sin, False, True, offsets, cu, 6)
+    assert_same_bits(found, torch.cat([out, padded[11:]]), "rows behind the last sequence")
+    (grad,) = torch.autograd.grad(found[11:].sum(), padded)
+    assert_same_bits(grad[11:], torch.ones_like(padded[11:]), "their gradient")
 
 
 def test_rotary_in_torch() -> None:

@@ -57,7 +57,7 @@ def apply_rotary_emb(
         interleaved: pairs are channels 0 and 1, 2 and 3, ...; else 0 and R/2, 1 and R/2 + 1, ...
         inplace: write the result into x.
         seqlen_offsets: the position of each sequence's first row: one number, or integer [B].
-        cu_seqlens: integer [B + 1] of a packed x, or None.
+        cu_seqlens: integer [B + 1] of a packed x, or None. Rows behind the last stay as they are.
         max_seqlen: not looked at.
 
     Returns:
@@ -96,13 +96,18 @@ def apply_rotary(
     if cu_seqlens is not None:
         _check_starts(cu_seqlens, x.shape[0])
     check_tables(("cos", "sin"), (cos, sin), x.shape[-1])
-    places = _places(x, seqlen_offsets, cu_seqlens)
+    places, used = _places(x, seqlen_offsets, cu_seqlens), None
+    if cu_seqlens is not None and not (cu_seqlens.is_cpu and int(cu_seqlens[-1]) == x.shape[0]):
+        used = torch.arange(x.shape[0], device=x.device) < cu_seqlens[-1]
+        places = places.where(used, 0)
     if places.is_cpu and places.numel():
         least, most = int(places.min()), int(places.max())
         if least < 0 or most >= cos.shape[0]:
             required = f"a row for each position, {least} to {most}"
             raise InvalidArgument("cos", f"{cos.shape[0]} rows", required)
     out = rotate_at(x, cos, -sin if conjugate else sin, places, interleaved)
+    if used is not None:
+        out = out.where(used[:, None, None], x)
     return x.copy_(out) if inplace else out
 
 

@@ -51,7 +51,7 @@ def run(
     """
     here: list[_Here] = []
 
-    def local(execution: Execution, cores: object) -> _Here:
+    def local(execution: Execution, cores: object, forks: object) -> _Here:
         here.append(_Here(execution, kill))
         return here[0]
 

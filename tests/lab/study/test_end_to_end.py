@@ -120,7 +120,7 @@ def started(command: list[str]) -> subprocess.Popen[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Its children and theirs."""
+    """Its children and theirs: a run is a fork of one."""
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     own = [int(child) for child in listed.read_text().split()] if listed.exists() else []
     return [each for child in own for each in (child, *children(child))]
@@ -148,7 +148,7 @@ def test_killed_at_random_moments_it_is_the_same_to_the_bit(place: Path) -> None
             how = signal.SIGINT if attempt % 3 == 2 else signal.SIGKILL
             runs = children(process.pid)
             process.send_signal(how)
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=180)
         assert process.returncode in (0, 130 if how == signal.SIGINT else -how)
         assert "Traceback" not in said
         deadline = time.monotonic() + 10

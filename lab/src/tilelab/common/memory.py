@@ -39,6 +39,11 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def file_bytes() -> int:
+    """Return the part of ``resident_bytes`` that is pages of files: code, and mapped data."""
+    return _kilobyte_field(_STATUS, "RssFile") or 0
+
+
 def reset_peak() -> None:
     """Forget the peak so far, where the system can (Linux); else it stays that of the start."""
     with suppress(OSError):

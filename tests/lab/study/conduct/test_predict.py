@@ -40,6 +40,7 @@ from tilelab.study.ask.run import Execution
 from tilelab.study.conduct import forecast as forecasts
 from tilelab.study.conduct.conductor import Conductor
 from tilelab.study.conduct.forecast import Price, forecast_s, price, run_s
+from tilelab.study.conduct.forks import can_be_forked
 from tilelab.study.conduct.predict import dry_run, gpu_named, predict
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
@@ -286,7 +287,8 @@ def test_records_correct_the_forecast_of_their_kind_and_of_others(
         alone = forecast_s(runs, corpora, execution, {})
         found = forecast_s(runs, corpora, execution, records)
         assert found.keys() == alone.keys() - records.keys()
-        start = forecasts.START_S
+        forked = can_be_forked(runs[0].executed(execution))
+        start = forecasts.FORK_S if forked else forecasts.START_S
         return {
             name.split("/")[1]: (each - start) / (alone[name] - start)
             for name, each in found.items()

@@ -24,6 +24,7 @@ from tilelab.study.ask.run import STANDARD, Execution, RunSpec, final_name
 from tilelab.study.conduct import progress
 from tilelab.study.conduct.cluster import Cluster, connected
 from tilelab.study.conduct.forecast import forecast_s
+from tilelab.study.conduct.forks import Forks
 from tilelab.study.conduct.pool import Pool, TimeUp
 from tilelab.study.conduct.predict import checked, checked_table, write_checked
 from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
@@ -218,10 +219,11 @@ class Conductor:
         self, execution: Execution, console: Console
     ) -> Iterator[Local | OneProcess | Cluster]:
         if self.on == "here":
-            with closing(Cores(environment.pinnable_cores(), lock_folder())) as cores:
+            locks = Cores(environment.pinnable_cores(), lock_folder())
+            with closing(locks) as cores, closing(Forks()) as forks:
                 if cores.trouble:
                     say(console, cores.trouble)
-                local = Local(execution, cores)
+                local = Local(execution, cores, forks)
                 if self.one_process:
                     with closing(OneProcess(local)) as one:
                         yield one

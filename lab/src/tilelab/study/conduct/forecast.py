@@ -26,6 +26,7 @@ import torch
 
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
+from tilelab.study.conduct.forks import can_be_forked
 from tilelab.study.records.events import RunRecord, is_over
 from tilelab.study.tasks.language import PROMPT_TOKENS
 from tilelab.study.tasks.task import AbstractTask, Prepared, data_key, dtype_of
@@ -33,6 +34,7 @@ from tilelab.study.train.costs import synchronise
 from tilelab.study.train.state import branch_step, trunk_family
 
 START_S = 5.0  # of a process: importing torch, opening the tokens, measuring memory
+FORK_S = 0.5  # of a fork, which has all but the measuring behind it
 _COMPILE_S = 60.0
 _BUDGET_S = 0.2  # of one calibration
 FORWARD_SHARE = 1 / 3  # of the time of a forward and backward pass
@@ -88,7 +90,8 @@ def forecast_s(
             continue
         ratio = of_kind.get(_kind(run.config), of_all)
         own = Price(*(ratio * each for each in priced(run.config)))
-        whole = run_s(run.config, own, corpora[data_key(run.config)])
+        start = FORK_S if can_be_forked(run.executed(execution)) else START_S
+        whole = run_s(run.config, own, corpora[data_key(run.config)], start)
         found[run.name] = whole - shared.get(run.name, 0) * _step_s(run.config, own)
     return found
 
@@ -134,7 +137,7 @@ def _shared_steps(runs: Sequence[RunSpec]) -> dict[str, int]:
     return found
 
 
-def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
+def run_s(config: RunConfig, found: Price, data: Prepared, start_s: float = START_S) -> float:
     """Return seconds of a whole run whose sequences cost what was ``found``."""
     sequence = found.rest + config.model.layers * found.layer
     training, evaluation = config.training, config.evaluation
@@ -145,7 +148,7 @@ def run_s(config: RunConfig, found: Price, data: Prepared) -> float:
     seen = min(config.model.context, PROMPT_TOKENS + evaluation.sample_tokens)
     written = evaluation.sample_tokens * seen / config.model.context
     evaluated = (examined + last + written) * sequence * FORWARD_SHARE
-    start = START_S + (_COMPILE_S if training.compile else 0.0)
+    start = start_s + (_COMPILE_S if training.compile else 0.0)
     return start + config.steps * _step_s(config, found) + evaluated
 
 

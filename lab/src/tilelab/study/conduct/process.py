@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from tilelab.common.files import telling_full_disk
 from tilelab.common.worker import environment as same_tilewise
 from tilelab.study.ask.run import Execution, RunSpec
+from tilelab.study.conduct.forks import Forked, Forks, can_be_forked
 from tilelab.study.conduct.pool import Lost, RunError, TimeUp, Worker
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.child import EXPECTED_ERROR
@@ -60,9 +61,10 @@ class Process:
     stopping is the same.
     """
 
-    def __init__(self, run: RunSpec, serves: bool = False) -> None:
+    def __init__(self, run: RunSpec, serves: bool = False, forks: Forks | None = None) -> None:
         execution, self._record = run.execution, run.record
         threads, working = str(execution.threads), execution.working
+        working = working if working is not None and working.is_dir() else None
         several = execution.processes > 1
         own = execution.module or (_SCRIPT if run.config.learning.external else _CHILD)
         modules = [*([_CHILD, "launch"] if several else []), own, *(["serve"] if serves else [])]
@@ -83,6 +85,11 @@ class Process:
             if several:  # torch's agent leaves folders behind
                 folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
                 environment["TMPDIR"] = stack.enter_context(folder)
+            self._process: subprocess.Popen[str] | Forked
+            if forks is not None and can_be_forked(run):
+                self._process = forks.start(run, environment, working, self._errors)
+                self._stack = stack.pop_all()
+                return
             # A session of its own: Ctrl-C at the terminal is the parent's to deal with.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *modules],
@@ -92,7 +99,7 @@ class Process:
                 text=True,
                 encoding="utf-8",
                 env=environment,
-                cwd=working if working is not None and working.is_dir() else None,
+                cwd=working,
                 start_new_session=True,
             )
             self._stack = stack.pop_all()
@@ -216,10 +223,11 @@ class Local:
 
     execution: Execution
     cores: Cores | None = None  # to pin runs of one thread to; None for no pinning
+    forks: Forks | None = None  # where runs begin with everything imported; None for fresh ones
 
     def start(self, run: RunSpec, running: Sequence[Worker]) -> Worker:
         """Start the process of a run; see ``pool.Place``."""
-        return _LocalWorker(self.placed(run, running))
+        return _LocalWorker(self.placed(run, running), self.forks)
 
     def placed(self, run: RunSpec, running: Sequence[Worker]) -> RunSpec:
         """Return the run as it is executed here, on a core if it is pinned to one."""
@@ -232,10 +240,10 @@ class Local:
 class _LocalWorker(Process):
     """One process and the record that it writes; see ``pool.Worker``."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, forks: Forks | None) -> None:
         self.run = run
         self.new_events = Follower(run.record).new
-        super().__init__(run)
+        super().__init__(run, forks=forks)
 
     def result(self) -> RunRecord:
         """See ``pool.Worker``."""

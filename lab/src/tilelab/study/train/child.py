@@ -231,12 +231,26 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+class Opened:
+    """The data of the last run: runs in a row that share it read and check it once."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, Prepared] = {}  # by ``data_key``
+
+    def __call__(self, config: RunConfig, cache: Path) -> Prepared:
+        """Return the data of a config, from that folder of caches."""
+        key = f"{data_key(config)} {cache}"
+        if key not in self._data:
+            self._data = {key: config.learning.prepare(config, cache)}
+        return self._data[key]
+
+
 class Server:
     """Does runs in this process."""
 
     def __init__(self) -> None:
         self._graphs = ""  # what the compiled code in this process was made for
-        self._data: dict[str, Prepared] = {}  # of the last run, by ``data_key``
+        self._opened = Opened()
 
     def work(self, run: RunSpec) -> None:
         """Do a run; raise what the function ``work`` raises."""
@@ -250,14 +264,7 @@ class Server:
         gc.collect()
         if run.execution.device == "cuda":
             torch.cuda.empty_cache()
-        work(run, self._prepared)
-
-    def _prepared(self, config: RunConfig, cache: Path) -> Prepared:
-        """Return the data of a config; runs in a row that share it read and check it once."""
-        key = f"{data_key(config)} {cache}"
-        if key not in self._data:
-            self._data = {key: config.learning.prepare(config, cache)}
-        return self._data[key]
+        work(run, self._opened)
 
 
 def serve() -> int:

@@ -158,6 +158,8 @@ class PeakMeter:
 
     Make it before the model. Leave out what evaluations and checkpoints take on top: call ``pause``
     before them and ``resume`` after. With ``torch.compile`` the compiler's own memory counts too.
+    On a CPU pages of files do not count: which code a process has used before depends on whether it
+    was forked, and no arm is to be charged for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -185,12 +187,12 @@ class PeakMeter:
 
     def _now(self) -> int:
         if self._cuda is None:
-            return memory.resident_bytes()
+            return memory.resident_bytes() - memory.file_bytes()
         return int(torch.cuda.memory_allocated(self._cuda))
 
     def _peak(self) -> int:
         if self._cuda is None:
-            return memory.peak_bytes() - self._base
+            return memory.peak_bytes() - memory.file_bytes() - self._base
         return int(torch.cuda.max_memory_allocated(self._cuda)) - self._base
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.lab.study.in_process import quickly, records, run, verdicts
+from tests.lab.study.records_of import known as known_value
 from tilelab.study.ask.config import Experiment, RunConfig, Study, Task, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.ask.values import config_hash, hash_of
 from tilelab.study.conduct import progress, script
 from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
+from tilelab.study.verdict.measures import measure
 from tilewise import cli
 from tilewise.errors import InvalidArgument, TilewiseError
 
@@ -101,6 +104,15 @@ def test_a_command_is_tuned_paired_and_judged(
     record = known["own/trick/seed-1"]
     assert [each.step for each in record.evaluations] == [2, 4]
     assert record.evaluations[-1].tokens == sum(each.tokens or 0 for each in record.steps) == 40
+    # The first line has the start in it; one with the metric alone is the evaluation of its step.
+    assert [each.step for each in record.steps if not each.warmup] == [2, 3, 4]
+    assert sum(each.of for each in record.steps) == 4
+    timed = [each for each in record.steps if not each.warmup]
+    values = measure(record)
+    assert values["tokens_per_s"] == pytest.approx(30 / sum(each.wall_s for each in timed))
+    assert values["step_s"] == statistics.median(each.wall_s for each in timed)
+    assert known_value(record.memory).peak_bytes > 1e6, "Python alone takes more"
+    assert arms["trick"]["measures"]["memory_ratio"]["value"] == pytest.approx(1, abs=0.2)
     spent = arms["trick"]["cost"]
     assert (spent["runs"], spent["sweep_runs"]) == (5, 2)
     assert 0 < spent["sweep_cpu_s"] < spent["cpu_s"]
@@ -111,6 +123,11 @@ def test_a_command_is_tuned_paired_and_judged(
     assert "it is the script that draws weights and batches" in page
     assert "(choice.trick = on, choice.lr = 0.01 by its sweep)" in page
     assert "model.layers" not in page, "a script has no such setting"
+    for table, columns in (
+        ("Speed", "| arm | tokens/s | tokens/CPU-s | step | first to ninth decile |"),
+        ("Memory", "| arm | peak |"),
+    ):
+        assert f"#### {table}\n\n{columns}" in page
     (page,) = (path.read_text() for path in out.glob("*/report.html"))
     assert "come out the same is up to the script" in page
     assert "same to the bit" not in page
@@ -139,6 +156,12 @@ def test_a_function_yields_or_logs(place: Path) -> None:
     evaluations = records(out)["functions/up/seed-2"].evaluations
     values = [(each.step, each.metrics["higher:a|val"]) for each in evaluations]
     assert values == [(1, 3.0), (2, 2.5)], "a later line of the same step counts"
+    record = records(out)["functions/up/seed-2"]
+    assert [(each.of, each.warmup) for each in record.steps] == [
+        *((1, True), (0, True), (1, False)),
+        (0, True),  # from the last line to the end
+    ]
+    assert known_value(record.memory).weights_bytes is None
 
 
 def spec(place: Path, command: str, **fields: Any) -> RunSpec:

@@ -172,8 +172,8 @@ def test_where_memory_goes_and_that_asking_changes_nothing() -> None:
     assert (losses, trainer.state({}).sha256) == undisturbed
     weights = 4 * trainer.parameters["total"]
     assert split.weights_bytes == split.gradients_bytes == weights
-    assert 2 * weights <= split.optimizer_bytes < 2 * weights + 1024
-    assert split.activations_bytes > 0
+    assert 2 * weights <= known(split.optimizer_bytes) < 2 * weights + 1024
+    assert known(split.activations_bytes) > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -184,7 +184,8 @@ def test_a_loss_in_chunks_learns_the_same_with_fewer_logits(precision: str, tied
     for _ in range(STEPS):
         assert chunked.step().loss == pytest.approx(whole.step().loss, rel=2e-4)
     logits = 4 * 8 * 16 * 256  # of a micro-batch
-    assert whole.split().activations_bytes - chunked.split().activations_bytes > logits / 2
+    most, least = (known(each.split().activations_bytes) for each in (whole, chunked))
+    assert most - least > logits / 2
 
 
 def test_a_loss_in_chunks_has_no_scaled_gradients() -> None:
@@ -237,7 +238,7 @@ def test_a_compiled_run_goes_on_to_the_bit_and_learns_the_same() -> None:
         assert compiled.step().loss == pytest.approx(eager.step().loss, rel=1e-5)
     probed = [("tilewise cpu (eager probe)", 6)] * 2
     assert [(each.kernel, each.calls) for each in compiled.guard.kernels().layers] == probed
-    assert compiled.split().activations_bytes > 0
+    assert known(compiled.split().activations_bytes) > 0
 
 
 NUDGED = {"model.nudge": True}

@@ -373,7 +373,7 @@ def _memory(record: RunRecord) -> str:
     if found is None:
         return "not measured yet"
     parts = {name.removesuffix("_bytes"): amount for name, amount in vars(found).items()}
-    return ", ".join(f"{part} {size(amount)}" for part, amount in parts.items())
+    return ", ".join(f"{part} {size(it)}" for part, it in parts.items() if it is not None)
 
 
 def _curve(losses: Sequence[float | None]) -> str:

@@ -14,7 +14,11 @@ that its function yields or logs. In a line
   so is a line that has none of these but a learning rate.
 
 A line is charged with all wall and CPU time since the one before it, the first with the start of
-the script too, the last with its end.
+the script too, the last with its end. Speed is that of the lines after the first that go on by
+steps: a line of a metric alone, after that of its step, leaves the evaluation out of it.
+
+Memory is the peak of the largest process of a command, with all that it loads; of a function what
+this process took beyond what it had before.
 
 A script that was killed is started again with the same folder. Where its first line has a step
 above 1, it goes on from there; the record keeps what was reported up to that step.
@@ -39,12 +43,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.recipes import function_of
-from tilelab.study.records.events import End, Evaluation, RunRecord, Start, Step, Writer
+from tilelab.study.records.events import End, Evaluation, Memory, RunRecord, Start, Step, Writer
 from tilelab.study.tasks.script import Script, arguments
 from tilelab.study.train.child import EXPECTED_ERROR, ORPHANED, locked
+from tilelab.study.train.costs import PeakMeter
 from tilewise.errors import InvalidArgument, TilewiseError
 
 FILES, OUTPUT = "files", "output.txt"  # in the folder of a run: the script's own, what it printed
@@ -146,7 +153,7 @@ def _run_command(run: RunSpec, book: _Book, files: Path) -> None:
         except OSError as error:
             required = f"a command that can be started ({error.strerror})"
             raise InvalidArgument("task.command", repr(words[0]), required) from None
-        book.time(lambda: _cpu_s(process.pid))
+        book.time(lambda: _cpu_s(process.pid), _peak_bytes)
         try:
             book.follow(lambda: _lines(process, output.write, tail), words[0])
         finally:
@@ -235,7 +242,7 @@ class _Book:
     def __init__(self, run: RunSpec, record: RunRecord, writer: Writer) -> None:
         self.script: Script = run.config.learning
         self._run, self._record, self._writer = run, record, writer
-        self.time(_cpu_s)
+        self.time(_cpu_s, PeakMeter(torch.device("cpu")).peak_bytes)
         self._wall_s = self._train_cpu_s = 0.0  # since the run began, over all starts
         self._step, self._tokens, self._begun = 0, 0, False
         self._last = 0  # the step of the last evaluation
@@ -243,9 +250,9 @@ class _Book:
         self._seen: dict[str, None] = {}  # what the lines had
         self._counted = False  # whether lines say tokens
 
-    def time(self, cpu_s: Callable[[], float]) -> None:
-        """Charge what comes from now on, with CPU time as ``cpu_s`` counts it."""
-        self._cpu_s = cpu_s
+    def time(self, cpu_s: Callable[[], float], peak_bytes: Callable[[], float]) -> None:
+        """Charge what comes from now on, with CPU time and peak memory as these two count them."""
+        self._cpu_s, self._peak_bytes = cpu_s, peak_bytes
         self._wall, self._cpu = time.perf_counter(), cpu_s()
 
     def follow(self, lines: Callable[[], Iterable[Mapping[str, Any]]], name: str) -> None:
@@ -270,6 +277,9 @@ class _Book:
                 f'a JSON object a line, such as {{"step": 10, "{self.script.key}": 1.5}}'
             )
         last = self._step if status == "diverged" else self._last
+        known = self._record.memory  # of an earlier start, which a resumed run has taken too
+        peak = max(self._peak_bytes(), known.peak_bytes if known else 0)
+        self._writer.write(Memory(peak_bytes=peak))
         self._writer.write(End(status, last, reason, "", ""))  # type: ignore[arg-type]
         self._writer.sync()
 
@@ -285,8 +295,8 @@ class _Book:
         self._seen.update(dict.fromkeys(line))
         if not {self.script.key, "step", "loss", "tokens"} & line.keys():
             return  # of something else, such as the settings of the script
-        step = self._number(line, "step")
-        if not self._begun:
+        step, first = self._number(line, "step"), not self._begun
+        if first:
             self._resume(step)
         now = self._step + 1 if step is None else int(step)
         if now < self._step or step not in (None, now):
@@ -303,9 +313,10 @@ class _Book:
             )
         self._counted |= said is not None
         tokens = int(said) if said is not None else self._tokens if self._counted else now
-        learnt, self._step, self._tokens = max(0, tokens - self._tokens), now, tokens
+        learnt, steps = max(0, tokens - self._tokens), now - self._step
+        self._step, self._tokens = now, tokens
         loss, key = self._number(line, "loss"), self.script.key
-        self._charge(loss, self._number(line, "lr"), learnt)
+        self._charge(loss, self._number(line, "lr"), learnt, steps, timed=steps > 0 and not first)
         if key in line:
             if line[key] is None:
                 fix = "leave it out of a line without one; NaN is for a run that diverged"
@@ -334,7 +345,14 @@ class _Book:
         except OverflowError:  # of an integer that no float can hold
             return None
 
-    def _charge(self, loss: float | None = None, lr: float | None = None, learnt: int = 0) -> None:
+    def _charge(
+        self,
+        loss: float | None = None,
+        lr: float | None = None,
+        learnt: int = 0,
+        steps: int = 0,
+        timed: bool = False,
+    ) -> None:
         wall, cpu = time.perf_counter(), self._cpu_s()
         spent, cpu_s = wall - self._wall, max(0.0, cpu - self._cpu)
         self._wall, self._cpu = wall, max(cpu, self._cpu)
@@ -342,7 +360,9 @@ class _Book:
         self._train_cpu_s += cpu_s
         if self._begun:
             rate = 0.0 if lr is None else lr
-            self._writer.write(Step(self._step, loss, rate, None, spent, cpu_s, True, learnt))
+            self._writer.write(
+                Step(self._step, loss, rate, None, spent, cpu_s, not timed, learnt, steps)
+            )
 
     def _evaluate(self, value: float | None) -> None:
         self._evaluated, self._last = True, self._step
@@ -407,6 +427,12 @@ def _cpu_s(process: int | None = None) -> float:
             return sum(int(each) for each in fields[11:15]) / _TICKS
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
+
+
+def _peak_bytes() -> int:
+    """Return the peak memory of the largest process that this one started and waited for."""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

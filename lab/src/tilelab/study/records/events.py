@@ -142,7 +142,9 @@ class Step(Event):
     cpu_s: float  # over all threads
     warmup: bool  # left out of throughput (the first ones of a process)
     tokens: int | None = None  # learnt from; None in old records: as the config says
-    of: int = 1  # steps that the line stands for, this the last of them: see ``condensed``
+    # Steps that the line stands for, this the last of them: see ``condensed``. Of a script those
+    # since its line before: 0 where it says more of the same step.
+    of: int = 1
 
 
 @dataclass(frozen=True)
@@ -178,15 +180,16 @@ class Evaluation(Event):
 class Memory(Event):
     """The parts of memory: sums of storages, and the peak over what was held before the model.
 
-    Whole numbers in a record; in a verdict the means over an arm's seeds.
+    Whole numbers in a record; in a verdict the means over an arm's seeds. Of a script the peak
+    alone is known: ``conduct/script.py``.
     """
 
     event = "memory"
-    weights_bytes: float
-    gradients_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float  # what autograd saves of one micro-batch, weights not counted
-    peak_bytes: float  # on a GPU the allocator's
+    weights_bytes: float | None = None
+    gradients_bytes: float | None = None
+    optimizer_bytes: float | None = None
+    activations_bytes: float | None = None  # what autograd saves of one micro-batch, no weights
+    peak_bytes: float = 0.0  # on a GPU the allocator's
 
 
 @dataclass(frozen=True)

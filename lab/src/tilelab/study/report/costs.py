@@ -56,7 +56,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     arms = [
         (arm.name, at, arm.measures.memory)
         for at, arm in enumerate(verdict.all_arms)
-        if arm.measures.memory is not None
+        if arm.measures.memory is not None and parts_of(arm.measures.memory)
     ]
     if not arms:
         return None
@@ -181,8 +181,14 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
 
 
 def parts_of(split: Memory) -> dict[str, float]:
-    """Return the bytes of each part; ``other`` is what the peak has beside those that are known."""
-    known = {part: float(getattr(split, f"{part}_bytes")) for part in PARTS[:-1]}
+    """Return the bytes of each part; ``other`` is what the peak has beside those that are known.
+
+    Nothing of a script, whose parts are not.
+    """
+    values = {part: getattr(split, f"{part}_bytes") for part in PARTS[:-1]}
+    known = {part: float(each) for part, each in values.items() if each is not None}
+    if len(known) < len(values):
+        return {}
     return {**known, "other": max(0.0, split.peak_bytes - sum(known.values()))}
 
 

@@ -203,7 +203,10 @@ def _speed(experiment: ExperimentVerdict, speeds: Speeds) -> Table | None:
 
     columns = [(name, unless_slowed(name, show)) for name, show in _columns(experiment, "speed")]
     withheld = [arm.arm for arm in experiment.arms if arm.speed_withheld]
-    notes = ["Optimizer steps alone: evaluation and the first steps of a process are left out."]
+    notes = [
+        "Optimizer steps alone: evaluation and the first steps of a process are left out. Of a "
+        "script: from its first line on, all that it does before a line of another step."
+    ]
     if withheld:
         notes.append(
             f"Withheld for {words.listing(withheld)}: a systems arm shows its speed only once its "
@@ -223,7 +226,8 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
             split = arm.measures.memory
             if split is None:
                 return NONE
-            return Cell(words.size({**parts_of(split), "peak": split.peak_bytes}[name]))
+            found = {**parts_of(split), "peak": split.peak_bytes}.get(name)
+            return NONE if found is None else Cell(words.size(found))
 
         return show
 

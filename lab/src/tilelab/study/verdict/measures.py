@@ -69,11 +69,11 @@ class _Reading:
     def spikes(self) -> float | None:
         """Nothing of steps that a stored record has in blocks: a mean hides a jump."""
         steps = self.record.steps
-        whole = all(each.of == 1 for each in steps)
-        if not whole:
-            return None
-        # A script's line may have no loss; a step of ours has one, or it was not finite.
+        # A script's line may have no loss, and be of many steps; a step of ours has one, or it was
+        # not finite.
         every = not self.record.of_script
+        if every and any(each.of != 1 for each in steps):
+            return None
         return spike_rate([each.loss for each in steps if every or each.loss is not None])
 
     def mfu(self, convention: str) -> float | None:

@@ -77,6 +77,7 @@ KERNELS: Mapping[Pass, str] = {
     "decode": "attend_split",
     "fused": "keys_in_groups",
     "grouped": "attend_in_groups",
+    "grouped8": "attend_in_groups",
 }
 # Blocks of passes in the place of the family's own.
 Overrides: TypeAlias = Sequence[tuple[Pass, Blocks]]

@@ -52,7 +52,11 @@ from tests.kernels.gpu.floats import Array
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.walk.groups import add_to_global
 
-_NARROW = {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}
+_NARROW = {
+    gl.bfloat16: torch.bfloat16,
+    gl.float16: torch.float16,
+    gl.float8e4nv: torch.float8_e4m3fn,
+}
 _WIDE = {gl.float32: np.float32, gl.int32: np.int32, gl.int64: np.int64, gl.int1: np.bool_}
 _DTYPES = {np.dtype(numpy_kind): kind for kind, numpy_kind in _WIDE.items()}
 _LATE = 0.25  # the share of all that happens that is put off as long as anything else can happen
@@ -81,7 +85,7 @@ _INSTEAD: dict[Any, Any] = {np.floor_divide: _quotient, np.remainder: np.fmod}
 
 
 class Block(NDArrayOperatorsMixin):
-    """A tensor or a number of a kernel; bfloat16 and float16 are float32 that fit."""
+    """A tensor or a number of a kernel; narrower types are float32 that fit."""
 
     def __init__(self, data: Any, dtype: Any = None) -> None:
         self._data = np.asarray(data)
@@ -108,6 +112,12 @@ class Block(NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         return bool(self.data)
+
+    def reshape(self, shape: Sequence[int]) -> Block:
+        return Block(self.data.reshape(shape), self.dtype)
+
+    def permute(self, order: Sequence[int]) -> Block:
+        return Block(self.data.transpose(order), self.dtype)
 
     def to(self, dtype: Any) -> Block:
         """Round to a narrow type, or cast to another."""
@@ -220,6 +230,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.array.transpose(order), self.dtype, self.stage)
+
+    def load(self, layout: Any) -> Block:
+        return Block(self.array.copy(), self.dtype)
 
     def store(self, values: Block) -> None:
         if values.dtype != self.dtype:
@@ -530,6 +543,12 @@ def _along(reduce: Callable[..., Any]) -> Callable[..., Block]:
     return lambda block, axis: Block(reduce(_wide(block), axis))
 
 
+def _where(which: Any, one: Any, other: Any) -> Block:
+    """A choice; numbers of Python's are float32, as in a kernel."""
+    numbers = [np.float32(x) if isinstance(x, float) else _wide(x) for x in (one, other)]
+    return Block(np.where(_wide(which), *numbers))
+
+
 def _any_layout(*_: Any, **__: Any) -> Any:
     return _LAYOUT
 
@@ -589,7 +608,7 @@ class Chip:
             full=lambda shape, value, dtype, _=None: Block(np.full(shape, value, _WIDE[dtype])),
             cast=lambda value, dtype: Block(np.asarray(_wide(value)).astype(_WIDE[dtype])),
             broadcast_to=lambda block, shape: Block(np.broadcast_to(block.data, shape)),
-            where=lambda which, one, other: Block(np.where(*map(_wide, (which, one, other)))),
+            where=_where,
             maximum=np.fmax,  # as on the chip, a NaN gives way
             minimum=np.fmin,
             max=_along(np.fmax.reduce),
@@ -601,7 +620,10 @@ class Chip:
             math=SimpleNamespace(exp2=np.exp2),
             load=_load,
             store=_store,
-            convert_layout=lambda block, layout: block,
+            convert_layout=lambda block, layout, assert_trivial=False: block,
+            split=lambda block: (block[..., 0], block[..., 1]),
+            join=lambda *parts: Block(np.stack([each.data for each in parts], -1)),
+            float8e4nv=gl.float8e4nv,
             inline_asm_elementwise=self._assembly,
             allocate_shared_memory=self._allocate,
             warp_specialize=lambda parts, warps, registers: self.stage.part(parts),
@@ -723,8 +745,18 @@ class Chip:
     def _add_out(self, rows: Descriptor, place: Sequence[Any], source: Shared) -> None:
         self._copy_out(rows, place, source, add=True)
 
-    def _assembly(self, text: str, constraints: str, given: Sequence[Any], **_: Any) -> Any:
-        """Assembly that waits for writes, or orders instructions; it changes no number."""
+    def _assembly(
+        self, text: str, constraints: str, given: Sequence[Any], dtype: Any, **_: Any
+    ) -> Any:
+        """Assembly that waits for writes, orders instructions, or has to do with words of bytes."""
+        if "e4m3x2" in text:
+            four = torch.from_numpy(np.stack([each.data for each in given], -1))
+            return Block(four.to(torch.float8_e4m3fn).view(torch.int32)[..., 0].numpy())
+        if dtype in _NARROW:  # each word is given for each of its bytes
+            words = given[0].data.reshape(-1, 4)
+            assert (words == words[:, :1]).all()
+            four = torch.from_numpy(words[:, 0].copy()).view(_NARROW[dtype])
+            return Block(four.float().numpy().reshape(given[0].shape), dtype)
         if "wait_group 0" in text:
             actor = self.stage.pause()
             self._wait_for_stores(0)

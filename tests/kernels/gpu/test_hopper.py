@@ -277,7 +277,7 @@ def test_queries_hidden_from_a_tile_may_be_nan(case: Case) -> None:
 FORWARD_FAULTS = [
     moved(
         "    mbarrier.arrive(v_empty.index(before), count=1)",
-        "    out = warpgroup_mma_wait(0, deps=[sums])",
+        "    sums = warpgroup_mma_wait(0, deps=[sums])",
         "values released early",
     ),
     moved(
@@ -534,7 +534,7 @@ NOT_SERVED = {
     "pages": problem_with(page_size=128),
     "packed": problem_with(layout="varlen"),
     "float32": problem_with(dtype=torch.float32),
-    "float8": problem_with(dtype=torch.float8_e4m3fn),
+    "float8 that is not asked for": problem_with(dtype=torch.float8_e4m3fn),
     "narrow values": problem_with(value_dim=64),
     "wide": problem_with(head_dim=256, value_dim=256),
     "between": problem_with(head_dim=96, value_dim=96),

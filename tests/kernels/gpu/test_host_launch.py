@@ -86,13 +86,14 @@ def check_cases(said: list[dict[str, Any]]) -> None:
 def test_cases_of_the_gate(tmp_path: Path) -> None:
     """A sample: tuples of strides, captured tensors, no lists of tiles, one kernel of each pass."""
     names = ("forward D64 causal", "backward D64 head bias", "loss bfloat16 with options",
-             "forward D128 causal", "fused D128 causal")  # fmt: skip
+             "forward D128 causal", "fused D128 causal", "grouped8 D128 full fp8")  # fmt: skip
     said = launched(tmp_path, "cases", *names)
     kernels = [each["name"].partition(" / ")[2] for each in said]
     passes = ["row_kernel", "keys_in_groups", "query_kernel", "line_kernel", "fold_kernel"]
+    eight = ["transpose_kernel", "attend_in_groups"]
     fused = ["row_kernel", "keys_in_groups", "narrow_kernel"]
     assert sorted(kernels) == sorted(
-        ["attend", *passes, "cross_entropy_kernel", "attend_in_groups", *fused]
+        ["attend", *passes, "cross_entropy_kernel", "attend_in_groups", *fused, *eight]
     )
     check_cases(said)
 

@@ -30,6 +30,7 @@ from tilewise.plan.traffic import account
 from tilewise.plan.tuned import Entry, Found, Place, Store, Tuned, write
 from tilewise.problem import Problem
 from tilewise.validation import dense_problem
+from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import Instr
 
 CHIP, FAMILY = "NVIDIA H200", "sm_90"
@@ -284,6 +285,25 @@ def test_a_forward_in_groups_is_taken_where_it_was_measured() -> None:
     said = gpu._way(chip, "forward", problem(128, torch.bfloat16))
     assert said.startswith("256x128/8/2: two groups of warps and a loading warp (Gluon), products")
     assert "1.25 times as fast as the table's" in said
+
+
+def test_float8_in_groups_is_taken_where_it_was_measured() -> None:
+    """Beside the blocks of the Triton kernel, and by no other type."""
+    one = problem(128, FLOAT8)
+    table = config_for(FAMILY).blocks("forward", one)
+    blocks = UNPROVEN["grouped8", FAMILY, 128]
+    mine = Entry(Place("grouped8", FLOAT8, 128, "plain"), blocks, 1.0, 0.0, table, 1.5, 0.0)
+    assert not why_unfit(FAMILY, mine)
+    assert why_unfit("sm_100", mine)
+    assert why_unfit(FAMILY, mine._replace(place=mine.place._replace(dtype=torch.bfloat16)))
+    chip = config_for(FAMILY, Found({mine.place: mine}, "2026-11-30"))
+    assert chip.in_groups("forward", one) == blocks
+    assert chip.in_groups("forward", problem(64, FLOAT8)) is None
+    assert chip.in_groups("forward", problem(128, torch.bfloat16)) == Blocks(128, 128, 8, 2)
+    assert config_for(FAMILY).in_groups("forward", one) is None
+    said = gpu._way(chip, "forward", one)
+    assert said.startswith("128x128/8/4: two groups of warps and a loading warp (Gluon), blocks")
+    assert "1.50 times as fast as the table's" in said
 
 
 def test_the_notes_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

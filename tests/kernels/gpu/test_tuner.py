@@ -51,6 +51,12 @@ def test_all_that_a_pass_writes_is_compared(pass_name: Pass) -> None:
     assert problems == {"causal alibi softcap", "bias", "causal dropout"} | more
 
 
+def test_float8_is_judged_by_its_output() -> None:
+    row = ask("check", "forward float8_e4m3fn 64 plain 16x16/4/1")
+    assert row.status == "ok", row.note
+    assert {key.partition(", ")[2] for key in row.values["ratios"]} == {"out"}
+
+
 def test_what_is_not_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the blocks before it wrote the right values into the same memory."""
     job = "dq float16 64 * 16x16/4/1"

@@ -34,6 +34,7 @@ from tilewise.kernels.gpu.config import (
     WIDTHS,
     Blocks,
     Config,
+    Pass,
     shared_need,
 )
 
@@ -64,14 +65,19 @@ def test_candidates_are_few_and_fit(family: str) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_fused_backward_is_compared_with_two_kernels(width: int) -> None:
-    job = Job("fused", "bfloat16", width, "plain")
+@pytest.mark.parametrize(("name", "dtype"), [("fused", "bfloat16"), ("grouped8", "float8_e4m3fn")])
+def test_what_no_gpu_has_run_is_compared_with_what_is_in_use(
+    name: Pass, dtype: str, width: int
+) -> None:
+    blocks, job = UNPROVEN[name, FAMILY, width], Job(name, dtype, width, "plain")
     assert is_known(FAMILY, job)
-    assert candidates(FAMILY, job, MOST) == [UNPROVEN["fused", FAMILY, width]]
-    assert str(table_blocks(FAMILY, job)) != str(UNPROVEN["fused", FAMILY, width])
-    chip = Config(FAMILY, overrides=(("fused", UNPROVEN["fused", FAMILY, width]),))
+    assert candidates(FAMILY, job, MOST) == [blocks]
+    assert str(table_blocks(FAMILY, job)) != str(blocks)
+    chip = Config(FAMILY, overrides=((name, blocks),))
     for case in (*small_cases(job, tiny=False), *large_cases(job, tiny=False)):
-        assert chip.fused(operands_of(case)[0]) == UNPROVEN["fused", FAMILY, width], case.name
+        problem = operands_of(case)[0]
+        found = chip.fused(problem) if name == "fused" else chip.in_groups("forward", problem)
+        assert found == blocks, case.name
     for other in (
         job._replace(kind="+"),
         job._replace(width=256),

@@ -82,9 +82,9 @@ def test_three_commands_write_one_record(machine: Machine, tmp_path: Path) -> No
     ((_, folder, _, minutes, *rest),) = machine.tuned
     assert folder == str(tmp_path / "measured")
     assert 0 < float(minutes) <= PARTS["B"].minutes
-    passes = ["--passes", "fused", "grouped", *PASSES]
-    widths = ["--widths", "64", "128", "256"]
-    assert rest == [*passes, "--dtypes", "bfloat16", *widths, "--kinds", "plain"]
+    passes = ["--passes", "fused", "grouped", "grouped8", *PASSES]
+    dtypes, widths = ["bfloat16", "float8_e4m3fn"], ["64", "128", "256"]
+    assert rest == [*passes, "--dtypes", *dtypes, "--widths", *widths, "--kinds", "plain"]
 
 
 def test_the_steps_of_b_leave_time_for_its_blocks(machine: Machine, tmp_path: Path) -> None:

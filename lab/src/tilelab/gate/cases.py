@@ -128,6 +128,11 @@ def grouped(case: Attention, family: str) -> Sequence[Launch]:
     return forward(case, family, [("grouped", UNPROVEN["grouped", family, case.head_dim])])
 
 
+def grouped8(case: Attention, family: str) -> Sequence[Launch]:
+    """Return the launches of ``forward`` of float8 in groups of warps."""
+    return forward(case, family, [("grouped8", UNPROVEN["grouped8", family, case.head_dim])])
+
+
 def captured(case: Attention, family: str) -> Sequence[Launch]:
     """Return the launches of ``backward`` that make gradients of what the score captured."""
     launches = backward(case, family)
@@ -164,6 +169,8 @@ _UNPROVEN = (
     "D256 causal",
 )
 
+_UNPROVEN_EIGHT = ("D64 full fp8", "D64 causal fp8", "D128 full fp8", "D128 causal fp8")
+
 
 def cases() -> list[Case]:
     """Return the compiled passes of every row: forward, and backward where it has one."""
@@ -189,6 +196,7 @@ def cases() -> list[Case]:
             name = f"forward {each.name}"
             found.append(Case(name, launches, sixteen, bare, quick, where, columns))
             found += _unproven(grouped, each)
+            found += _unproven(grouped8, each)
         if each.passes == "both" and each.kind == "full":
             launches = partial(backward, each)
             name = f"backward {each.name}"
@@ -206,9 +214,10 @@ def _unproven(
         for kernel, family, width in UNPROVEN
         if kernel == make.__name__ and width == each.head_dim
     )
-    if own and each.name in _UNPROVEN:
+    if own and each.name in (_UNPROVEN_EIGHT if make is grouped8 else _UNPROVEN):
+        bare = _PLAIN | _TRANSPOSING
         launches, name = partial(make, each), f"{make.__name__} {each.name}"
-        yield Case(name, launches, True, _PLAIN, each.quick, own, measured=False)
+        yield Case(name, launches, True, bare, each.quick, own, measured=False)
 
 
 def vocabulary_cases() -> list[Case]:

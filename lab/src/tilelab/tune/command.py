@@ -213,6 +213,7 @@ def _milliseconds(timing: Spread) -> str:
 
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_EIGHT = "float8_e4m3fn"  # only where it is asked for: most calls have none
 _WIDTHS = WIDTHS[:3]  # the widest is rare, and has the smallest blocks whatever is measured
 _MINUTES = 60.0
 
@@ -344,18 +345,19 @@ def _chip(setting: Setting) -> _Chip:
 def _jobs(options: argparse.Namespace, family: str) -> list[Job]:
     """Return the requested jobs: by dtype, the most common first, and then by pass and width.
 
-    The fused backward has not run on a GPU yet: it is measured where it is asked for by name.
+    Kernels that no GPU has run are measured where they are asked for by name, before all else.
     """
     tiny = options.self_test
     dtypes = options.dtypes or (("float16",) if tiny else _DTYPES)
-    if tiny and "bfloat16" in dtypes:
+    if tiny and {"bfloat16", _EIGHT} & set(dtypes):
         raise InvalidArgument(
-            "--dtypes", "bfloat16", "float16 or float32 with --self-test",
-            "Triton's interpreter gets products of bfloat16 wrong.",
+            "--dtypes", ", ".join(dtypes), "float16 or float32 with --self-test",
+            "Triton's interpreter gets products of other types wrong.",
         )  # fmt: skip
     widths = options.widths or (_WIDTHS[:1] if tiny else _WIDTHS)
     every = product(dtypes, options.passes or PASSES, widths, options.kinds or KINDS)
     jobs = [Job(name, dtype, width, kind) for dtype, name, width, kind in every]
+    jobs.sort(key=lambda job: job.pass_name in PASSES)
     return [job for job in jobs if is_known(family, job)]
 
 
@@ -389,7 +391,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE", help="or a folder; else where calls look for it")
     add("--passes", nargs="+", choices=MEASURED, metavar="PASS", help=f"of {', '.join(MEASURED)}")
-    add("--dtypes", nargs="+", choices=_DTYPES, metavar="DTYPE", help=f"of {', '.join(_DTYPES)}")
+    dtypes = (*_DTYPES, _EIGHT)
+    add("--dtypes", nargs="+", choices=dtypes, metavar="DTYPE", help=f"of {', '.join(dtypes)}")
     add("--widths", nargs="+", type=int, choices=_WIDTHS, metavar="D", help="of 64, 128, 256")
     kinds = "plain, + (more for a pair than a comparison or two), * (a mask of no known shape)"
     add("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {kinds}")

@@ -34,14 +34,15 @@ from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS, Step
 from tilelab.tune.command import main as tune
 from tilewise.errors import InvalidArgument, Unsupported
-from tilewise.inspect.gpu import PASSES
+from tilewise.inspect.gpu import MEASURED, PASSES
 
 BLOCKS = "measured"  # the folder of measured blocks, beside the record
 _SELF_TEST_MINUTES = 60.0
 # What no GPU has run first: it decides most.
-_PASSES = ("--passes", "fused", "grouped", *PASSES)
+_PASSES = ("--passes", *MEASURED[len(PASSES) :], *PASSES)
+_DTYPES = ("--dtypes", "bfloat16", "float8_e4m3fn")
 _WIDTHS = ("--widths", "64", "128", "256")
-_TUNED = (*_PASSES, "--dtypes", "bfloat16", *_WIDTHS, "--kinds", "plain")
+_TUNED = (*_PASSES, *_DTYPES, *_WIDTHS, "--kinds", "plain")
 
 
 class Part(NamedTuple):

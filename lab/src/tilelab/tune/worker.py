@@ -24,7 +24,7 @@ from tilelab.cases.table import rows
 from tilelab.common.exactness import judge
 from tilelab.gate.cases import kind_of
 from tilelab.gate.search import ladder
-from tilelab.gpu_check.outcomes import Outcome, block_table, in_pages, refer
+from tilelab.gpu_check.outcomes import Outcome, block_table, in_pages, refer, references
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import main
@@ -43,12 +43,13 @@ from tilewise.inspect.gpu import (
 )
 from tilewise.plan.tuned import Blocks, Place
 from tilewise.problem import Grads, Needs, Result
+from tilewise.variants.float8 import FLOAT8, Scales
 
 
 class Job(NamedTuple):
     """One entry of the table of blocks that is questioned."""
 
-    pass_name: Pass  # "forward", "dkdv", "dq", "decode", "fused" or "grouped"
+    pass_name: Pass
     dtype: str  # "bfloat16" and so on
     width: int  # the class of D and Dv
     kind: str  # "plain", "+" or "*", as in the table
@@ -76,7 +77,10 @@ def table_blocks(family: str, job: Job) -> Blocks:
 def is_known(family: str, job: Job) -> bool:
     """Return whether a family has kernels for a job: few calls have those of ``UNPROVEN``."""
     there = (job.pass_name, family, job.width) in UNPROVEN
-    return job.pass_name in PASSES or (there and job.kind == "plain" and job.type.itemsize == 2)
+    if job.pass_name in PASSES:
+        return job.type is not FLOAT8 or job.pass_name == "forward"
+    wanted = 1 if job.pass_name == "grouped8" else 2
+    return there and job.kind == "plain" and job.type.itemsize == wanted
 
 
 def candidates(family: str, job: Job, most: int) -> list[Blocks]:
@@ -223,8 +227,10 @@ class Work:
             own = UNPROVEN[pass_name, self._family, self._problem.head_dim]
             if blocks != own:
                 overrides = []  # what it is compared with
-        if pass_name in ("forward", "grouped", "decode"):
-            outcome = {"out": self._other.out, "lse": self._other.lse}
+        if pass_name in ("forward", "grouped", "grouped8", "decode"):
+            outcome = {"out": self._other.out}
+            if self._problem.dtype is not FLOAT8:  # whose matrix units give lse few bits
+                outcome["lse"] = self._other.lse
             launches = self._forward(self._other, overrides)
         else:
             launches, outcome = self._backward(pass_name, overrides)
@@ -235,9 +241,10 @@ class Work:
     def own(self, pass_name: Pass, launches: Sequence[Launch]) -> list[Launch]:
         """Return the launches that walk over the pairs: only these are timed.
 
-        Of ``UNPROVEN``, and of the kernels in their place, all are.
+        Of ``UNPROVEN``, and of the kernels in their place, all are. So are those of float8, whose
+        values are transposed before.
         """
-        if pass_name not in PASSES:
+        if pass_name not in PASSES or self._problem.dtype is FLOAT8:
             return list(launches)
         return [launch for launch in launches if launch.kernel.__name__ == KERNELS[pass_name]]
 
@@ -332,6 +339,10 @@ def _check(setting: Setting, job: Job, blocks: Blocks) -> Row:
 def _small(setting: Setting, case: Case) -> tuple[Work, tuple[Outcome, Outcome]]:
     """A small problem, and its results by plain torch in its dtype and in float64."""
     work = Work(setting, case, _family(setting))
+    if case.dtype is FLOAT8:
+        given = work.inputs.detached()
+        plain, oracle = references(given.q, given.k, given.v, Scales(), given.mask)
+        return work, ({"out": plain.out}, {"out": oracle.out})
     return work, (refer(work.inputs, case.dtype), refer(work.inputs, torch.float64))
 
 

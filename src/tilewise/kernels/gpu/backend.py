@@ -232,7 +232,9 @@ def _way(config: Config, name: Pass, problem: Problem) -> str:
     if grouped is not None:
         said = f"{grouped}: two groups of warps and a loading warp (Gluon)"
         run = "measured on an H200"
-        if name == "forward" and UNPROVEN.get(("grouped", config.family, problem.head_dim)):
+        if problem.dtype is FLOAT8:
+            run = origin(config, "grouped8", problem)
+        elif name == "forward" and UNPROVEN.get(("grouped", config.family, problem.head_dim)):
             said, run = f"{said}, products by another", origin(config, "grouped", problem)
         return f"{said}, {run}"
     return f"{config.blocks(name, problem)}: {origin(config, name, problem)}"
@@ -437,7 +439,9 @@ def why_unfit(family: str, entry: Entry) -> str:
             return f"{what} {value!r} is none of {', '.join(str(each) for each in known)}"
     name: Pass = next(each for each in MEASURED if each == pass_name)
     if name not in PASSES and (
-        blocks != UNPROVEN.get((name, family, width)) or kind != "plain" or dtype.itemsize != 2
+        blocks != UNPROVEN.get((name, family, width))
+        or kind != "plain"
+        or dtype.itemsize != (1 if name == "grouped8" else 2)
     ):
         return f"there is no {name} kernel of {dtype}, width {width}, kind {kind} in {blocks}"
     need = shared_need(name, blocks, dtype.itemsize, width, width)

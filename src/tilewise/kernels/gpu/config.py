@@ -20,9 +20,9 @@ from tilewise.problem import Problem
 from tilewise.variants.float8 import FLOAT8
 from tilewise.variants.program import EXPR, RAW, Instr
 
-# The last two have no rows in the table: "fused" is "dq" and "dkdv" in one kernel, and "grouped" is
-# "forward" in groups of warps. See ``UNPROVEN``.
-Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode", "fused", "grouped"]
+# The last three have no rows in the table: "fused" is "dq" and "dkdv" in one kernel, "grouped" is
+# "forward" in groups of warps, and "grouped8" is that of float8. See ``UNPROVEN``.
+Pass: TypeAlias = Literal["forward", "dkdv", "dq", "decode", "fused", "grouped", "grouped8"]
 MEASURED: tuple[Pass, ...] = get_args(Pass)
 PASSES: tuple[Pass, ...] = MEASURED[:4]
 
@@ -176,6 +176,8 @@ UNPROVEN: dict[tuple[Pass, str, int], Blocks] = {
     ("grouped", "sm_90", 256): Blocks(128, 64, 8, 2),
     ("grouped", "sm_100", 64): Blocks(256, 128, 8, 4),
     ("grouped", "sm_100", 128): Blocks(256, 128, 8, 2),
+    ("grouped8", "sm_90", 64): Blocks(128, 128, 8, 4),
+    ("grouped8", "sm_90", 128): Blocks(128, 128, 8, 4),
 }
 _EDGE = 128  # what edges of bands are multiples of, so that no tile has keys that all rows hide
 
@@ -378,13 +380,14 @@ class Config(NamedTuple):
         if any(name == pass_name for name, _ in self.overrides):
             return None
         name = f"{pass_name}+" if problem.score else pass_name
-        blocks = _GROUPED.get((self.family, name, problem.head_dim))
+        eight = problem.dtype is FLOAT8
+        blocks = None if eight else _GROUPED.get((self.family, name, problem.head_dim))
         if name == "forward":
-            blocks = blocks or self._unproven("grouped", problem)
+            blocks = blocks or self._unproven("grouped8" if eight else "grouped", problem)
         plain = (
             problem.layout == "dense"
             and problem.value_dim == problem.head_dim
-            and problem.dtype in (torch.bfloat16, torch.float16)
+            and problem.dtype in (torch.bfloat16, torch.float16, FLOAT8)
             and not (problem.dropout_p or problem.page_size or calls_raw(problem))
             and _has_even_tiles(problem)
         )
@@ -405,6 +408,8 @@ class Config(NamedTuple):
         return self._unproven("fused", problem)
 
     def _unproven(self, pass_name: Pass, problem: Problem) -> Blocks | None:
+        if (pass_name, self.family, problem.head_dim) not in UNPROVEN:
+            return None
         entry = self.measured.entries.get(place_of(pass_name, problem))
         return dict(self.overrides).get(pass_name) or (None if entry is None else entry.blocks)
 
@@ -434,7 +439,7 @@ def table_blocks(family: str, place: Place) -> Blocks:
     name: Pass = next(each for each in MEASURED if each == place.pass_name)
     if name == "fused":
         return _GROUPED[family, "dkdv", place.width]
-    if name == "grouped":
+    if name in ("grouped", "grouped8"):
         name = "forward"
     heavy, scattered = place.kind != "plain", place.kind == "*"
     return tiles_for(family, name, place.dtype, place.width, place.width, heavy, scattered)
@@ -648,7 +653,7 @@ def shared_need(
 ) -> int:
     """About how many bytes of shared memory a pass needs: operands held, and those in flight."""
     both = (_columns(head_dim) + padded(value_dim)) * itemsize
-    if pass_name in ("forward", "grouped", "decode"):
+    if pass_name in ("forward", "grouped", "grouped8", "decode"):
         held, moving = blocks.queries * _columns(head_dim) * itemsize, blocks.keys * both
     elif pass_name == "dq":
         held, moving = blocks.queries * both, blocks.keys * both

@@ -357,17 +357,17 @@ def key_launch(
         sums: where dQ goes in the fused form, or None.
     """
     problem, operands, variant = call.problem, call.operands, call.variant
-    half = blocks.keys // GROUPS.value
+    half, width = blocks.keys // GROUPS.value, problem.head_dim
     tiles = [
-        ("q_rows", operands.q, blocks.queries),
-        ("k_rows", operands.k, half),
-        ("v_rows", operands.v, half),
-        ("grad_rows", call.upstream.out, blocks.queries),
-        ("grad_k_rows", grad_k, half),
-        ("grad_v_rows", grad_v, half),
+        ("q_rows", operands.q, blocks.queries, width),
+        ("k_rows", operands.k, half, width),
+        ("v_rows", operands.v, half, width),
+        ("grad_rows", call.upstream.out, blocks.queries, width),
+        ("grad_k_rows", grad_k, half, width),
+        ("grad_v_rows", grad_v, half, width),
     ]
     if sums is not None:
-        tiles.append(("sum_rows", sums.sums, blocks.queries))
+        tiles.append(("sum_rows", sums.sums, blocks.queries, width))
     rows = described_rows(tiles, problem)
     if rows is None:
         return None

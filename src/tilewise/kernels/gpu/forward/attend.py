@@ -196,8 +196,8 @@ def forward_launches(
     """
     blocks = config.blocks("forward", problem)
     alone = _in_groups(problem, operands, result, config, variant)
-    if alone is not None and result.entropy is None:
-        return [alone]
+    if alone and result.entropy is None:
+        return alone
     fp8 = fp8_products(problem, config.family)
     operands = with_codes(operands, fp8, stored_form(problem, config.family))
     before: list[Launch] = []
@@ -224,8 +224,8 @@ def forward_launches(
     if any(scale is not None for scale in head_scales(problem, operands)[:2]):
         form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
     constants = {**functions, "FORM": form}
-    launch = alone or launch_of(attend, (grid.programs,), arguments, constants, blocks)
-    launches = [*before, launch]
+    walk = launch_of(attend, (grid.programs,), arguments, constants, blocks)
+    launches = alone or [*before, walk]
     if result.entropy is not None:
         launches.append(statistics_launch(problem, result, shared, functions, bare, blocks))
     return launches
@@ -233,11 +233,11 @@ def forward_launches(
 
 def _in_groups(
     problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
-) -> Launch | None:
-    """Return the launch of the Gluon kernel of the pass, where there is one for the call."""
+) -> list[Launch]:
+    """Return the launches of the Gluon kernel of the pass, where there is one for the call."""
     blocks = config.in_groups("forward", problem)
     if blocks is None:
-        return None
+        return []
     from tilewise.kernels.gpu.forward.groups import attend_launch
 
     section, grows = _grid(problem, blocks).section, _grows(problem)

@@ -166,8 +166,9 @@ def _step(
 @gluon.jit
 def attend_rows(c, own, sums, turns, SEEN: gl.constexpr, FORM: gl.constexpr):
     """Attention of the queries of group ``c``."""
-    out_rows, outputs, memory, place, spans, walk, scale, sinks, captured = own
-    b, h, line, m0, M, N = place
+    out_rows, outputs, memory, place, spans, walk, scale, per_head, captured = own
+    b, h, _, line, m0, M, N = place
+    sinks = per_head[0]
     ROWS: gl.constexpr = FORM.BM // GROUPS
     KIND: gl.constexpr = memory[1].dtype
     S_LAYOUT: gl.constexpr = get_tmem_reg_layout(

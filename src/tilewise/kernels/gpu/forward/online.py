@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.walk.float8 import decoded, widened
+from tilewise.kernels.gpu.walk.float8 import RAISED, decoded, widened
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
 from tilewise.kernels.gpu.walk.tiles import (
@@ -20,7 +20,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     row_scales,
 )
 
-RAISED: tl.constexpr = tl.constexpr(8)  # the power of two of probabilities of 8 bits
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 

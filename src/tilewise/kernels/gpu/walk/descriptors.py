@@ -31,8 +31,8 @@ class Described(NamedTuple):
     block: list[int]
 
 
-def described(tensor: Tensor, problem: Problem, rows: int) -> Described | None:
-    """Describe blocks [1, 1, rows, padded width] of a tensor; None where no descriptor can.
+def described(tensor: Tensor, problem: Problem, rows: int, columns: int = 0) -> Described | None:
+    """Describe blocks [1, 1, rows, columns] of a tensor; None where no descriptor can.
 
     The engine wants columns side by side, a start and steps that are multiples of 16 bytes, no step
     of zero, and rows of at least 16 bytes.
@@ -42,6 +42,7 @@ def described(tensor: Tensor, problem: Problem, rows: int) -> Described | None:
             b counts pages.
         problem: whose.
         rows: of a block.
+        columns: of a block; 0 for all, padded.
     """
     sizes = list(tensor.shape if tensor.dim() == 4 else (1, *tensor.transpose(0, 1).shape))
     *steps, column = head_strides(tensor, problem)
@@ -56,7 +57,7 @@ def described(tensor: Tensor, problem: Problem, rows: int) -> Described | None:
             steps[axis] = _LONELY
         elif step * item % _STEP_BYTES or not 0 < step * item < _MOST_BYTES:
             return None
-    return Described(sizes, [*steps, 1], [1, 1, rows, padded(sizes[3])])
+    return Described(sizes, [*steps, 1], [1, 1, rows, columns or padded(sizes[3])])
 
 
 def page_rows(

@@ -35,6 +35,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, padded
@@ -55,6 +56,8 @@ _LEAST = tl.constexpr(1e-30)  # a scale below it makes no difference between any
 _MOST = tl.constexpr(3.4e38)
 _ROWS = 64  # keys that a program transposes
 _ALIGNED = tl.constexpr(16)
+RAISED: tl.constexpr = tl.constexpr(8)  # the power of two of probabilities of 8 bits
+LOWERED: tl.constexpr = tl.constexpr(0.00390625)  # 2 to the negative of it
 
 
 def fp8_products(problem: Problem, family: str, *, whole_walk: bool = True) -> str:
@@ -157,7 +160,7 @@ def folded(q, scale):
 def lowered(values, FORM: tl.constexpr):
     """Undo in sums the power of two that probabilities were raised by; exact."""
     if (FORM.FP8 == "short") | (FORM.FP8 == "whole"):
-        values = values * 0.00390625
+        values = values * LOWERED
     return values
 
 
@@ -186,8 +189,13 @@ def transpose_kernel(
     DV: tl.constexpr,
     DV_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_THREADS: tl.constexpr,
 ):
-    """A tile of values of one head, from its rows to where the keys are next to one another."""
+    """A tile of values of one head, from its rows to where the keys are next to one another.
+
+    BY_THREADS: of each 16 keys, those come together that a product leaves a thread: 2 i, 2 i + 1,
+    2 i + 8 and 2 i + 9.
+    """
     program = tl.program_id(0)
     slot, line = program % slots, program // slots
     b, h, begin, _, _, N, n0 = line_place(
@@ -201,12 +209,15 @@ def transpose_kernel(
     here = head_of(v, v_strides, b, h, begin)
     there = head_of(transposed, transposed_strides, b, h, begin_there)
     tile = load_tile(here, n0, v_strides, 0, N, BLOCK, DV, DV_PADDED, True, False)
+    if BY_THREADS:
+        tile = tile.reshape(BLOCK // 16, 2, 4, 2, DV_PADDED).permute(0, 2, 1, 3, 4)
+        tile = tile.reshape(BLOCK, DV_PADDED)
     end = (N + _ALIGNED - 1) // _ALIGNED * _ALIGNED
     store_tile(there, n0, transposed_strides, end, tile, BLOCK, DV, DV_PADDED)
 
 
 def transpose_values(
-    problem: Problem, operands: Operands, blocks: Blocks
+    problem: Problem, operands: Operands, blocks: Blocks, *, by_threads: bool = False
 ) -> tuple[Operands, list[Launch]]:
     """Return the operands with their values transposed, and what transposes them.
 
@@ -214,6 +225,7 @@ def transpose_values(
         problem: what to compute, of a type of 8 bits.
         operands: with what.
         blocks: of the walk that will read them.
+        by_threads: the order of keys, see ``transpose_kernel``.
     """
     v = operands.v
     aligned = -(-problem.keys // _ALIGNED.value) * _ALIGNED.value
@@ -239,7 +251,16 @@ def transpose_values(
         "DV": problem.value_dim,
         "DV_PADDED": padded(problem.value_dim),
         "BLOCK": _ROWS,
+        "BY_THREADS": by_threads,
     }
     grid = (programs_of(problem, problem.kv_heads, slots),)
     launch = launch_of(transpose_kernel, grid, arguments, constants, Blocks(_ROWS, _ROWS, 4, 1))
     return operands._replace(v=transposed), [launch]
+
+
+def keys_as_columns(transposed: Tensor, problem: Problem) -> Tensor:
+    """Return dense values of ``transpose_values`` as [B, Hk, D, N], N raised to a multiple of 16.
+
+    What is behind the last key is 0, and for the copy engine also what is behind these columns.
+    """
+    return transposed.mT[..., : -(-problem.keys // _ALIGNED.value) * _ALIGNED.value]

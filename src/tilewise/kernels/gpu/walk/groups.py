@@ -17,8 +17,14 @@ from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.walk.descriptors import described
 from tilewise.kernels.gpu.walk.tiles import counts_in, list_of, tile_in
 from tilewise.problem import Problem
+from tilewise.variants.float8 import FLOAT8
 
-_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_KINDS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    FLOAT8: gl.float8e4nv,
+}
 _WARPS = 4  # of a group: the kernels add the other group and the warp that loads
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
 
@@ -101,12 +107,17 @@ def add_to_global(rows, place, source, _semantic=None):
 
 
 def described_rows(
-    tiles: Iterable[tuple[str, Tensor, int]], problem: Problem
+    tiles: Iterable[tuple[str, Tensor, int, int]], problem: Problem
 ) -> dict[str, TensorDescriptor] | None:
-    """Return descriptors of tiles [1, 1, rows, D] by name, or None if a tensor can have none."""
+    """Return descriptors of tiles [1, 1, rows, columns], or None if a tensor can have none.
+
+    Args:
+        tiles: of each its name, its tensor, rows and columns.
+        problem: whose.
+    """
     found = {}
-    for name, tensor, rows in tiles:
-        parts = described(tensor, problem, rows)
+    for name, tensor, rows, columns in tiles:
+        parts = described(tensor, problem, rows, columns)
         if parts is None or tensor.dtype not in _KINDS:
             return None
         layout = gl.NVMMASharedLayout.get_default_for(parts.block, _KINDS[tensor.dtype])

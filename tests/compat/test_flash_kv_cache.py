@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,6 +78,14 @@ def spoil(case: Case, where: list[int], starts: tuple[int, ...], ends: list[int]
             cache[row, start:end] = kept[row, start:end]
 
 
+def keys_of(
+    case: Case, where: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What ``check`` takes: of each sequence the rows of its cache from a start to an end."""
+    rows = [(row, slice(*span)) for row, *span in zip(where, starts, ends, strict=True)]
+    return [(case.k_cache[at], case.k_cache[at], case.v_cache[at]) for at in rows]
+
+
 def check(
     got: tuple[Tensor, Tensor],
     q: tuple[Tensor, Tensor],
@@ -120,11 +129,7 @@ def test_appends_and_attends(flags: Flags, new: int, dtype: torch.dtype) -> None
             for b, length in enumerate(BEFORE):
                 old[b, length : length + new] = fresh[b]
         assert_same_bits(cache, old, "cache")
-    ends = [length + new for length in BEFORE]
-    keys = [
-        (case.k_cache[b, :end], case.k_cache[b, :end], case.v_cache[b, :end])
-        for b, end in enumerate(ends)
-    ]
+    keys = keys_of(case, range(BATCH), (0, 0, 0), [length + new for length in BEFORE])
     check((out, lse), (case.q, case.q), keys, flags, slopes)
 
 
@@ -169,11 +174,8 @@ def test_caches_by_index_and_left_padding(flags: Flags) -> None:
     case.said["cache_leftpad"] = torch.tensor(starts, dtype=torch.int32)
     words, slopes = flags_of(flags)
     got = case.call(**words, return_softmax_lse=True)
-    keys = []
-    for row, start, length in zip(where, starts, BEFORE, strict=True):
-        k, v = (cache[row, start : length + 3] for cache in (case.k_cache, case.v_cache))
-        assert not k.isnan().any()
-        keys.append((k, k, v))
+    keys = keys_of(case, where, starts, [length + 3 for length in BEFORE])
+    assert not any(k.isnan().any() for k, *_ in keys)
     check(got, (case.q, case.q), keys, flags, slopes)
 
 
@@ -296,10 +298,7 @@ def test_what_a_gpu_reads_in_place(flags: Flags, leftpad: bool) -> None:
     got = in_place(case.q, cache, call, backend="tiled")
     assert got.lse is not None
     first = [0] * BATCH if starts is None else starts.tolist()
-    keys = [
-        (case.k_cache[b, s:n], case.k_cache[b, s:n], case.v_cache[b, s:n])
-        for b, (s, n) in enumerate(zip(first, BEFORE, strict=True))
-    ]
+    keys = keys_of(case, range(BATCH), first, BEFORE)
     lse = torch.where(got.lse == -math.inf, math.inf, got.lse)
     check((got.out, lse), (case.q, case.q), keys, flags, slopes)
 
@@ -320,10 +319,7 @@ def test_on_a_gpu(flags: Flags) -> None:
     case.call(**words)  # writes the caches here
     assert tensors[1] is not None
     assert_same_bits(tensors[1].cpu(), case.k_cache, "cache")
-    keys = []
-    for row, start, length in zip(where, starts, BEFORE, strict=True):
-        k, v = (cache[row, start : length + 3] for cache in (case.k_cache, case.v_cache))
-        keys.append((k, k, v))
+    keys = keys_of(case, where, starts, [length + 3 for length in BEFORE])
     check((out.cpu(), lse.cpu()), (case.q, case.q), keys, flags, slopes)
 
 
@@ -380,10 +376,10 @@ ANGLES = torch.zeros(20, 4)
 def test_mistakes_name_the_argument(
     said: dict[str, Any], kind: type[TilewiseError], names: str
 ) -> None:
-    case = build()
-    tensors = {name: getattr(case, name) for name in ("q", "k_cache", "v_cache", "k", "v")}
+    given = build()._asdict()
+    given |= given.pop("said") | said
     with pytest.raises(kind, match=rf"^{names}: got"):
-        flash_attn.flash_attn_with_kvcache(**{**tensors, **case.said, **said})
+        flash_attn.flash_attn_with_kvcache(**given)
 
 
 def test_a_mistake_writes_nothing() -> None:
@@ -402,8 +398,8 @@ def test_a_mistake_writes_nothing() -> None:
         {"softcap": math.inf},
         {"softcap": 1e-39},
     )
+    tensors = {name: x for name, x in case._asdict().items() if name != "said"}
     for said in mistakes:
-        tensors = {name: getattr(case, name) for name in ("q", "k_cache", "v_cache", "k", "v")}
         with pytest.raises(TilewiseError):
             flash_attn.flash_attn_with_kvcache(**{**tensors, **case.said, **said})
     assert_same_bits(case.k_cache, before, "cache")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from tilewise import masks, scores
 from tilewise.variants.program import encode
 from tilewise.variants.recognise import as_expression
@@ -140,6 +141,32 @@ def test_functions_compose_with_masks() -> None:
     assert [instr.op for instr in mixed.program] == ["band", "expr", "and", "dense", "or"]
     ahead = (lambda b, h, m, n: n < 3) | masks.causal()
     assert ahead.text == "below(3) band(-1,0,1) or"
+
+
+@pytest.mark.parametrize("deep", [12, 40, 400])
+def test_a_mask_of_too_many_parts_is_one_expression(deep: int) -> None:
+    """Each step uses the one before twice: written apart it would be 2^deep parts."""
+
+    def parity(b: Any, h: Any, m: Any, n: Any) -> Any:
+        found = n >= m
+        for step in range(2, deep):
+            found = (found & (n % step != 1)) | (~found & (m % step == 0))
+        return found
+
+    found = as_mask(parity)
+    assert [instr.op for instr in found.program] == ["expr"]
+    m, n = torch.arange(9)[:, None], torch.arange(13)
+    assert torch.equal(tilewise.visible_pairs(found, 9, 13)[0, 0], parity(0, 0, m, n))
+
+
+def test_an_index_that_is_added_to_itself_again_and_again() -> None:
+    def doubled(b: Any, h: Any, m: Any, n: Any) -> Any:
+        far = m
+        for _ in range(40):
+            far = far + far
+        return n * 2**40 <= far
+
+    assert [instr.op for instr in as_mask(doubled).program] == ["expr"]
 
 
 def test_a_chain_is_one_expression_up_to_the_last_unknown_step() -> None:

@@ -1,8 +1,8 @@
 """Turn expressions into programs: operations that kernels know, and the rest as it is.
 
-A mask is split at ``and``, ``or`` and ``not``. A comparison becomes a band of the diagonal, a
-length or an equality of documents where it is one. A boolean tensor indexed by distinct positions
-becomes the dense operation.
+A mask is split at ``and``, ``or`` and ``not``, unless that makes too many parts. A comparison
+becomes a band of the diagonal, a length or an equality of documents where it is one. A boolean
+tensor indexed by distinct positions becomes the dense operation.
 
 A score is undone from its last step back, as long as the step is known: an addition of a tensor
 indexed by positions, ALiBi's penalty, or a soft cap. The rest stays an expression (the operation
@@ -24,6 +24,7 @@ from tilewise.variants.program import encode as program_text
 
 _AXES = {"b": 0, "h": 1, "m": 2, "n": 3}
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
+_MOST = 32  # instructions of a mask that kernels take; a longer one stays one expression
 
 
 class Recognised(NamedTuple):
@@ -78,7 +79,23 @@ def _mask_program(expr: Expr) -> Recognised:
     nodes, place = expr.nodes, expr.outputs[0]
     if nodes[place].op == "const_bool" and nodes[place].value is True:
         return Recognised((), (), "")
-    return _apart(_mask(expr, place))
+    if _size(expr) <= 4 * _MOST:  # some of it may join
+        program = _mask(expr, place)
+        if len(program) <= _MOST:
+            return _apart(program)
+    return _apart((_part(expr, place),))
+
+
+def _size(expr: Expr) -> int:
+    """Return how many instructions ``_mask`` makes at most: of a value used twice, twice its own.
+
+    A mask that uses its own values again and again has more of them than can be written down.
+    """
+    sizes: list[int] = []
+    for node in expr.nodes:
+        inner = node.args if node.op in ("and", "or", "not") else ()
+        sizes.append(1 + sum([sizes[arg] for arg in inner]))
+    return sizes[expr.outputs[0]]
 
 
 @lru_cache(maxsize=1024)
@@ -317,17 +334,36 @@ _UNITS = {
 }
 
 
+_LINEAR = frozenset(("add", "sub", "neg", "mul"))
+
+
 def _affine(nodes: Sequence[Node], place: int) -> _Affine | None:
-    """An integer as a sum of positions with whole factors; None where it is something else."""
-    node = nodes[place]
+    """An integer as a sum of positions with whole factors; None where it is something else.
+
+    Without recursion, and each value once: ``x = x + x`` may be written many times.
+    """
+    known: dict[int, _Affine | None] = {}
+    stack = [place]
+    while stack:
+        node = nodes[stack[-1]]
+        inner = node.args if node.op in _LINEAR else ()
+        waiting = [arg for arg in inner if arg not in known]
+        if waiting:
+            stack.extend(waiting)
+        else:
+            known[stack.pop()] = _sum(node, [known[arg] for arg in inner])
+    return known[place]
+
+
+def _sum(node: Node, parts: Sequence[_Affine | None]) -> _Affine | None:
+    """Return ``_affine`` of a node whose arguments are these."""
     if node.op in _UNITS:
         return _UNITS[node.op]
     if node.op == "const_int":
         assert node.value is not None
         return _Affine(0, 0, 0, 0, 0, 0, int(node.value))
-    if node.op not in ("add", "sub", "neg", "mul"):
+    if not parts:
         return None
-    parts = [_affine(nodes, arg) for arg in node.args]
     first, second = parts[0], parts[-1]
     if first is None or second is None:
         return None

@@ -79,20 +79,6 @@ def test_the_three_implementations_agree(factor: dict[str, Any]) -> None:
     assert not torch.allclose(by["plain"]["logits"], standard, atol=1e-3)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("factor", [{}, *FACTORS], ids=str)
-def test_no_position_sees_the_future(
-    factor: dict[str, Any], implementation: Implementation
-) -> None:
-    model = _apart(GPT2(replace(STANDARD, **factor), implementation=implementation))
-    tokens = _tokens()
-    changed = tokens.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % 31
-    before, after = model(tokens), model(changed)
-    assert_same_bits(after[:, :7], before[:, :7], "the past")
-    assert not torch.equal(after[:, 7:], before[:, 7:])
-
-
 @each_factor
 def test_the_other_weights_are_those_of_a_gpt2_of_the_same_seed(factor: dict[str, Any]) -> None:
     standard = GPT2(STANDARD, seed=3).state_dict()

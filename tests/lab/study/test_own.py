@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.lab.study.in_process import quickly, records, run, verdicts
 from tests.lab.study.records_of import known as known_value
-from tilelab.study.ask.config import Experiment, RunConfig, Study, Task, change
+from tilelab.study.ask.config import RunConfig, Task, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.ask.values import config_hash, hash_of
 from tilelab.study.conduct import progress, script
@@ -313,20 +313,6 @@ def test_steps_that_a_script_was_not_told_are_not_said() -> None:
     for steps, said in ((1, "nothing; 3 seeds"), (7, "nothing; 3 seeds, 7 steps")):
         study = own_study("own", "x {seed} {steps}", baseline={}, steps=steps, **values)
         assert progress.opening(study, Path()).splitlines()[1].endswith(f"against {said}")
-
-
-def test_another_script_is_another_study(place: Path) -> None:
-    def made() -> Study:
-        command = f"python {place / 'train.py'} {{seed}}"
-        return own_study("own", command, metric="val", smallest_effect=1, baseline={}, arms={})
-
-    def experiment() -> Experiment:
-        return made().experiments[0]
-
-    before = experiment()
-    assert experiment() == before
-    (place / "train.py").write_text("print(1)")
-    assert experiment().baseline.task != before.baseline.task
 
 
 def test_arrays_are_no_number_and_no_arms_are_a_question(place: Path) -> None:

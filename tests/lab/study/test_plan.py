@@ -52,38 +52,6 @@ def test_seeds_are_outside_and_arms_take_turns_at_being_first() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_done_is_not_done_again() -> None:
-    study = study_of()
-    records = records_of(study, {"lion": Behaviour(stopped={1: 3}, absent=(2,), diverged={0: 4})})
-    agenda = Agenda(study, records)
-    assert (agenda.done, agenda.total, agenda.finished) == (7, 9, False)
-    assert [run.name for run in agenda.ready()] == [
-        "optimizers/lion/seed-1", "optimizers/lion/seed-2",
-    ]  # fmt: skip
-
-
-def test_the_trials_come_before_the_runs_that_count() -> None:
-    study = swept(seeds=(0,))
-    agenda = Agenda(study, {})
-    assert agenda.total == 8 + 2
-    assert len(agenda.ready()) == 8
-    names = {run.name for run in planned(study)}
-    assert len(names) == 10
-    agenda = work(study, dict.fromkeys(("baseline", "lion"), Behaviour(best=0.0004)))
-    assert set(agenda.records) == names, "all was planned before the sweep had chosen"
-    order = names_of(agenda)
-    assert order[:4] == [
-        "baseline/sweep-0.001-seed-90", "lion/sweep-0.0001-seed-90",
-        "baseline/sweep-0.002-seed-90", "lion/sweep-0.0004-seed-90",
-    ]  # fmt: skip
-    assert order[8:] == ["baseline/seed-0", "lion/seed-0"]
-    rates = {
-        name: record.start.config["optimizer"]["lr"] for name, record in agenda.records.items()
-    }
-    assert rates["optimizers/baseline/seed-0"] == 0.001
-    assert rates["optimizers/lion/seed-0"] == 0.0004
-
-
 def test_no_arm_counts_before_every_trial_of_its_experiment_has_ended() -> None:
     other = experiment_of("wsd", name="other", seeds=(0,))
     study = Study(name="two", question="?", experiments=(*swept(seeds=(0,)).experiments, other))

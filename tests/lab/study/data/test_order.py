@@ -68,17 +68,6 @@ def test_draws_are_those_of_splitmix64() -> None:
     assert _mixed(np.arange(3, dtype=np.uint64), 1234567).tolist() == known
 
 
-def test_batch_and_accumulation_only_cut_the_same_sequence() -> None:
-    for inputs, targets, _ in _batches(1000, accumulation=3).at(5):
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert inputs.shape == targets.shape == (4, 8)
-        assert torch.equal(targets, inputs + 1)
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-    whole = _starts(_batches(300, batch=8), 15)
-    assert _starts(_batches(300, batch=4, accumulation=2), 15) == whole
-    assert _starts(_batches(300, batch=2), 60) == whole
-
-
 @given(length=st.integers(9, 200), context=st.integers(1, 8), seed=st.integers(0, 2**40))
 def test_an_epoch_goes_once_through_the_text(length: int, context: int, seed: int) -> None:
     batches = _batches(length, context, batch=1, seed=seed)

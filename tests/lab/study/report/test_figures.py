@@ -46,7 +46,6 @@ from tilelab.study.report.costs import (
 )
 from tilelab.study.report.lines import (
     Series,
-    attention_charts,
     curve,
     difference,
     enough,
@@ -378,19 +377,6 @@ def test_the_measures_of_a_run_are_the_outermost() -> None:
     assert known(found).x[-1] == 7680.0
     assert measure(runs[1])["max_logit"] == pytest.approx(1.0 + 1.01 * 30)
     assert layers_of("plain", 2, {}) is None
-
-
-def test_there_is_a_curve_for_each_quantity() -> None:
-    arms = [
-        found
-        for place, arm in enumerate(("baseline", "qk-norm"))
-        if (found := layers_of(arm, place, _of(_records({"baseline": 1.0, "qk-norm": 0.1}), arm)))
-    ]
-    logits, entropy = attention_charts(arms, "figure")
-    assert logits.title == "Largest attention logit"
-    assert "baseline from 1 to 41.4; qk-norm from 1 to 5.4" in logits.svg
-    assert "baseline from 2.5 to 2.5" in entropy.svg
-    assert list(attention_charts([each._replace(x=(0.0,)) for each in arms], "figure")) == []
 
 
 def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:

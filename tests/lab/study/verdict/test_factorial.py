@@ -5,7 +5,6 @@ Factorial designs: their runs, words and aliases, by hand and against the publis
 
 from __future__ import annotations
 
-from itertools import combinations
 from random import Random
 from typing import Any
 
@@ -184,22 +183,6 @@ def test_two_factors_by_hand() -> None:
     # Holm over the two main effects.
     pair = sorted((each.p_value or 0.0) for each in (one, two))
     assert min(one.p_holm or 1, two.p_holm or 1) == pytest.approx(2 * pair[0])
-
-
-def test_factors_that_add_up_are_additive_and_what_does_nothing_is_no_difference() -> None:
-    design = fraction("abc", 8)
-    random = Random(1)
-    finals = {
-        arm_name(on) or "baseline": {
-            at: 2 + at / 10 - 0.1 * ("a" in on) + random.gauss(0, 0.002) for at in SEEDS
-        }
-        for on in combinations_of(design)
-    }
-    effects = {each.factors: each for each in effects_found(design, finals)}
-    assert [effects[each,].label for each in "abc"] == [
-        "better", "no difference", "no difference",
-    ]  # fmt: skip
-    assert {effects[pair].label for pair in combinations("abc", 2)} == {"additive"}
 
 
 def test_a_fraction_says_what_it_cannot_tell_apart() -> None:

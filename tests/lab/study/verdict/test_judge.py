@@ -146,16 +146,6 @@ def test_one_seed_with_other_weights_is_not_identical() -> None:
     assert "Identical" not in found.reason
 
 
-def test_a_systems_arm_that_changes_nothing_reports_its_speed() -> None:
-    found = verdict(experiment_of(SDPA), sdpa=Behaviour(noise=1e-7, pace=2.0, activations=0.5))
-    sdpa = found.arms[0]
-    assert (sdpa.label, sdpa.kind, sdpa.speed_withheld) == ("no difference", "systems", "")
-    assert known(sdpa.measures.speed_ratio).value == pytest.approx(2.0)
-    assert sdpa.measures.cpu_ratio is not None
-    assert known(sdpa.measures.activations_ratio).value == pytest.approx(0.5)
-    assert 0.5 < known(sdpa.measures.memory_ratio).value < 1
-
-
 @pytest.mark.parametrize(
     ("behaviour", "label"),
     [

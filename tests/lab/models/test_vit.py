@@ -142,15 +142,6 @@ def test_autocast_leaves_the_class_token_whole() -> None:
     assert torch.equal(entered[0][:, -1], whole.expand(3, -1))
 
 
-def test_another_head_is_drawn_and_named(tmp_path: Path) -> None:
-    ViT(TINY, seed=7).save(tmp_path)
-    model = load(tmp_path, shape=replace(TINY, classes=2, residual_dropout=0.5), seed=3)
-    assert (model.shape.classes, model.shape.residual_dropout) == (2, 0.5)
-    assert model.drawn == ("classifier.weight", "classifier.bias")
-    drawn = ViT(replace(TINY, classes=2), seed=3)
-    assert torch.equal(model.classifier.weight, drawn.classifier.weight)
-
-
 def test_a_config_without_labels_has_two_classes_and_may_have_any_letters(tmp_path: Path) -> None:
     ViT(replace(TINY, classes=2)).save(tmp_path)
     path = tmp_path / "config.json"

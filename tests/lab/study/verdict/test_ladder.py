@@ -109,15 +109,6 @@ def test_the_same_runs_after_any_stop() -> None:
         assert [run.name for run in work(study, behaviours, part, order=order).runs] == whole
 
 
-def test_an_arm_without_a_value_has_no_runs() -> None:
-    lost = best_at(1.6e-3, 2.4e-3) | {"length.40/wsd": Behaviour(survives=0.0)}
-    study = study_of(laddered())
-    verdict = judge(study, work(study, lost).records)
-    labels = [each.arms[0].label for each in verdict.experiments]
-    assert labels == ["diverged"] * 4
-    assert verdict.complete
-
-
 def test_the_lower_rungs_foretell_the_last() -> None:
     """Losses by a law with the exponent 0.5, and an effect of -0.01 - 3 / sqrt(bytes)."""
     experiment = laddered(sweep=None)

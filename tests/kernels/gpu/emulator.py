@@ -50,7 +50,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gpu.floats import Array
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.walk.groups import add_to_global
+from tilewise.kernels.gpu.walk.groups import async_atomic_add
 
 _NARROW = {
     gl.bfloat16: torch.bfloat16,
@@ -582,7 +582,7 @@ class Chip:
                 async_copy_shared_to_global=self._copy_out,
                 store_wait=self._wait_for_stores,
             ),
-            id(add_to_global): self._add_out,
+            id(async_atomic_add): self._add_out,
             id(blackwell.tma): SimpleNamespace(
                 async_copy_shared_to_global=self._copy_out, store_wait=self._wait_for_stores
             ),

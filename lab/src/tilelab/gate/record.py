@@ -255,10 +255,9 @@ def _text(baseline: Baseline) -> str:
 
 # Spills in loops that cost less than what avoids them, as measured on the chip: at most so many of
 # a kernel. ``keys_in_groups`` reached 636 TFLOP/s with 43 of them, where blocks without spills
-# reached 407; it has 4 now, with a table. A mask of documents with a table has 10 in
-# ``attend_in_groups`` on Triton 3.6.0, where it reached 343, FlexAttention 273; it has 121 on
-# 3.7.1, which is not measured.
-MEASURED_SPILLS = {("sm_90a", "keys_in_groups"): 4, ("sm_90a", "attend_in_groups"): 128}
+# reached 407; it has 4 now, with a table. A mask of documents with a table had 10 in
+# ``attend_in_groups`` where it reached 343, FlexAttention 273; it has 6 now on Triton 3.6.0.
+MEASURED_SPILLS = {("sm_90a", "keys_in_groups"): 4, ("sm_90a", "attend_in_groups"): 10}
 ISSUED = 1.05  # of multiply-adds that are done over those that are needed; more is a fault
 GROWTH = 1.05  # of registers or instructions over the baseline; more is a fault
 

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.replay import scratch
-from tilewise.kernels.gpu.walk.groups import GROUPS, add_to_global, barriers, counted, tile_down
+from tilewise.kernels.gpu.walk.groups import GROUPS, async_atomic_add, barriers, counted, tile_down
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
@@ -117,7 +117,7 @@ def add_queries(sums, shared, KEYS_OF: gl.constexpr, FORM: gl.constexpr):
             if before == 0:  # the first one stores: nobody has to set the sums to zero
                 tma.async_copy_shared_to_global(sum_rows, [b, h, m0, 0], dq_s.index(here))
             else:
-                add_to_global(sum_rows, [b, h, m0, 0], dq_s.index(here))
+                async_atomic_add(sum_rows, [b, h, m0, 0], dq_s.index(here))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(here), count=1)
             # While this tile is written, look at the turn of the next one. Else both latencies

@@ -96,10 +96,10 @@ def masked_and_whole(end, spans, count, BLOCK: gl.constexpr):
 
 
 @builtin
-def add_to_global(rows, place, source, _semantic=None):
+def async_atomic_add(rows, place, source, _semantic=None):
     """Add a tile of shared memory to a tensor by the copy engine, as it stores one.
 
-    Gluon names this instruction from Triton 3.9 on. The builder has it before.
+    Gluon's ``tma`` has it under this name from Triton 3.9 on. The builder has it before.
     """
     indices = _semantic._convert_to_ir_values(place, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

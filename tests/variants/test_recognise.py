@@ -159,6 +159,24 @@ def test_a_mask_of_too_many_parts_is_one_expression(deep: int) -> None:
     assert torch.equal(tilewise.visible_pairs(found, 9, 13)[0, 0], parity(0, 0, m, n))
 
 
+def test_a_score_of_too_many_steps_begins_with_an_expression() -> None:
+    tables = [torch.randn(2, 9, 13) for _ in range(12)]
+
+    def many(s: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        for table in tables:
+            s = s + table[h, m, n]
+        return s
+
+    found = as_score(many)
+    assert [instr.op for instr in found.program] == ["expr", *["bias"] * 7]
+    assert [each is table for each, table in zip(found.captured, tables, strict=True)] == [
+        True
+    ] * 12
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 13, 8)
+    whole = scores.bias(sum(tables[1:], tables[0]))
+    torch.testing.assert_close(*(tilewise.attention(q, k, k, score=x) for x in (found, whole)))
+
+
 def test_an_index_that_is_added_to_itself_again_and_again() -> None:
     def doubled(b: Any, h: Any, m: Any, n: Any) -> Any:
         far = m

@@ -25,6 +25,7 @@ from tilewise.variants.program import encode as program_text
 _AXES = {"b": 0, "h": 1, "m": 2, "n": 3}
 _FIRST = 4  # the axis code of a dimension whose index is the constant 0
 _MOST = 32  # instructions of a mask that kernels take; a longer one stays one expression
+_MOST_STEPS = 8  # of a score; what comes before the last ones stays one expression
 
 
 class Recognised(NamedTuple):
@@ -243,14 +244,18 @@ def _positions(expr: Expr, load: Node) -> tuple[int, ...] | None:
 
 
 def _score(expr: Expr, place: int, learned: Sequence[bool]) -> Program:
-    node = expr.nodes[place]
-    if node.op == "s":
-        return ()
-    known = _last_step(expr, node, learned)
-    if known is None:
-        return (_part(expr, place),)
-    inner, step = known
-    return (*_score(expr, inner, learned), step)
+    steps, places = [], [place]
+    while expr.nodes[places[-1]].op != "s":
+        known = _last_step(expr, expr.nodes[places[-1]], learned)
+        if known is None:
+            steps.append(_part(expr, places[-1]))
+            break
+        places.append(known[0])
+        steps.append(known[1])
+    if len(steps) > _MOST_STEPS:
+        last = _MOST_STEPS - 1
+        steps = [*steps[:last], _part(expr, places[last])]
+    return tuple(steps[::-1])
 
 
 def _last_step(expr: Expr, node: Node, learned: Sequence[bool]) -> tuple[int, Instr] | None:

@@ -180,7 +180,7 @@ def rows_of(base, strides, h, m):
 @triton.jit(
     do_not_specialize=[
         "batch",
-        "heads",
+        "kv_heads",
         "group",
         "queries",
         "keys",
@@ -202,7 +202,7 @@ def attend_split(
     k_rows,
     v_rows,
     batch,
-    heads,
+    kv_heads,
     group,
     queries,
     keys,
@@ -234,7 +234,6 @@ def attend_split(
     partial_out, partial_numbers = partials
     scale, keep_factor, seed = scalars
     q_strides, k_strides, v_strides, out_strides = strides
-    kv_heads = heads // group
     program = tl.program_id(0)
     block = program % blocks
     split = program // blocks % slots
@@ -259,7 +258,7 @@ def attend_split(
         inside = (m < M)[:, None] & (columns < FORM.TAIL)[None, :]
         q_tile = (q_tile, tl.load(places, mask=inside, other=0.0))
     if q_scale is not None:  # rows of a block may be of several heads
-        scale = scale * tl.load(q_scale + b * heads + h)[:, None]
+        scale = scale * tl.load(q_scale + b * (kv_heads * group) + h)[:, None]
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * kv_heads + kv_head)
 
@@ -291,7 +290,7 @@ def attend_split(
     columns = tl.arange(0, DV_PADDED)
     inside = m < M
     kept_columns = inside[:, None] & (columns < FORM.DV)[None, :]
-    at = (tl.cast(b, tl.int64) * heads + h) * M + m
+    at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
     if splits == 1:
         sink = None if sinks is None else tl.load(sinks + h)
         weight, row_numbers = settled(
@@ -305,7 +304,7 @@ def attend_split(
         tl.store(to, (acc * weight[:, None]).to(out.dtype.element_ty), mask=kept_columns)
         store_numbers((lse, row_max, row_sum), at, inside, row_numbers, total)
     else:
-        stride = tl.cast(batch * heads, tl.int64) * M * slots
+        stride = tl.cast(batch * kv_heads, tl.int64) * (group * M) * slots
         at = at * slots + split
         tl.store(partial_numbers + at, top, mask=inside)
         tl.store(partial_numbers + stride + at, total, mask=inside)
@@ -336,8 +335,11 @@ def decode_launches(
     shared, functions = arguments_of(problem, operands, result), functions_of(unlisted)
     blocks = -(-shared["group"] * problem.queries // tiles.queries)
     partials = empty_partials(problem, result, slots)
+    # The kernel has registers for no division: it is told the heads of keys.
+    own = {name: value for name, value in shared.items() if name != "heads"}
     arguments = {
-        **shared,
+        **own,
+        "kv_heads": problem.kv_heads,
         "partials": tuple(partials),
         **page_rows(problem, operands, config, "decode"),
         "blocks": blocks,

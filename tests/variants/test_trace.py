@@ -132,6 +132,17 @@ def test_a_score_means_what_torch_computes(name: str) -> None:
     torch.testing.assert_close(value(expr, captured), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("side", ["min", "max"])
+def test_a_bound_that_is_nan(side: str) -> None:
+    bounds = torch.tensor([0.5, math.nan, -0.5], dtype=torch.float64)
+    expr, captured = trace_score(lambda s, b, h, m, n: s.clamp(**{side: bounds[n % 3]}))
+    due = drawn_scores().clamp(**{side: bounds[torch.arange(N) % 3]})
+    assert torch.equal(value(expr, captured).isnan(), due.isnan())
+    torch.testing.assert_close(value(expr, captured), due, equal_nan=True)
+    fixed, _ = trace_score(lambda s, b, h, m, n: s.clamp(-1.0, 1.0))
+    assert "eq" not in [node.op for node in fixed.nodes]
+
+
 def test_indices_may_come_one_after_the_other() -> None:
     apart = trace_score(lambda s, b, h, m, n: s + TABLE[h][n])
     assert apart == trace_score(lambda s, b, h, m, n: s + TABLE[h, n])

@@ -104,10 +104,11 @@ def _clamp(recording: Recording, x: object, min: object = None, max: object = No
         limit = recording.lift(bound)
         if found.kind != "float" and limit.kind != "float":
             found = apply(recording, op, (found, limit))
-        elif op == "max":
-            found = _select(recording, found < limit, limit, found)
-        else:
-            found = _select(recording, found > limit, limit, found)
+            continue
+        beyond = found < limit if op == "max" else found > limit
+        # A limit is not equal to itself where it is NaN, as the result then is.
+        within = _select(recording, limit._apply("eq", limit), found, limit)
+        found = _select(recording, beyond, limit, within)
     return found
 
 

@@ -50,7 +50,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.kernels.gpu.floats import Array
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.walk.groups import async_atomic_add
+from tilewise.kernels.gpu.walk.groups import (
+    async_atomic_add,
+    async_load,
+    async_store,
+    rows_layout,
+    taken_as,
+)
 
 _NARROW = {
     gl.bfloat16: torch.bfloat16,
@@ -262,12 +268,6 @@ class TensorMemory:
         size = self.bits.shape[1] // self.numbers.shape[1]
         part = self.bits[:, start * size : (start + length) * size]
         return TensorMemory(part, self.dtype, self.stage)
-
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> TensorMemory:
-        found = TensorMemory(self.bits, dtype, self.stage)
-        if found.numbers.shape != tuple(shape):
-            raise EmulatorError(f"{found.numbers.shape} of tensor memory are taken as {shape}")
-        return found
 
     @property
     def numbers(self) -> Array:
@@ -577,20 +577,16 @@ class Chip:
                 arrive=self._arrive,
                 wait=self._wait,
             ),
-            id(hopper.tma): SimpleNamespace(
-                async_copy_global_to_shared=self._copy_in,
-                async_copy_shared_to_global=self._copy_out,
-                store_wait=self._wait_for_stores,
-            ),
+            id(hopper.tma): SimpleNamespace(store_wait=self._wait_for_stores),
+            id(async_load): self._copy_in,
+            id(async_store): self._copy_out,
             id(async_atomic_add): self._add_out,
-            id(blackwell.tma): SimpleNamespace(
-                async_copy_shared_to_global=self._copy_out, store_wait=self._wait_for_stores
-            ),
             id(blackwell.allocate_tensor_memory): self._allocate_tensor_memory,
             id(blackwell.tcgen05_mma): self._multiply_in_turn,
             id(blackwell.tcgen05_commit): self._arrive_in_turn,
             id(blackwell.TensorMemoryLayout): _any_layout,
-            id(blackwell.get_tmem_reg_layout): _any_layout,
+            id(rows_layout): _any_layout,
+            id(taken_as): self._taken_as,
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
             id(hopper.warpgroup_mma_wait): self._wait_for_products,
@@ -674,6 +670,12 @@ class Chip:
     def _allocate_tensor_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Ring:
         nothing = np.full(shape, np.nan, np.float32).view(np.uint8)
         return Ring([TensorMemory(place, dtype, self.stage) for place in nothing], dtype)
+
+    def _taken_as(self, memory: Ring, dtype: Any, shape: Sequence[int], layout: Any) -> Ring:
+        places = [TensorMemory(each.bits, dtype, self.stage) for each in memory.places]
+        if any(each.numbers.shape != tuple(shape[1:]) for each in places):
+            raise EmulatorError(f"{places[0].numbers.shape} of tensor memory are taken as {shape}")
+        return Ring(places, dtype)
 
     def _multiply_in_turn(
         self, left: Any, right: Shared, total: TensorMemory, *, use_acc: Any = True

@@ -34,7 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.replay import scratch
-from tilewise.kernels.gpu.walk.groups import GROUPS, async_atomic_add, barriers, counted, tile_down
+from tilewise.kernels.gpu.walk.groups import (
+    GROUPS,
+    async_atomic_add,
+    async_store,
+    barriers,
+    counted,
+    tile_down,
+)
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
@@ -115,7 +122,7 @@ def add_queries(sums, shared, KEYS_OF: gl.constexpr, FORM: gl.constexpr):
             before = ordered(before)
             mbarrier.wait(dq_full.index(here), (t // FORM.ROOMS) & 1)
             if before == 0:  # the first one stores: nobody has to set the sums to zero
-                tma.async_copy_shared_to_global(sum_rows, [b, h, m0, 0], dq_s.index(here))
+                async_store(sum_rows, [b, h, m0, 0], dq_s.index(here))
             else:
                 async_atomic_add(sum_rows, [b, h, m0, 0], dq_s.index(here))
             tma.store_wait(0)

@@ -37,6 +37,7 @@ from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.walk.groups import (
     GROUPS,
+    async_store,
     barriers,
     counted,
     described_rows,
@@ -240,8 +241,8 @@ def _sum(c: gl.constexpr, own, shared, SEEN: gl.constexpr, SCORE: gl.constexpr,
     k.store((total_k * scale).to(k.dtype))
     v.store(total_v.to(v.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(grad_k_rows, [b, key_head, n0 + c * HALF, 0], k_s.index(c))
-    tma.async_copy_shared_to_global(grad_v_rows, [b, key_head, n0 + c * HALF, 0], v_s.index(c))
+    async_store(grad_k_rows, [b, key_head, n0 + c * HALF, 0], k_s.index(c))
+    async_store(grad_v_rows, [b, key_head, n0 + c * HALF, 0], v_s.index(c))
     tma.store_wait(0)
 
 

@@ -18,15 +18,21 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
-    tma,
 )
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers
-from tilewise.kernels.gpu.walk.groups import GROUPS, barriers, tile_at
+from tilewise.kernels.gpu.walk.groups import (
+    GROUPS,
+    async_store,
+    barriers,
+    rows_layout,
+    taken_as,
+    tile_at,
+)
 from tilewise.kernels.gpu.walk.pairs import LOG2E, shown
 
 _GROWN: gl.constexpr = gl.constexpr(8.0)  # in units of base 2: float16 holds probabilities of 2^8
@@ -34,10 +40,11 @@ _PIECE: gl.constexpr = gl.constexpr(32)  # columns of sums that a thread holds b
 
 
 @gluon.jit
-def places_of(FORM: gl.constexpr):
-    """Return (scores, sums) in tensor memory, and the barriers of a group's turns.
+def places_of(KIND: gl.constexpr, FORM: gl.constexpr):
+    """Return (scores, weights, sums) in tensor memory, and the barriers of a group's turns.
 
-    These say that its scores are there, that its probabilities are, and that its sums are whole.
+    Weights, which are probabilities before their division, lie in the first half of the scores.
+    The barriers say that a group's scores are there, that its weights are, and its whole sums.
     """
     ROWS: gl.constexpr = FORM.BM // GROUPS
     scores = allocate_tensor_memory(
@@ -46,15 +53,10 @@ def places_of(FORM: gl.constexpr):
     out = allocate_tensor_memory(
         gl.float32, [GROUPS, ROWS, FORM.D], TensorMemoryLayout([ROWS, FORM.D], 1)
     )
-    return (scores, out), (barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1))
-
-
-@gluon.jit
-def weights_of(scores, c, KIND: gl.constexpr, FORM: gl.constexpr):
-    """Return the tensor memory of a group's probabilities: the first half of that of its scores."""
-    ROWS: gl.constexpr = FORM.BM // GROUPS
-    half = scores.index(c).slice(0, FORM.BN // 2)
-    return half._reinterpret(KIND, [ROWS, FORM.BN], TensorMemoryLayout([ROWS, FORM.BN], 1))
+    weights = taken_as(
+        scores, KIND, [GROUPS, ROWS, 2 * FORM.BN], TensorMemoryLayout([ROWS, 2 * FORM.BN], 1)
+    )
+    return (scores, weights, out), (barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1))
 
 
 @gluon.jit
@@ -66,9 +68,9 @@ def _score(c, place, memory, scores, FORM: gl.constexpr):
 
 @gluon.jit
 def _sum(c, j, memory, sums, FORM: gl.constexpr):
-    scores, out = sums
+    _, weights, out = sums
     v = memory[2].index(j % FORM.STAGES).reshape([FORM.BN, FORM.D])
-    p = weights_of(scores, c, memory[2].dtype, FORM)
+    p = weights.index(c).slice(0, FORM.BN)
     tcgen05_mma(p, v, out.index(c), use_acc=j > 0)
 
 
@@ -107,10 +109,7 @@ def multiply(memory, sums, bars, turns, walk, FORM: gl.constexpr):
 @gluon.jit
 def _fade(out, fade, FORM: gl.constexpr):
     """Multiply the sums of a group by a number of each row."""
-    ROWS: gl.constexpr = FORM.BM // GROUPS
-    LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        gl.float32, (ROWS, _PIECE), TensorMemoryLayout([ROWS, _PIECE], 1), 4
-    )
+    LAYOUT: gl.constexpr = rows_layout(_PIECE)
     fade = gl.convert_layout(fade, gl.SliceLayout(1, LAYOUT))[:, None]
     for i in gl.static_range(FORM.D // _PIECE):
         piece = out.slice(i * _PIECE, _PIECE)
@@ -130,7 +129,6 @@ def _step(
     c, sums, turns, place, scale, captured = fixed
     scored, weighed, _ = turns
     b, h, m, M, N = place
-    ROWS: gl.constexpr = FORM.BM // GROUPS
     LAYOUT: gl.constexpr = top.type.layout.parent
     # The product of the tile before was issued before these scores: its sums are there too.
     mbarrier.wait(scored.index(c), j & 1)
@@ -152,13 +150,10 @@ def _step(
         # 1 where the base stays: the other rows keep their bits.
         fade = gl.where(grown, gl.exp2((base - shift) * unit), 1.0)
         total = total * fade
-        _fade(sums[1].index(c), fade, FORM)
+        _fade(sums[2].index(c), fade, FORM)
     p = gl.exp2(scores * unit - (shift * unit)[:, None])
     total = total + gl.sum(p, 1)
-    P_LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        KIND, (ROWS, FORM.BN), TensorMemoryLayout([ROWS, FORM.BN], 1), 4
-    )
-    weights_of(sums[0], c, KIND, FORM).store(gl.convert_layout(p.to(KIND), P_LAYOUT))
+    sums[1].index(c).slice(0, FORM.BN).store(p.to(KIND))
     mbarrier.arrive(weighed.index(c), count=1)
     return new, top, total
 
@@ -171,12 +166,8 @@ def attend_rows(c, own, sums, turns, SEEN: gl.constexpr, FORM: gl.constexpr):
     sinks = per_head[0]
     ROWS: gl.constexpr = FORM.BM // GROUPS
     KIND: gl.constexpr = memory[1].dtype
-    S_LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        gl.float32, (ROWS, FORM.BN), TensorMemoryLayout([ROWS, FORM.BN], 1), 4
-    )
-    O_LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        gl.float32, (ROWS, FORM.D), TensorMemoryLayout([ROWS, FORM.D], 1), 4
-    )
+    S_LAYOUT: gl.constexpr = rows_layout(FORM.BN)
+    O_LAYOUT: gl.constexpr = rows_layout(FORM.D)
     m = m0 + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     fixed = c, sums, turns, (b, h, m[:, None], M, N), scale, captured
     base = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -202,10 +193,10 @@ def attend_rows(c, own, sums, turns, SEEN: gl.constexpr, FORM: gl.constexpr):
     at = line.to(gl.int64) * M + m
     store_numbers(outputs, at, m < M, found, total)
     mbarrier.wait(turns[2].index(c), 0)
-    out = sums[1].index(c).load(O_LAYOUT)
+    out = sums[2].index(c).load(O_LAYOUT)
     out = out * gl.convert_layout(weight * last, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # The queries were multiplied for the last time: their memory takes the output.
     memory[0].index(c).reshape([ROWS, FORM.D]).store(out.to(KIND))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_rows, [b, h, m0 + c * ROWS, 0], memory[0].index(c))
+    async_store(out_rows, [b, h, m0 + c * ROWS, 0], memory[0].index(c))
     tma.store_wait(0)

@@ -41,6 +41,7 @@ from tilewise.kernels.gpu.walk.float8 import (
 )
 from tilewise.kernels.gpu.walk.groups import (
     GROUPS,
+    async_store,
     barriers,
     counted,
     described_rows,
@@ -281,7 +282,7 @@ def _attend_rows(c, own, bars, SEEN: gl.constexpr, FORM: gl.constexpr):
     store_numbers((lse, row_max, row_sum), at, m < M, found, total)
     out_s.index(c).reshape([HALF, FORM.D]).store(out.to(out_rows.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_rows, [b, h, m0 + c * HALF, 0], out_s.index(c))
+    async_store(out_rows, [b, h, m0 + c * HALF, 0], out_s.index(c))
     tma.store_wait(0)
 
 
@@ -334,7 +335,7 @@ def attend_in_groups(
     own = (out_rows, outputs, memory, place, spans, walk, scale, per_head, captured)
     given = (q_rows, k_rows, v_rows), memory, bars, (b, h, h // group, m0), spans, walk
     if FORM.TENSOR_MEMORY:
-        sums, turns = blackwell.places_of(FORM)
+        sums, turns = blackwell.places_of(KIND, FORM)
         fence_async_shared()
         gl.warp_specialize(
             [

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import constexpr_function
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.walk.descriptors import described
@@ -29,6 +30,11 @@ _WARPS = 4  # of a group: the kernels add the other group and the warp that load
 GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that multiply, beside the one that loads
 
 
+# What copies a tile by its descriptor has these names from Triton 3.9 on, and had others before.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
 @gluon.jit
 def barriers(places: gl.constexpr, count: gl.constexpr):
     """Barriers in shared memory, of which a phase ends after so many arrivals."""
@@ -42,7 +48,7 @@ def barriers(places: gl.constexpr, count: gl.constexpr):
 def fetch(rows, place, full, room):
     """Copy a box of a tensor into shared memory; the phase of ``full`` ends when it is there."""
     mbarrier.expect(full, rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(rows, place, full, room)
+    async_load(rows, place, full, room)
 
 
 @gluon.jit
@@ -97,13 +103,26 @@ def masked_and_whole(end, spans, count, BLOCK: gl.constexpr):
 
 @builtin
 def async_atomic_add(rows, place, source, _semantic=None):
-    """Add a tile of shared memory to a tensor by the copy engine, as it stores one.
+    """Add a tile of shared memory to a tensor, as ``async_store`` stores one.
 
-    Gluon's ``tma`` has it under this name from Triton 3.9 on. The builder has it before.
+    Gluon's ``tma`` has it from Triton 3.9 on. The builder has it before.
     """
     indices = _semantic._convert_to_ir_values(place, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, rows.handle, indices, source.handle)
+
+
+@constexpr_function
+def rows_layout(columns):
+    """Return the layout of 128 rows in four warps, a row for each thread, as tensor memory has."""
+    return gl.BlockedLayout([1, columns], [32, 1], [4, 1], [0, 1])
+
+
+@builtin
+def taken_as(memory, dtype, shape, layout, _semantic=None):
+    """Return tensor memory as another type's. Triton 3.9 has given this a public name."""
+    take = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return take(dtype, shape, layout, _semantic=_semantic)
 
 
 def described_rows(

@@ -308,7 +308,7 @@ FORWARD_FAULTS = [
     ),
     Fault("count of empty keys", "v_empty = barriers(ST, RELEASES),", "v_empty = barriers(ST, 1),"),
     Fault("count of empty values", ", barriers(ST, RELEASES)", ", barriers(ST, 1)"),
-    Fault("no fence", "    fence_async_shared()\n    store_rows", "    store_rows"),
+    Fault("no fence", "    fence_async_shared()\n    async_store", "    async_store"),
     without("    tma.store_wait(0)", "no wait for the store"),
 ]  # fmt: skip
 KEY_FAULTS = [
@@ -334,7 +334,7 @@ KEY_FAULTS = [
     Fault("count of empty", "barriers(ST, 1), barriers(ST, GROUPS)",
           "barriers(ST, 1), barriers(ST, 1)"),
     Fault("keys without values", "barriers(GROUPS, 2)", "barriers(GROUPS, 1)"),
-    Fault("no fence", "    fence_async_shared()\n    store_rows", "    store_rows"),
+    Fault("no fence", "    fence_async_shared()\n    async_store", "    async_store"),
     without("    tma.store_wait(0)", "no wait for the stores"),
 ]  # fmt: skip
 # Of ``walk/groups.py``; they show in both passes.

@@ -87,7 +87,7 @@ BACKEND_LIST = "tilewise.engine.dispatch"
 PUBLIC = (
     "tilewise",
     "tilewise.chips",
-    "tilewise.commands.visible",
+    "tilewise.commands",
     "tilewise.compat.*",
     "tilewise.distributed",
     "tilewise.errors",

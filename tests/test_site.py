@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
 # Modules that are public, and whose names users find on the pages of others.
 ELSEWHERE = {
-    "tilewise.commands.visible": "what commands print, for commands of other packages",
+    "tilewise.commands": "what commands print, for commands of other packages",
     "tilewise.inspect.answer": "`tilewise explain`",
     "tilewise.inspect.known_models": "`tilewise explain`",
     "tilewise.variants.values": "tilewise.masks.Mask and tilewise.scores.Score",

@@ -18,8 +18,7 @@ from importlib import import_module
 from typing import NamedTuple, TypeAlias
 
 from tilewise import __version__
-from tilewise.commands import plugin
-from tilewise.commands.visible import visible
+from tilewise.commands import plugin, visible
 from tilewise.errors import TilewiseError
 from tilewise.loading import INTERRUPTED, ending_at_once
 

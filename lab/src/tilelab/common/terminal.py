@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from tilewise.commands.visible import visible
+from tilewise.commands import visible
 
 
 class Text(rich.text.Text):

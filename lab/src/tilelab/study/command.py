@@ -34,7 +34,7 @@ from tilelab.study.conduct import conductor, predict
 from tilelab.study.records import store
 from tilelab.study.train.export import export
 from tilelab.study.train.state import CHECKPOINT
-from tilewise.commands.visible import visible
+from tilewise.commands import visible
 from tilewise.errors import InvalidArgument
 
 DEFAULT, DEMO = "laptop", "kernels"

@@ -40,7 +40,7 @@ from tilelab.stats.paired import ALWAYS_THE_SAME, SAME_WITH_EVERY_SEED, constant
 from tilelab.stats.values import Interaction, Verdict
 from tilelab.study.ask.values import nearest
 from tilelab.study.verdict import text as words
-from tilewise.commands.visible import visible
+from tilewise.commands import visible
 from tilewise.errors import InvalidArgument
 
 Row = Mapping[str, Any]

@@ -33,7 +33,7 @@ from tilelab.study.verdict.result import (
 )
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
-from tilewise.commands.visible import visible
+from tilewise.commands import visible
 
 Status = Literal["waiting", "running", "done", "diverged"]
 _RECENT = 16  # steps whose median is the pace

@@ -67,7 +67,7 @@ from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
 from tilelab.study.verdict.result import StudyVerdict
 from tilelab.study.verdict.stages import Stage
-from tilewise.commands.visible import visible
+from tilewise.commands import visible
 
 __all__ = ["Evidence", "all_speeds", "gather", "write"]
 

@@ -292,7 +292,7 @@ def attend_in_groups(
     keys, tiles, section, lines, scale, SEEN: gl.constexpr, KEYS_OF: gl.constexpr,
     FORM: gl.constexpr,
 ):  # fmt: skip
-    """Attention of 128 queries of one head; arguments as ``attend.attend`` takes them.
+    """Attention of BM queries of one head; arguments as ``attend.attend`` takes them.
 
     ``q_rows`` and so on are descriptors of tiles [1, 1, rows, D], of transposed values
     [1, 1, D, keys]; ``outputs`` are lse, row_max and row_sum.

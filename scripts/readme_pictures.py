@@ -133,10 +133,11 @@ def key_lists() -> str:
     for index, length in enumerate(sorted({point.length for point in points})):
         by_lists, over_all = {}, []
         for point in points:
+            of_row = point.median / point.shape.get("queries", LIST_ROWS) * 1e3
             if point.length == length and point.method == OURS:
-                by_lists[length // int(point.case.split()[3])] = point.median / LIST_ROWS * 1e3
+                by_lists[length // int(point.case.split()[3])] = of_row
             elif point.length == length and point.method == over_all_keys().name:
-                over_all.append(point.median / LIST_ROWS * 1e3)
+                over_all.append(of_row)
         read, dense, colour = sorted(by_lists), statistics.median(over_all), arm_colour(index + 1)
         axes.plot(read, [by_lists[each] for each in read], color=colour, marker="o", zorder=4)
         axes.plot([read[0], length], [dense] * 2, color=colour, linestyle="--", zorder=3)

@@ -35,6 +35,7 @@ _CACHED_BYTES = 1 << 20
 _LEAST_FLOPS = 1 << 24
 _DEVICE_BYTES = 1 << 28
 _NUMBERS = 1 << 20  # of keys in the lists of one forward call
+_PLACED = 1 << 17  # of keys whose places are found at once, before they are copied
 # Of keys in the lists of one backward call that reads in place, which walks over all keys once.
 # Sorting them takes about 60 bytes of each.
 _INVERTED = 1 << 22
@@ -63,26 +64,33 @@ class Sums(NamedTuple):
 
 
 class _Upstream(NamedTuple):
-    """What the backward of a call goes by, in the form of ``q``."""
+    """What the backward of a call goes by, as small problems have it: a row for each of them."""
 
     result: Result
     grad_out: Tensor
     grad_lse: Tensor | None
     grad_entropy: Tensor | None
 
-    def of(self, lists: slice) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
-        """Return the part of some lists, as their small problem has it."""
+    def some(self, problems: slice) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
+        """Return the part of some problems."""
         result, grad_out, *grads = self
+        found = Result(result.out[problems], result.lse[problems], result.stats[:, problems])
+        by_lse, by_entropy = (None if x is None else x[problems] for x in grads)
+        return found, grad_out[problems], by_lse, by_entropy
 
-        def rows(x: Tensor) -> Tensor:
-            return x[lists].reshape(-1, 1, x.shape[2], *x.shape[3:])
 
-        stats = result.stats[:, lists]
-        found = Result(
-            rows(result.out), rows(result.lse), stats.reshape(len(stats), -1, 1, stats.shape[-1])
-        )
-        by_lse, by_entropy = (None if x is None else rows(x) for x in grads)
-        return found, rows(grad_out), by_lse, by_entropy
+def _by_problem(
+    result: Result, grad_out: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None
+) -> _Upstream:
+    """Return what has the form of ``q``, [T, Hk, rows, W], as [T * Hk, 1, rows, W]."""
+
+    def flat(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(1)
+
+    by_lse, by_entropy = (None if x is None else flat(x) for x in (grad_lse, grad_entropy))
+    stats = result.stats.flatten(1, 2).unsqueeze(2)
+    found = Result(flat(result.out), flat(result.lse), stats)
+    return _Upstream(found, flat(grad_out), by_lse, by_entropy)
 
 
 class _Copied(NamedTuple):
@@ -91,8 +99,7 @@ class _Copied(NamedTuple):
     lists: slice
     plan: Plan
     operands: Operands
-    outer: Tensor  # with ``inner`` [lists, Hk or 1, K] where the keys lie
-    inner: Tensor
+    numbers: list[Tensor]  # of the rows of each sum that their gradients go to
 
 
 def small_problem(
@@ -120,11 +127,11 @@ def small_problem(
 
 
 def _numbers_of(tables: list[Table], places: tuple[Tensor, Tensor], heads: int) -> list[Tensor]:
-    """Return the flat numbers of places in each table, made once for tables of the same steps."""
+    """Return the numbers of places in each table, made once for tables of the same steps."""
     found: dict[tuple[int, int, int], Tensor] = {}
     for table in tables:
         if table.steps not in found:
-            found[table.steps] = table.numbers(*places, heads).flatten()
+            found[table.steps] = table.numbers(*places, heads)
     return [found[table.steps] for table in tables]
 
 
@@ -204,6 +211,10 @@ class Gathering:
         if self.lists.readers is not None:
             mask = (*mask, of_heads(self.lists.readers[lists], heads).long())
         return mask, score
+
+    def _problems(self, lists: slice) -> slice:
+        """Return which small problems some lists are."""
+        return slice(lists.start * self._heads, lists.stop * self._heads)
 
     def tables(self) -> tuple[Table, Table]:
         """Return keys and values as tables with pages that have the same numbers in both."""
@@ -306,43 +317,47 @@ class Gathering:
         )
         return small, operands, keys
 
-    def _copies(self, backend: str, summed: int) -> Iterator[_Copied]:
+    def _copies(self, backend: str, summed: int, sums: list[Table]) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
         total = self.q.shape[0] if self.k.shape[2] else 0
-        size, width = self._at_once(summed), self.lists.width
+        size, width, heads = self._at_once(summed), self.lists.width, self._heads
         # On a device nobody waits to know whether all lists are full.
         full = self.q.is_cpu and bool((self.lists.listed.counts == width).all())
         tables = [Table.of(x) for x in (self.k, self.v)] if total else []
+        sources = [x.rows for x in tables]
         # Used again for the next lists: new memory would come page by page.
-        rooms = [
-            x.rows.new_empty(min(size, total) * self._heads * width, x.rows.shape[1])
-            for x in tables
-        ]
-        for start in range(0, total, size):
-            lists = slice(start, min(start + size, total))
-            keys = self.lists.keys(lists)
-            places = self.lists.places(lists, keys, self.k.shape[2])
-            small = self._small(lists)
-            of_keys = of_heads(keys, self._heads) if self._varied else None
-            mask, score = self._captured(lists, of_keys)
-            if not full:
-                cut: Program = (Instr("below", (), (len(mask),)),)
-                small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
-                mask = (*mask, of_heads(self.lists.listed.counts[lists], self._heads))
-            numbers = _numbers_of(tables, places, self._heads)
-            k, v = (
-                copied_rows(table.rows, each, room[: len(each)])
-                for table, each, room in zip(tables, numbers, rooms, strict=True)
-            )
-            operands = Operands(
-                self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
-                k.view(small.batch, 1, width, -1),
-                v.view(small.batch, 1, width, -1),
-                mask,
-                score,
-                for_backward=True,
-            )
-            yield _Copied(lists, plan_of(small, backend), operands, *places)
+        rooms = [x.new_empty(min(size, total) * heads * width, x.shape[1]) for x in sources]
+        # Torch's operations on a single list take longer than what they do.
+        many = size * max(1, _PLACED // (size * heads * width))
+        for first in range(0, total, many):
+            placed = slice(first, min(first + many, total))
+            all_keys = self.lists.keys(placed)
+            places = self.lists.places(placed, all_keys, self.k.shape[2])
+            all_numbers = _numbers_of([*tables, *sums], places, heads)
+            for start in range(first, placed.stop, size):
+                lists = slice(start, min(start + size, total))
+                some = slice(start - first, lists.stop - first)
+                small = self._small(lists)
+                of_keys = of_heads(all_keys[some], heads) if self._varied else None
+                mask, score = self._captured(lists, of_keys)
+                if not full:
+                    cut: Program = (Instr("below", (), (len(mask),)),)
+                    small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
+                    mask = (*mask, of_heads(self.lists.listed.counts[lists], heads))
+                numbers = [each[some].flatten() for each in all_numbers]
+                k, v = (
+                    copied_rows(rows, each, room[: len(each)])
+                    for rows, each, room in zip(sources, numbers[:2], rooms, strict=True)
+                )
+                operands = Operands(
+                    self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
+                    k.view(small.batch, 1, width, -1),
+                    v.view(small.batch, 1, width, -1),
+                    mask,
+                    score,
+                    for_backward=True,
+                )
+                yield _Copied(lists, plan_of(small, backend), operands, numbers[2:])
 
     def _at_once(self, summed: int) -> int:
         """Return how many lists to copy at a time.
@@ -402,7 +417,7 @@ class Gathering:
         # The backend that the forward pass took, here of one list: it reads its statistics.
         paged = self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
         plan = plan_of(paged, self._backend)
-        given = _Upstream(result, grad_out, grad_lse, grad_entropy)
+        given = _by_problem(result, grad_out, grad_lse, grad_entropy)
         if plan.in_place is None:
             summed = sum(total.nbytes for total in of_score if total is not None)
             parts = self._by_copies(given, small, by_k, by_v, plan.backend, summed)
@@ -427,20 +442,21 @@ class Gathering:
         summed: int,
     ) -> Iterator[tuple[slice, Grads]]:
         """Give the gradients of a few lists at a time, and add up those of keys and values."""
-        sums = [None if x is None else Table.of(x) for x in (by_k, by_v)]
-        for part in self._copies(backend, summed):
-            result, grad_out, grad_lse, grad_entropy = given.of(part.lists)
+        sums = [Table.of(x) for x in (by_k, by_v) if x is not None]
+        totals = [x.rows for x in sums]
+        for part in self._copies(backend, summed, sums):
+            result, grad_out, grad_lse, grad_entropy = given.some(self._problems(part.lists))
             grads = part.plan.backward(
                 part.operands, result, grad_out, grad_lse, needs, grad_entropy
             )
             wanted = [
-                (table, found)
-                for table, found in zip(sums, (grads.k, grads.v), strict=True)
-                if table is not None
+                found
+                for total, found in zip((by_k, by_v), (grads.k, grads.v), strict=True)
+                if total is not None
             ]
-            numbers = _numbers_of([x for x, _ in wanted], (part.outer, part.inner), self._heads)
-            for (table, found), places in zip(wanted, numbers, strict=True):
-                add_rows(table.rows, places, found.reshape(-1, found.shape[-1]))
+            for rows, numbers, found in zip(totals, part.numbers, wanted, strict=True):
+                assert found is not None
+                add_rows(rows, numbers, found.view(-1, found.shape[-1]))
             yield part.lists, grads
 
     def placed(
@@ -468,7 +484,7 @@ class Gathering:
             lists = slice(start, min(start + size, total))
             assert tables is not None
             small, operands, places = self.placed(lists, tables, by_k, by_v)
-            result, grad_out, grad_lse, grad_entropy = given.of(lists)
+            result, grad_out, grad_lse, grad_entropy = given.some(self._problems(lists))
             in_place = plan_of(small, self._backend).in_place
             assert in_place is not None
             yield (

@@ -366,6 +366,18 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         main(["speed", "--models", "nobody"])
 
 
+def test_points_of_other_rows_are_not_compared(tmp_path: Path) -> None:
+    few, many = (
+        point(64, "tilewise", 1.0, shape={"batch": 1, "queries": rows}) for rows in (16, 64)
+    )
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    record(few).write(paths[0])
+    record(many).write(paths[1])
+    before, after = (compare.read(path) for path in paths)
+    assert len(compare.compare(before, before)) == 1
+    assert not compare.compare(before, after)
+
+
 def test_a_record_comes_back(tmp_path: Path) -> None:
     before = record(point(64, "tilewise", 1.0, predicted=2.0), point(64, "x", 1.0, exact=False))
     path = tmp_path / "a" / "paper.json"

@@ -21,7 +21,7 @@ _SIGMAS = 3.0
 _CONTROLS = 5  # fewer tell nothing of how runs differ
 _LEAST = 0.03  # runs differ by so much where nothing changed: other addresses, other neighbours
 
-Key = tuple[str, str, int, str, str, str]
+Key = tuple[str, str, int, str, str, str, int]
 
 
 class Points(NamedTuple):

@@ -78,9 +78,10 @@ class Point(Finding):
         return cls.of(work, method.name, exact=method.exact, **said)
 
     @property
-    def key(self) -> tuple[str, str, int, str, str, str]:
-        """Names this point in a record."""
-        return self.suite, self.case, self.length, self.dtype, self.method, self.quantity
+    def key(self) -> tuple[str, str, int, str, str, str, int]:
+        """Names this point in a record; the last is the query rows, 0 where it does not say."""
+        rows = self.shape.get("queries", 0)
+        return self.suite, self.case, self.length, self.dtype, self.method, self.quantity, rows
 
     @property
     def median(self) -> float | None:

@@ -414,17 +414,25 @@ def doors(settings: Settings) -> list[Step]:
     return timed(works, [by_door(), sdpa()])
 
 
-LIST_ROWS = 16  # of queries: times are in proportion to them
+LIST_ROWS = 16  # of queries, in records that do not say how many
 LIST_HEADS, LIST_WIDTH = 64, 128
 _LIST_LENGTHS = (4096, 32768, 131072)
 _SHARES = (4, 16, 64)
+
+
+def _list_rows(length: int) -> int:
+    """Return query rows: as many as torch with a mask has memory and time for.
+
+    A backward pass makes and writes the gradients of all keys, which few rows pay for alone.
+    """
+    return min(64, max(LIST_ROWS, 2**21 // length))
 
 
 def lists(settings: Settings) -> list[Step]:
     """Return steps for shares of the keys and lengths: 64 heads of 128 that share a key head."""
     longest = max(settings.lengths)
     lengths = [length for length in _LIST_LENGTHS if length <= 2 * longest] or [longest]
-    sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1, "queries": LIST_ROWS}
+    sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1}
     sizes |= {"head_dim": LIST_WIDTH, "value_dim": LIST_WIDTH}
     works = [
         settings.work(
@@ -432,6 +440,7 @@ def lists(settings: Settings) -> list[Step]:
             Case(f"{way}, 1 of {share} keys", mask=(listed(share),), passes=way),
             length,
             dtype,
+            queries=_list_rows(length),
             **sizes,
         )
         for length, dtype, way, share in product(lengths, settings.dtypes, _PASSES, _SHARES)

@@ -60,8 +60,9 @@ class Work(Case):
 
     @property
     def shape(self) -> dict[str, int]:
-        """For the record."""
-        names = ("batch", "heads", "kv_heads", "head_dim")
+        """For the record; of ``lists`` with the query rows, which are fewer than the keys."""
+        rows = ("queries",) if self.suite == "lists" else ()
+        names = ("batch", "heads", "kv_heads", *rows, "head_dim")
         return {name: getattr(self, name) for name in names}
 
     @property

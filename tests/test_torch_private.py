@@ -229,9 +229,9 @@ def test_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_fast_products(dtype: torch.dtype) -> None:
+def test_products_of_onednn(dtype: torch.dtype) -> None:
     """Those of bfloat16 need AVX-512 on x86; wider ones are fast everywhere."""
-    found = private.fast_products(dtype)
+    found = private.onednn_products(dtype)
     assert type(found) is bool
     about = Path("/proc/cpuinfo")
     flags = about.read_text().split() if about.exists() else []

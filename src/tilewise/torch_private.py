@@ -20,7 +20,6 @@ __all__ = [
     "any_autocast",
     "constant_while_compiling",
     "dispatch_modes",
-    "fast_products",
     "functorch_active",
     "has_batch",
     "has_tangent",
@@ -29,6 +28,7 @@ __all__ = [
     "is_tracked",
     "jit_tracing",
     "left_alone",
+    "onednn_products",
     "sees_operations",
     "vmap_active",
     "with_batch",
@@ -72,7 +72,7 @@ def constant_while_compiling(function: _Function) -> _Function:
     return function
 
 
-def fast_products(dtype: torch.dtype) -> bool:
+def onednn_products(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies matrices of 16 bits on this CPU; torch alone is slow."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tilewise.kernels.cpu import absence, core
-from tilewise.torch_private import fast_products
+from tilewise.kernels.cpu import absence, core, fast_products
 
 __all__ = ["Clock", "absence", "fast_products", "isa", "loop", "measure", "team_s"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 softmax_backward_data: Callable[..., Tensor] = torch._softmax_backward_data
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch  # before the core, which borrows its OpenMP runtime
 
 from tilewise.errors import InvalidArgument, LostThreads
+from tilewise.torch_private import onednn_products
 
 # By their code in the core.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -58,6 +59,19 @@ def core() -> ModuleType:
     module, why = _load()
     assert module is not None, why
     return module
+
+
+def fast_products(dtype: torch.dtype) -> bool:
+    """Return whether torch's products of matrices take no longer in a dtype than in float32.
+
+    Intel processors that have dot products of bfloat16, and no matrix tiles or no leave to use
+    them, do half as much in bfloat16.
+    """
+    if not onednn_products(dtype):
+        return False
+    # The core has its instruction sets in the order of their speed in bfloat16.
+    slow = dtype == torch.bfloat16 and absence() is None and core().isa_available()[0] == "avx512"
+    return not slow
 
 
 _WAYS = ("torch", "exact", "tiles")

@@ -102,6 +102,18 @@ def test_a_run_that_is_taken_up_again_counts_for_its_rest_only(clock: Clock) -> 
     assert board.left_s() == 60
 
 
+def test_a_run_that_begins_again_without_its_checkpoint_counts_whole(clock: Clock) -> None:
+    study = study_of(experiment_of("lion", seeds=(0, 1)))
+    board = board_of(study, records_of(study, {"lion": Behaviour(stopped={0: 30, 1: 0})}))
+    run = board.lanes["optimizers/lion/seed-0"].run
+    board.started(run)
+    board.event(run, {"event": "start", "from_step": 0})
+    assert board.left_s() == 60 + 60
+    clock.now += 60
+    board.ended(run, record_of(run, Behaviour()))
+    assert board.left_s() == 60
+
+
 def test_an_arm_that_a_sweep_lost_is_not_waited_for() -> None:
     sweep = Sweep(values={"baseline": (0.1, 0.2), "lion": (0.1, 0.2)}, seeds=(8, 9))
     study = study_of(experiment_of("lion", sweep=sweep, seeds=(0, 1)))

@@ -11,18 +11,16 @@ weight decay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from tilelab.common.products import products
 from tilelab.models.layers import Unembedding
 from tilelab.study.ask.values import ADDED, NotNegative, Positive, Share, find, register
 from tilewise.errors import InvalidArgument
-from tilewise.inspect.peaks import fast_products
 
 if TYPE_CHECKING:  # config imports this module, through values
     from tilelab.study.ask.config import Optimizer
@@ -398,29 +396,6 @@ class Sgd(_Momentum):
         return gradient.add(momentum, alpha=group["momentum"]) if nesterov else momentum
 
 
-class ProductsInFloat32(TorchFunctionMode):
-    """Multiply matrices of bfloat16 in float32, and round the results to bfloat16.
-
-    A product of two bfloat16 numbers is exact in float32, so the results differ from torch's by the
-    order of their sums alone. On a CPU without AVX-512 torch's own products are many times as slow.
-    """
-
-    _PRODUCTS = (Tensor.matmul, torch.addmm)  # those that torch's Muon calls
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See above."""
-        kwargs = kwargs or {}
-        if func not in self._PRODUCTS or args[0].dtype != torch.bfloat16:
-            return func(*args, **kwargs)
-        return func(*(each.float() for each in args), **kwargs).bfloat16()
-
-
 class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon for some groups and its AdamW for the others, as one optimizer.
 
@@ -436,10 +411,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step; ``closure`` is not taken."""
         assert closure is None
-        on_cpu = all(each.is_cpu for group in self.param_groups for each in group["params"])
-        slow = on_cpu and not fast_products(torch.bfloat16)
+        device = self.param_groups[0]["params"][0].device
         first = 0
-        with ProductsInFloat32() if slow else nullcontext():
+        with products(device, torch.bfloat16):
             for rule in self._rules:
                 # Loading a state replaces groups and state, so the rules get them anew every time.
                 last = first + len(rule.param_groups)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilelab.common.products import products
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.conduct.forks import can_be_forked
@@ -192,10 +193,11 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     took, began = list[float](), time.perf_counter()
     while len(took) < 2 or time.perf_counter() - began < _BUDGET_S:  # the first is slower
         start = clock()
-        with torch.autocast(device.type, narrow) if narrow else nullcontext():
-            output = forward(*batch.inputs)
-        loss, _ = task.losses(output, batch.targets, cut.training)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with products(device, dtype):
+            with torch.autocast(device.type, narrow) if narrow else nullcontext():
+                output = forward(*batch.inputs)
+            loss, _ = task.losses(output, batch.targets, cut.training)
+            loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
         synchronise(device)
         took.append(clock() - start)

@@ -102,7 +102,10 @@ class Board(Watcher):
         """A line was added to the run's record."""
         lane = self.lanes[run.name]
         if values["event"] == "start":
+            # Less than its record has, where the checkpoint is older, or is not here.
             lane.step = values["from_step"]
+            if run.name in self._begun:
+                self._begun[run.name] = self._begun[run.name][0], _share_left(lane)
         elif values["event"] == "step":
             lane.step, lane.loss = values["step"], values["loss"]
             if lane.run.config.learning.external:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,11 +253,10 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     draws = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
     tokens = list(prompt)
-    with evaluating(model) as device:
+    with evaluating(model, autocast) as device:
         for draw in draws:
             seen = torch.tensor([tokens[-model.shape.context :]], device=device)
-            with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-                logits = model(seen)
+            logits = model(seen)
             sums = logits[0, -1].double().softmax(0).cumsum(0)
             # The first token whose sum is above: a draw in [0, 1) of the last sum, which rounds.
             index = torch.searchsorted(sums, draw * sums[-1], right=True)

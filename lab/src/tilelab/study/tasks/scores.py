@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from tilelab.common.products import products
 from tilelab.models.layers import SelfAttention
 from tilelab.study.records.events import LayerSoftmax
 from tilewise import SoftmaxStats
@@ -100,7 +101,7 @@ def evaluating(model: nn.Module, autocast: torch.dtype | None = None) -> Iterato
     model.eval()
     try:
         narrow = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-        with torch.no_grad(), narrow:
+        with torch.no_grad(), narrow, products(device, autocast or torch.float32):
             yield device
     finally:
         model.train(was_training)

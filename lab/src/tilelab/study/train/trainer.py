@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tilelab.common.products import products
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
@@ -110,6 +112,11 @@ class Trainer:
         narrow = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if narrow else None, enabled=narrow)
 
+    def _products(self) -> AbstractContextManager[object]:
+        """Return the context of a forward and a backward pass; compiled code allows none."""
+        compiled = self.config.training.compile
+        return nullcontext() if compiled else products(self.device, self.dtype)
+
     def step(self) -> Taken:
         """Take one optimizer step, or raise ``Diverged`` and leave the weights as they were."""
         synchronise(self.device)
@@ -117,7 +124,8 @@ class Trainer:
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
         optimizers.set_lr(self.optimizer, factor)
         batches = self._batches.at(self.done)
-        loss = self._gradients(batches)
+        with self._products():
+            loss = self._gradients(batches)
         norm = self._update(loss)
         self.done += 1
         synchronise(self.device)

@@ -87,12 +87,22 @@ TW_NOINLINE static double multiply_add_flops(i64 iterations) {
   Vec<float> acc[chains];
   TW_UNROLL(24)
   for (int c = 0; c < chains; c++) acc[c] = set(static_cast<float>(c));
-  Word word{};
+  auto word = Dot::broadcast(Word{});
   Vec<Word> row{};
   for (i64 i = 0; i < iterations; i++) {
-    __asm__ volatile("" : "+r"(word));
+    // Hides the word's value and adds no instruction: a move to another kind of register would take the place of a
+    // multiply-add on processors that have two ports for vectors.
+#if defined(__aarch64__)
+    __asm__ volatile("" : "+w"(word));
+#elif TILEWISE_VECTOR_BYTES == 64
+    __asm__ volatile("" : "+v"(word));
+#elif defined(__SSE2__)
+    __asm__ volatile("" : "+x"(word));
+#else
+    __asm__ volatile("" : "+m"(word));
+#endif
     TW_UNROLL(24)
-    for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], Dot::broadcast(word), row);
+    for (int c = 0; c < chains; c++) acc[c] = Dot::multiply_add(acc[c], word, row);
   }
   TW_UNROLL(24)
   for (int c = 1; c < chains; c++) acc[0] += acc[c];

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu import fast_products
 
-PIECE = 512  # rows, columns and terms of a product by float32: three pieces take 3 MiB
+PIECE = 256  # rows, columns and terms of a product by float32: larger ones take memory of MKL
 
 
 class Loss(NamedTuple):

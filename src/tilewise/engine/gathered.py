@@ -456,7 +456,7 @@ class Gathering:
             ]
             for rows, numbers, found in zip(totals, part.numbers, wanted, strict=True):
                 assert found is not None
-                add_rows(rows, numbers, found.view(-1, found.shape[-1]))
+                add_rows(rows, numbers, found.reshape(-1, found.shape[-1]))
             yield part.lists, grads
 
     def placed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +18,16 @@ from tilelab.common.svg import (
     INK,
     RULE,
     SOFT,
+    LineEnd,
     arm_colour,
     arm_dashes,
     beside,
     canvas,
     finish,
     house_style,
+    label_ends,
     page_of,
     place,
-    spread,
     standalone,
 )
 from tilelab.common.tables import markdown as markdown_table
@@ -35,7 +35,7 @@ from tilelab.peers.methods import OURS
 
 _WIDTH, _HEIGHT = 560, 360
 _LEFT, _BOTTOM, _TOP = 78, 48, 16
-_LETTER, _GAP = 7.4, 17.0
+_LETTER = 7.4
 
 
 class _Line(NamedTuple):
@@ -97,7 +97,16 @@ def _draw_lines(
     axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
     for line in drawn:
         _draw(axes, line)
-    _label_ends(axes, drawn)
+    label_ends(
+        axes,
+        [
+            LineEnd(
+                each.name, each.place, each.x[-1], each.y[-1], strong=each.name.startswith(OURS)
+            )
+            for each in drawn
+        ],
+        widest,
+    )
     axes.xaxis.set_major_locator(FixedLocator([float(n) for n in every]))
     axes.xaxis.set_minor_locator(NullLocator())
     few = max(values) < 100 * min(values)  # powers of ten alone would be one line or two
@@ -131,38 +140,6 @@ def _draw(axes: Axes, line: _Line) -> None:
     if line.predicted:
         x, y = zip(*line.predicted, strict=True)
         axes.plot(x, y, color=colour, linewidth=1.2, linestyle=(0, (1, 2)), zorder=2)
-
-
-def _label_ends(axes: Axes, drawn: Sequence[_Line]) -> None:
-    """Names beside the frame, level with the ends of the lines."""
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    wanted = [(math.log(line.y[-1]) - low) / (high - low) for line in drawn]
-    height = _HEIGHT - _BOTTOM - _TOP
-    for line, level, at in zip(drawn, wanted, spread(wanted, _GAP / height, 0, 1), strict=True):
-        colour = arm_colour(line.place)
-        right = axes.get_xlim()[1]
-        far = abs(at - level) * height >= 5 or line.x[-1] < right
-        leader = {
-            "arrowstyle": "-",
-            "color": colour,
-            "linewidth": 0.8,
-            "alpha": 0.5,
-            "shrinkA": 2,
-            "shrinkB": 4,
-            "relpos": (0, 0.5),
-        }
-        axes.annotate(
-            line.name,
-            xy=(line.x[-1], line.y[-1]),
-            xytext=(1 + 13 / (axes.get_position().width * _WIDTH), at),
-            textcoords="axes fraction",
-            color=colour,
-            weight="bold" if line.name.startswith(OURS) else "normal",
-            va="center",
-            parse_math=False,
-            annotation_clip=False,
-            arrowprops=leader if far else None,
-        )
 
 
 def _short(length: float) -> str:

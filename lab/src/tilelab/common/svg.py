@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
@@ -177,6 +177,86 @@ def _start(
     length = gap * (len(block) - 1)
     middle = sum(wanted[index] for index in block) / len(block)
     return min(max(middle - length / 2, low), high - length)
+
+
+class LineEnd(NamedTuple):
+    """The end of a line, for its label."""
+
+    name: str
+    place: int  # among the lines: the colour
+    x: float  # of the last point
+    y: float
+    broken: bool = False  # it ends because a run diverged
+    strong: bool = True  # whether the label is bold
+
+
+LABEL_GAP = 19.0  # between the middles of two labels
+LONGEST_LABEL = 15  # letters; the table has the whole name
+
+
+def label_ends(axes: Axes, ends: Sequence[LineEnd], longest: int = LONGEST_LABEL) -> None:
+    """Names beside the frame, level with the ends of the lines, moved apart where they would touch.
+
+    The axes have the limits that they will keep, and a margin on the right.
+    """
+    low, high = axes.get_ylim()
+    right = axes.get_xlim()[1]
+    frame = axes.get_window_extent()
+    width, height = (side * _POINTS_PER_INCH / axes.figure.dpi for side in frame.size)
+    levels = [min(max(each.y, low), high) for each in ends]
+    ends_of = axes.transData.transform([(right, level) for level in levels])
+    heights = [float(y) for _, y in axes.transAxes.inverted().transform(ends_of)]
+    places = spread(heights, LABEL_GAP / height, 0.0, 1.0)
+    for each, level, wanted, at in zip(ends, levels, heights, places, strict=True):
+        colour = arm_colour(each.place)
+        if not each.broken and each.x < right:  # it has ended; its loss stays what it is
+            axes.plot(
+                [each.x, right],
+                [level, level],
+                color=colour,
+                linewidth=1.1,
+                linestyle=(0, (1, 3)),
+                alpha=0.8,
+                zorder=2,
+            )
+        name = short_name(each.name, longest)
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.8,
+            "alpha": 0.6,
+            "shrinkA": 2,
+            "shrinkB": 6,
+            "relpos": (0, 0.5),
+        }
+        axes.annotate(
+            f"{name} \N{MULTIPLICATION SIGN}" if each.broken else name,
+            xy=(each.x if each.broken else right, level),
+            xytext=(1 + 13 / width, at),
+            textcoords="axes fraction",
+            color=colour,
+            weight="bold" if each.strong else "normal",
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops=leader if each.broken or abs(at - wanted) * height >= 5 else None,
+        )
+
+
+def short_name(name: str, most: int) -> str:
+    """Return the name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
+
+    ``most`` counts letters, 7 or more.
+    """
+    if len(name) <= most:
+        return name
+    parts = name.split("+")
+    longest = (most + 1) // len(parts) - 1
+    if len(parts) == 1 or longest < 2:
+        return f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    while sum(len(part[: longest + 1]) + 1 for part in parts) <= most + 1:
+        longest += 1  # short parts leave room to the long ones
+    return "+".join(part[:longest] for part in parts)
 
 
 def finish(figure: Figure, name: str, summary: str) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from tilelab.common.svg import (
     canvas,
     finish,
     place,
+    short_name,
     spread,
 )
 from tilelab.study.ask.config import Arm
@@ -389,3 +390,15 @@ def test_the_report_shows_them_and_says_who_has_none(tmp_path: Path) -> None:
     assert "Nothing of plain: only tilewise's kernels keep statistics" in text
     _, twin = write(gather(folder_of(tmp_path / "none", STUDY, _records({}))))
     assert "Attention by layer" not in twin.read_text("utf-8")
+
+
+def test_names_of_arms_in_figures_stay_apart() -> None:
+    factors = ("dropout", "decay", "wsd", "muon")
+    names = ["+".join(on) for size in range(1, 5) for on in combinations(factors, size)]
+    short = {name: short_name(name, 15) for name in names}
+    assert len(set(short.values())) == len(names)
+    assert all(len(each) <= 15 for each in short.values())
+    assert short["dropout+decay"] == "dropout+decay"
+    assert short["dropout+decay+wsd+muon"] == "dro+dec+wsd+muo"
+    assert short["dropout+wsd+muon"] == "dropou+wsd+muon"
+    assert short_name("a-name-without-factors", 15) == "a-name-without\N{HORIZONTAL ELLIPSIS}"

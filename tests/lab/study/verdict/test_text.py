@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import combinations
 
 import pytest
 
@@ -101,15 +100,3 @@ def test_it_reads(
     function: Callable[..., object], arguments: tuple[object, ...], expected: object
 ) -> None:
     assert function(*arguments) == expected
-
-
-def test_names_of_arms_in_figures_stay_apart() -> None:
-    factors = ("dropout", "decay", "wsd", "muon")
-    names = ["+".join(on) for size in range(1, 5) for on in combinations(factors, size)]
-    short = {name: words.short_name(name, 15) for name in names}
-    assert len(set(short.values())) == len(names)
-    assert all(len(each) <= 15 for each in short.values())
-    assert short["dropout+decay"] == "dropout+decay"
-    assert short["dropout+decay+wsd+muon"] == "dro+dec+wsd+muo"
-    assert short["dropout+wsd+muon"] == "dropou+wsd+muon"
-    assert words.short_name("a-name-without-factors", 15) == "a-name-without\N{HORIZONTAL ELLIPSIS}"

@@ -14,26 +14,27 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tilelab.common.svg import (
     INK,
+    LONGEST_LABEL,
     PART_COLOURS,
     RULE,
     SOFT,
+    LineEnd,
     arm_colour,
     beside,
     canvas,
     finish,
+    label_ends,
     place,
+    short_name,
 )
 from tilelab.study.ask.metrics import METRICS, rank
 from tilelab.study.records.events import Memory
 from tilelab.study.report.lines import (
     HEIGHT,
     LETTER,
-    LONGEST_LABEL,
     WIDTH,
-    LineEnd,
     amounts_below,
     beside_labels,
-    label_ends,
     line_style,
     marks,
 )
@@ -171,7 +172,7 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=RULE, linewidth=1)
     axes.set_ylim(len(arms) - 0.5, -0.5)
-    names = [words.short_name(arm, LONGEST_LABEL) for arm in arms]
+    names = [short_name(arm, LONGEST_LABEL) for arm in arms]
     axes.set_yticks(range(len(arms)), labels=names, parse_math=False)
     for label, index in zip(axes.get_yticklabels(), indices, strict=True):
         label.set_color(arm_colour(index))
@@ -417,7 +418,7 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
         at, size, inside = ([each.cost], [each.metric]), 9 if on else 7, colour if on else "none"
         marks(axes, *at, each.place, "o", size, markerfacecolor=inside, zorder=5)
         if on or len(points) <= 6:
-            label = words.short_name(each.arm, _LONGEST_POINT)
+            label = short_name(each.arm, _LONGEST_POINT)
             axes.annotate(
                 label,
                 (each.cost, each.metric),

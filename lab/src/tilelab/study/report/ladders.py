@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tilelab.common.svg import RULE, SOFT, arm_colour, finish
+from tilelab.common.svg import RULE, SOFT, LineEnd, arm_colour, finish, label_ends
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, line_style, marks
+from tilelab.study.report.lines import WIDTH, beside_labels, line_style, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.result import Clock, EqualTime, Interval, LadderArm, LadderVerdict

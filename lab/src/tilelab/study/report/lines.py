@@ -15,7 +15,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tilelab.common.svg import RULE, SOFT, arm_colour, arm_dashes, canvas, finish, place, spread
+from tilelab.common.svg import (
+    LABEL_GAP,
+    LONGEST_LABEL,
+    RULE,
+    SOFT,
+    LineEnd,
+    arm_colour,
+    arm_dashes,
+    canvas,
+    finish,
+    label_ends,
+    place,
+)
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.report.page import Chart
@@ -135,8 +147,6 @@ def _series(
 WIDTH, HEIGHT = 470, 310
 _LEFT, _BOTTOM, _TOP = 50, 48, 30
 LETTER = 9.2  # about as wide as a letter of a label
-_LABEL_GAP = 19.0  # between the middles of two labels
-LONGEST_LABEL = 15  # letters; the table has the whole name
 _AXES = {
     "tokens": "training tokens",
     "time": "seconds of training",
@@ -147,16 +157,6 @@ _TITLES = {
     "time": "{} by time",
     "processor": "{} by processor time",
 }
-
-
-class LineEnd(NamedTuple):
-    """The end of a line, for its label."""
-
-    arm: str
-    place: int  # in the experiment: the colour
-    x: float  # of the last point
-    y: float
-    broken: bool = False  # it ends because a run diverged
 
 
 _FEWEST_POINTS = 4  # of the longest line: fewer are read from the table
@@ -256,7 +256,7 @@ def beside_labels(
     letters: Sequence[int], above: str, margin: float = 22, width: float = WIDTH
 ) -> tuple[Figure, Axes]:
     """Return an empty figure, with room on the right for names of so many letters."""
-    inside = max(HEIGHT - _BOTTOM - _TOP, _LABEL_GAP * (len(letters) - 1))
+    inside = max(HEIGHT - _BOTTOM - _TOP, LABEL_GAP * (len(letters) - 1))
     figure = canvas(width, inside + _BOTTOM + _TOP)
     right = margin + LETTER * min(max(letters), LONGEST_LABEL)
     axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
@@ -329,53 +329,6 @@ def marks(
     """Draw points of an arm, which may reach over the frame, without a line between them."""
     usual: dict[str, Any] = {"linestyle": "none", "clip_on": False}
     axes.plot(x, y, color=arm_colour(place), marker=marker, markersize=size, **usual | style)
-
-
-def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Names beside the frame, level with the ends of the lines, moved apart where they would touch.
-
-    The axes have the limits that they will keep, and a margin on the right.
-    """
-    low, high = axes.get_ylim()
-    right = axes.get_xlim()[1]
-    height = axes.get_window_extent().height * 72 / axes.figure.dpi
-    levels = [min(max(each.y, low), high) for each in ends]
-    heights = [(level - low) / (high - low) for level in levels]
-    places = spread(heights, _LABEL_GAP / height, 0.0, 1.0)
-    for each, level, wanted, at in zip(ends, levels, heights, places, strict=True):
-        colour = arm_colour(each.place)
-        if not each.broken and each.x < right:  # it has ended; its loss stays what it is
-            axes.plot(
-                [each.x, right],
-                [level, level],
-                color=colour,
-                linewidth=1.1,
-                linestyle=(0, (1, 3)),
-                alpha=0.8,
-                zorder=2,
-            )
-        name = words.short_name(each.arm, LONGEST_LABEL)
-        leader = {
-            "arrowstyle": "-",
-            "color": colour,
-            "linewidth": 0.8,
-            "alpha": 0.6,
-            "shrinkA": 2,
-            "shrinkB": 6,
-            "relpos": (0, 0.5),
-        }
-        axes.annotate(
-            f"{name} \N{MULTIPLICATION SIGN}" if each.broken else name,
-            xy=(each.x if each.broken else right, level),
-            xytext=(1 + 13 / (axes.get_position().width * WIDTH), at),
-            textcoords="axes fraction",
-            color=colour,
-            weight="bold",
-            va="center",
-            parse_math=False,
-            annotation_clip=False,
-            arrowprops=leader if each.broken or abs(at - wanted) * height >= 5 else None,
-        )
 
 
 def _band_words(drawn: Sequence[Series]) -> str:

@@ -15,14 +15,17 @@ from tilelab.common.svg import (
     RULE,
     SOFT,
     WORSE,
+    LineEnd,
     arm_colour,
     arm_dashes,
     canvas,
     finish,
+    label_ends,
     place,
+    short_name,
 )
 from tilelab.study.ask.metrics import METRICS, ahead
-from tilelab.study.report.lines import WIDTH, LineEnd, beside_labels, label_ends, marks
+from tilelab.study.report.lines import WIDTH, beside_labels, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
@@ -105,7 +108,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
     axes.set_ylim(rows - 0.5, -0.5)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
-    labels = [words.short_name(each, _LONGEST_FACTOR) for each in factors]
+    labels = [short_name(each, _LONGEST_FACTOR) for each in factors]
     axes.set_xticks(range(rows), labels=labels, parse_math=False)
     axes.set_yticks(range(rows), labels=labels, parse_math=False)
     digits = words.digits_for(most) - 1

@@ -127,22 +127,6 @@ def shorten(number: float) -> str:
     return f"{number:.3g}".replace("-", MINUS)
 
 
-def short_name(name: str, most: int) -> str:
-    """Return the name of an arm in a figure: ``dro+dec+wsd+muo`` still says which factors are on.
-
-    ``most`` counts letters, 7 or more.
-    """
-    if len(name) <= most:
-        return name
-    parts = name.split("+")
-    longest = (most + 1) // len(parts) - 1
-    if len(parts) == 1 or longest < 2:
-        return f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
-    while sum(len(part[: longest + 1]) + 1 for part in parts) <= most + 1:
-        longest += 1  # short parts leave room to the long ones
-    return "+".join(part[:longest] for part in parts)
-
-
 def count(number: int, noun: str) -> str:
     """Return a number of things: ``1 seed``, ``3 seeds``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

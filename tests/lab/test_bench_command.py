@@ -15,7 +15,7 @@ from tilelab.bench import children, command, main, me
 from tilelab.bench.goals import SCALING_GOAL, GoalRecord, Scaling, cases, key_of, measure
 from tilelab.cases.case import Pass
 from tilelab.common.worker import Child
-from tilelab.peers.plain import Measured
+from tilelab.peers.work import Measured
 from tilewise import cli
 from tilewise.errors import TilewiseError, Unsupported
 from tilewise.inspect import peaks

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.study.train.toys import trainer_of
-from tilelab.common import products
-from tilelab.common.products import ProductsInFloat32
+from tilelab.models import layers
+from tilelab.models.layers import ProductsInFloat32
 from tilelab.study.tasks.scores import evaluating
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
         self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in products._PRODUCTS:
+        if func in layers._PRODUCTS:
             self.seen.update(each.dtype for each in args)
         return func(*args, **(kwargs or {}))
 
@@ -67,7 +67,7 @@ def test_wider_numbers_and_other_operations_are_left_alone() -> None:
 def test_a_step_and_an_evaluation_take_the_faster_products(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "fast_products", lambda _: fast)
+    monkeypatch.setattr(layers, "fast_products", lambda _: fast)
     trainer = trainer_of({"training.precision": "bf16"})
     due = torch.bfloat16 if fast else torch.float32
     with Watch() as watch:
@@ -82,9 +82,9 @@ def test_a_step_and_an_evaluation_take_the_faster_products(
 
 
 def test_float32_and_gpus_have_no_detour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "fast_products", lambda _: False)
+    monkeypatch.setattr(layers, "fast_products", lambda _: False)
     found = [
-        type(products.products(device, dtype)) is ProductsInFloat32
+        type(layers.products(device, dtype)) is ProductsInFloat32
         for device, dtype in (
             (CPU, torch.bfloat16),
             (CPU, torch.float32),

@@ -117,8 +117,8 @@ def _accuracy(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], partial[
     import torch
 
     from tilelab.cases import inputs, table
-    from tilelab.gpu_check import accuracy, outcomes
-    from tilelab.gpu_check.setting import Setting
+    from tilelab.gpu_check import accuracy
+    from tilelab.gpu_check.setting import Setting, attend, sized
 
     setting = Setting()
     known = {case.name for case in table.rows("accuracy")}
@@ -126,10 +126,10 @@ def _accuracy(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], partial[
         kind, _, name = job.partition(" ")
         if name not in known or (names and job not in names):
             continue
-        case = outcomes.sized(setting, table.find("accuracy", name)).of(getattr(torch, kind))
+        case = sized(setting, table.find("accuracy", name)).of(getattr(torch, kind))
 
         def made(case: Any = case) -> partial[Any]:
-            return partial(outcomes.attend, setting, inputs.build(case), backward=True)
+            return partial(attend, setting, inputs.build(case), backward=True)
 
         yield job, made
 

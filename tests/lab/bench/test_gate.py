@@ -14,10 +14,9 @@ from tilelab.bench.goals import DTYPES
 from tilelab.bench.steps import Budget, time_all
 from tilelab.cases.variants import window
 from tilelab.common.memory import too_large
-from tilelab.peers import plain as gate
+from tilelab.peers import work as gate
 from tilelab.peers.methods import Method, block_sparse, exact, ours, sdpa
-from tilelab.peers.plain import chunked, compare, plain, sampled
-from tilelab.peers.work import Given, Work, call_of, draw
+from tilelab.peers.work import Given, Work, call_of, chunked, compare, draw, plain, sampled
 from tilewise import masks, scores
 
 WORK = Work("small", 1, 4, 2, 70, 70, 16, 16, suite="speed")

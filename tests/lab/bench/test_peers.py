@@ -23,8 +23,7 @@ from tilelab.bench.tables import peer_lines, tables
 from tilelab.cases.case import Case
 from tilelab.common.clock import Samples, elsewhere
 from tilelab.peers.packages import Package, first_line, packages
-from tilelab.peers.plain import compare
-from tilelab.peers.work import Given, Prepared, Work, draw, work_of
+from tilelab.peers.work import Given, Prepared, Work, compare, draw, work_of
 from tilewise.errors import Unsupported
 from tilewise.kernels.cpu import absence
 

@@ -16,9 +16,8 @@ from tilelab.cases.inputs import build
 from tilelab.cases.table import find, rows
 from tilelab.common.exactness import judge
 from tilelab.gpu_check import accuracy, speed
-from tilelab.gpu_check.outcomes import refer, sized
 from tilelab.gpu_check.record import Row
-from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.setting import Setting, refer, sized
 from tilelab.peers.methods import Method
 from tilelab.peers.work import Attend, Given, Work
 from tilewise.reference.philox import keep_mask

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.lab.gpu_check.records import Event
 from tilelab.common.clock import seconds_of
-from tilelab.gpu_check import host, speed, worker
+from tilelab.gpu_check import program, speed, worker
 from tilelab.gpu_check.record import Row
 from tilelab.gpu_check.setting import TINY, Setting
 
@@ -175,7 +175,7 @@ def test_a_graph_that_drops_the_same_pairs_is_found(monkeypatch: pytest.MonkeyPa
 
         return SimpleNamespace(replay=replay), found
 
-    monkeypatch.setattr(host, "_captured", captured)
+    monkeypatch.setattr(program, "_captured", captured)
     rows_of("host", "graph of dropout")
 
 

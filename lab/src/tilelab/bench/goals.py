@@ -23,8 +23,7 @@ from tilelab.common.clock import Call, Samples, Spread, elsewhere, interleave, o
 from tilelab.common.files import NOT_FINISHED, Finding
 from tilelab.peers.methods import ours, sdpa
 from tilelab.peers.packages import Package, first_line
-from tilelab.peers.plain import compare
-from tilelab.peers.work import Given, Prepared, Work, call_of, draw, flops, work_of
+from tilelab.peers.work import Given, Prepared, Work, call_of, compare, draw, flops, work_of
 from tilewise.chips import cpuinfo, detect
 from tilewise.inspect import peaks
 from tilewise.inspect.peaks import Clock

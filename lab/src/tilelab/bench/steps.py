@@ -22,8 +22,7 @@ from tilelab.common.clock import Spread, race, seconds_of
 from tilelab.common.files import COMPLETE, INTERRUPTED, NOT_FINISHED, Finding, Record
 from tilelab.common.memory import too_large
 from tilelab.peers.methods import OURS, Method
-from tilelab.peers.plain import Measured, compare
-from tilelab.peers.work import Attend, Given, Work, call_of, draw, work_of
+from tilelab.peers.work import Attend, Given, Measured, Work, call_of, compare, draw, work_of
 from tilewise.errors import TilewiseError
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.report import amount, duration

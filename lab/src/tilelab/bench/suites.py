@@ -54,8 +54,7 @@ from tilelab.peers.methods import (
     sdpa,
     written_out,
 )
-from tilelab.peers.plain import compare
-from tilelab.peers.work import Attend, Given, Work, draw, problem_of, work_of
+from tilelab.peers.work import Attend, Given, Work, compare, draw, problem_of, work_of
 from tilewise.inspect.known_models import KnownModel, known_model
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.memory import plain_held, tiled_held

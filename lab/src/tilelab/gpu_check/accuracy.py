@@ -22,9 +22,11 @@ from tilelab.cases.dense import dense
 from tilelab.cases.inputs import build
 from tilelab.cases.table import find, rows
 from tilelab.common.exactness import judge
-from tilelab.gpu_check.outcomes import (
+from tilelab.gpu_check.record import Row
+from tilelab.gpu_check.setting import (
     PAGE_SIZES,
     Outcome,
+    Setting,
     attend,
     attend_pages,
     few_queries,
@@ -33,8 +35,6 @@ from tilelab.gpu_check.outcomes import (
     references,
     sized,
 )
-from tilelab.gpu_check.record import Row
-from tilelab.gpu_check.setting import Setting
 from tilewise import masks
 from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales

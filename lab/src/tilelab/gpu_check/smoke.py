@@ -17,9 +17,8 @@ from tilelab.cases.table import find
 from tilelab.common.environment import version
 from tilelab.common.memory import highest
 from tilelab.gpu_check.accuracy import check
-from tilelab.gpu_check.outcomes import sized
 from tilelab.gpu_check.record import Row
-from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.setting import Setting, sized
 from tilelab.peers.methods import Method, ours, written_out
 from tilelab.peers.work import call_of, draw
 from tilewise import masks

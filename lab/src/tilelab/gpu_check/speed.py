@@ -23,13 +23,11 @@ from tilelab.cases.variants import uneven
 from tilelab.common.clock import Call, seconds_of
 from tilelab.common.exactness import judge
 from tilelab.common.memory import too_large
-from tilelab.gpu_check.outcomes import quantised, references
 from tilelab.gpu_check.record import FLEX, OURS, Row, Status, in_short
-from tilelab.gpu_check.setting import Setting, Sizes
+from tilelab.gpu_check.setting import Setting, Sizes, quantised, references
 from tilelab.peers import methods
 from tilelab.peers.methods import Method
-from tilelab.peers.plain import compare, cut, sampled
-from tilelab.peers.work import Attend, Given, Work, call_of, draw, flops
+from tilelab.peers.work import Attend, Given, Work, call_of, compare, cut, draw, flops, sampled
 from tilewise import BlockMask, masks
 from tilewise.errors import Unsupported
 from tilewise.variants.float8 import Scales

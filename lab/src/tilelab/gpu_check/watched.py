@@ -34,9 +34,8 @@ import tilewise
 from tilelab.cases.case import Pass
 from tilelab.cases.inputs import build
 from tilelab.gpu_check import accuracy
-from tilelab.gpu_check.outcomes import attend
 from tilelab.gpu_check.record import Row
-from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.setting import Setting, attend
 from tilelab.peers.methods import ours
 from tilelab.peers.work import Work, call_of, draw
 from tilewise.errors import TilewiseError

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilelab.common import worker
-from tilelab.gpu_check import accuracy, host, smoke, speed, training, watched
+from tilelab.gpu_check import accuracy, program, smoke, speed, watched
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Setting
 from tilewise.errors import Unsupported
@@ -62,8 +62,8 @@ STEPS = (
     Step("accuracy", 180, 60, accuracy.jobs, accuracy.run, parallel=True),
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
     Step("speed", 150, 30, speed.names(speed.with_goals), partial(speed.measure, "speed")),
-    Step("training", 60, 40, _models, training.run),
-    Step("host", 60, 40, _always(*host.JOBS), host.run),
+    Step("training", 60, 40, _models, program.train),
+    Step("host", 60, 40, _always(*program.JOBS), program.run),
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
     Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),

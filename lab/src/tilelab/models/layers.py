@@ -1,22 +1,26 @@
 """What the models are made of: checks of their numbers, first weights, layers, packed sequences.
 
-Packed sequences have different lengths and stand one after the other, without padding. Dimensions:
+``products`` multiplies 16 bits on processors that multiply float32 faster. Packed sequences have
+different lengths and stand one after the other, without padding. Dimensions:
 B sequences, T tokens of all of them, S tokens of the longest, H heads of D channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilelab.common.torch_private import TorchDispatchMode
 from tilewise import SoftmaxStats, attention_varlen, masks
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.calls import Block, lowered, visible
+from tilewise.inspect.peaks import fast_products
 from tilewise.nn import Attention, Implementation
 
 STD = 0.02  # of every weight matrix at the start
@@ -275,3 +279,35 @@ class SelfAttention(nn.Module):
             scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
             out = functional.dropout(scores.softmax(-1), dropout_p) @ v
         return out.transpose(1, 2).flatten(0, 1)[rows]
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class ProductsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Multiply matrices of 16 bits in float32, and round the results to 16 bits.
+
+    A product of two such numbers is exact in float32, so the results differ from torch's by the
+    order of their sums alone. Backward passes are part of it.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See above."""
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].dtype not in _NARROW or not args[0].is_cpu:
+            return func(*args, **kwargs)
+        return func(*(each.float() for each in args), **kwargs).to(args[0].dtype)
+
+
+def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Return what multiplies matrices of a dtype on a device in the faster way."""
+    slow = device.type == "cpu" and dtype in _NARROW and not fast_products(dtype)
+    return ProductsInFloat32() if slow else nullcontext()  # type: ignore[no-untyped-call]

@@ -32,8 +32,7 @@ from tilelab.peers.approximations import (
     projection,
     reformer,
 )
-from tilelab.peers.plain import chunked, plain, seen_rows
-from tilelab.peers.work import SEED, Attend, Given, Work, problem_of
+from tilelab.peers.work import SEED, Attend, Given, Work, chunked, plain, problem_of, seen_rows
 from tilewise import masks, patterns
 from tilewise.compat.sdpa import scaled_dot_product_attention as by_torchs_signature
 from tilewise.variants.program import Instr

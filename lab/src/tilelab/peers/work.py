@@ -1,20 +1,37 @@
-"""The measured work: a case where it is measured, its tensors, and the passes that are called."""
+"""The measured work: a case where it is measured, its tensors, the passes, and what they must give.
+
+``plain`` is the plain mathematics, row by row if need be: a method itself, and what holds others to
+be exact::
+
+    s = score(scale q k^T);  p = softmax(s where visible);  out = dropout(p) v
+
+A row that sees no key gives 0. torch's autograd differentiates it.
+
+Correctness comes before speed: some chunks of rows of all heads are computed in float64 and in the
+work's own dtype, and an exact method is held to the 2x rule (``tilelab.common.exactness``). For
+gradients the output's gradient is zero in all other rows, so that the sampled rows are all that the
+gradients of keys and values gather. Short problems are compared whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 from tilelab.cases.case import Case
 from tilelab.cases.inputs import variant_of
 from tilelab.cases.variants import Draw, listed_keys, uneven
+from tilelab.common.exactness import judge
 from tilewise import visible_pairs
-from tilewise.inspect.calls import lowered
+from tilewise.inspect.calls import Part, apply_score, keep_mask, lowered, visible
 from tilewise.problem import Operands, Problem
 from tilewise.variants.values import as_mask
 
@@ -183,3 +200,241 @@ def flops(case: Case) -> float:
     of_keys, of_values = (3, 2) if case.passes == "backward" else (1, 1)
     widths = of_keys * case.head_dim + of_values * case.value_dim
     return 2 * case.batch * pairs(case) * case.heads * widths
+
+
+Keep = Callable[[Tensor], Tensor]  # dropout
+
+
+class Seen(NamedTuple):
+    """The mask of some rows."""
+
+    hidden: Tensor  # True for a pair that does not attend, bool [B or 1, Hq or 1, rows, N]
+    # True for a row that sees nothing, [.., rows, 1]; None where there is none.
+    blind: Tensor | None
+
+
+def plain(work: Work, given: Given) -> Attend:
+    """Attention that writes its matrix, with the mask made before."""
+    problem, operands = problem_of(work, given)
+    every = [range(work.queries)]
+    seen = seen_rows(problem, operands, every)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_rows(problem, operands, (q, k, v), every, seen, _dropping(work))
+
+    return attend
+
+
+def chunked(work: Work, given: Given, rows: int, *, again: bool = False) -> Attend:
+    """Make the same call, some rows at a time: only their part of the matrix is ever there.
+
+    Without ``again``, autograd keeps every part for the backward, and nothing is saved; with it
+    each part is computed again there (checkpointing).
+    """
+    problem, operands = problem_of(work, given)
+    parts = [range(i, min(i + rows, work.queries)) for i in range(0, work.queries, rows)]
+
+    def one(q: Tensor, k: Tensor, v: Tensor, part: range) -> Tensor:
+        seen = seen_rows(problem, operands, [part])
+        return attend_rows(problem, operands, (q, k, v), [part], seen, _dropping(work))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not q.requires_grad:
+            # In place: small outputs between large parts would leave holes in the heap.
+            out = v.new_empty(*q.shape[:3], v.shape[-1])
+            for part in parts:
+                out[:, :, part.start : part.stop] = one(q, k, v, part)
+            return out
+        if not again:
+            return torch.cat([one(q, k, v, part) for part in parts], dim=2)
+        done = [checkpoint(one, q, k, v, part, use_reentrant=False) for part in parts]
+        return torch.cat(done, dim=2)
+
+    return attend
+
+
+def _dropping(work: Work) -> Keep | None:
+    if not work.dropout_p:
+        return None
+    return lambda p: dropout(p, work.dropout_p)
+
+
+def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
+    """Return the dropout of ours on the rows of some chunks."""
+    if not work.dropout_p:
+        return None
+    sizes = {"batches": range(work.batch), "heads": range(work.heads)}
+    keep = torch.cat(
+        [
+            keep_mask(SEED, work.dropout_p, **sizes, queries=rows, keys=range(work.keys))
+            for rows in chunks
+        ],
+        dim=2,
+    )
+    return lambda p: p * keep.to(p.device) / (1 - work.dropout_p)
+
+
+def seen_rows(problem: Problem, operands: Operands, chunks: Sequence[range]) -> Seen | None:
+    """Return which keys the rows of some chunks see; None for all."""
+    if not problem.mask:
+        return None
+    every = slice(None)
+    part = Part(problem, operands, 0, every, every)
+    device = operands.q.device
+    found = [
+        visible(problem.mask, operands.mask_tensors, part.block(rows, range(problem.keys)), device)
+        for rows in chunks
+    ]
+    hidden = ~(torch.cat(found, dim=2) if len(found) > 1 else found[0])
+    blind = hidden.all(-1, keepdim=True)
+    return Seen(hidden, blind if bool(blind.any()) else None)
+
+
+def attend_rows(
+    problem: Problem,
+    operands: Operands,
+    tensors: Sequence[Tensor],
+    chunks: Sequence[range],
+    seen: Seen | None,
+    keep: Keep | None,
+) -> Tensor:
+    """Return the output of the rows of some chunks, one below the other, in the tensors' dtype.
+
+    Args:
+        problem: what to compute.
+        operands: captured tensors of mask and score.
+        tensors: q, k and v, whole.
+        chunks: the rows.
+        seen: of ``seen_rows``.
+        keep: what drops probabilities.
+    """
+    q, k, v = tensors
+    if sum(len(rows) for rows in chunks) < problem.queries:
+        q = torch.cat([q[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
+    s = _product(q, k.mT).mul_(problem.scale)
+    if problem.score:
+        s = _scored(problem, operands, s, chunks, seen)
+        s = s if seen is None else s.masked_fill(seen.hidden, -math.inf)
+    elif seen is not None:
+        s = s.masked_fill_(seen.hidden, -math.inf)
+    p = s.softmax(-1)
+    del s  # or the matrix is held beside what comes next
+    if seen is not None and seen.blind is not None:
+        p = p.masked_fill(seen.blind, 0.0)
+    return _product(p if keep is None else keep(p), v)
+
+
+def _product(rows: Tensor, shared: Tensor) -> Tensor:
+    """Multiply [B, Hq, R, x] by [B, Hk, x, y]: the heads of a group lie one below the other."""
+    batch, heads, count, width = rows.shape
+    grouped = rows.reshape(batch, shared.shape[1], -1, width) @ shared
+    return grouped.view(batch, heads, count, -1)
+
+
+def _scored(
+    problem: Problem,
+    operands: Operands,
+    s: Tensor,
+    chunks: Sequence[range],
+    seen: Seen | None,
+) -> Tensor:
+    every = slice(None)
+    part = Part(problem, operands, 0, every, every)
+    found, at = [], 0
+    for rows in chunks:
+        cut = slice(at, at + len(rows))
+        block = part.block(rows, range(problem.keys))
+        shown = None if seen is None else ~seen.hidden[:, :, cut]
+        found.append(apply_score(problem.score, operands.score_tensors, s[:, :, cut], block, shown))
+        at += len(rows)
+    return torch.cat([each for each, _ in found], dim=2) if len(found) > 1 else found[0][0]
+
+
+_WHOLE = 512  # rows up to which all are compared
+_ROWS = 16  # of a chunk
+_CHUNKS = 4
+
+
+class Measured(NamedTuple):
+    """The distance of a result from the exact one."""
+
+    complaint: str  # what breaks the 2x rule; empty if nothing does
+    largest: float  # the largest error of the output (of a backward: of the gradients)
+    allowed: float  # what the rule allows it
+    relative: float  # root mean square of the error over that of the exact values
+
+
+def sampled(length: int) -> list[range]:
+    """The chunks of rows that are compared: the first, the last and some between."""
+    if length <= _WHOLE:
+        return [range(length)]
+    starts = [(length - _ROWS) * i // (_CHUNKS - 1) for i in range(_CHUNKS)]
+    return [range(start, start + _ROWS) for start in starts]
+
+
+def compare(work: Work, given: Given, attend: Attend) -> Measured:
+    """Run a method once and compare."""
+    chunks = sampled(work.queries)
+    grad = _only(given.grad, chunks)
+    got = _results(work, given, attend, grad, chunks)
+    with given.q.device:  # the reference makes what it needs on the default device
+        exact = _plain(work, given, grad, chunks, torch.float64)
+        plain = _plain(work, given, grad, chunks, given.q.dtype)
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
+        work.passes, ("out", "dq", "dk", "dv")
+    )
+    found = [_judge(*each) for each in zip(names, got, plain, exact, strict=True)]
+    wrong = [each.complaint for each in found if each.complaint]
+    worst = max(found, key=lambda each: each.largest / each.allowed if each.allowed else math.inf)
+    relative = max(each.relative for each in found)
+    return worst._replace(complaint="; ".join(wrong), relative=relative)
+
+
+def _only(grad: Tensor, chunks: Sequence[range]) -> Tensor:
+    kept = torch.zeros_like(grad)
+    for rows in chunks:
+        kept[:, :, rows.start : rows.stop] = grad[:, :, rows.start : rows.stop]
+    return kept
+
+
+def cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
+    """Return the rows of some chunks, [B, H, rows, D]."""
+    return torch.cat([x[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
+
+
+def _results(
+    work: Work, given: Given, attend: Attend, grad: Tensor, chunks: Sequence[range]
+) -> list[Tensor]:
+    q, k, v, _ = given
+    out = attend(q, k, v)
+    found = [] if work.passes == "backward" else [cut(out.detach(), chunks)]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, given.leaves, grad)
+        found += [cut(dq, chunks), dk, dv]
+    return found
+
+
+def _plain(
+    work: Work,
+    given: Given,
+    grad: Tensor,
+    chunks: Sequence[range],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    problem, operands = problem_of(work, given)
+    seen = seen_rows(problem, operands, chunks)
+    leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]
+    out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
+    found = [] if work.passes == "backward" else [out.detach()]
+    if work.passes != "forward":
+        dq, dk, dv = torch.autograd.grad(out, leaves, cut(grad, chunks).to(dtype))
+        found += [cut(dq, chunks), dk, dv]
+    return found
+
+
+def _judge(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> Measured:
+    verdict = judge(got, plain, exact)
+    size = exact.square().mean().sqrt().item()
+    error = (got.double() - exact).square().mean().sqrt().item()
+    relative = error / size if size else 0.0
+    return Measured(verdict.fault(name), verdict.error, verdict.allowed, relative)

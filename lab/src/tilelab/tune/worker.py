@@ -24,9 +24,8 @@ from tilelab.cases.table import rows
 from tilelab.common.exactness import judge
 from tilelab.gate.cases import kind_of
 from tilelab.gate.search import ladder
-from tilelab.gpu_check.outcomes import Outcome, block_table, in_pages, refer, references
 from tilelab.gpu_check.record import Row, in_short
-from tilelab.gpu_check.setting import Setting
+from tilelab.gpu_check.setting import Outcome, Setting, block_table, in_pages, refer, references
 from tilelab.gpu_check.worker import main
 from tilewise.inspect import gpu
 from tilewise.inspect.gpu import (

@@ -11,7 +11,7 @@ from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilelab.common import products
+from tilelab.models import layers
 from tilelab.models.bert import BERT, Head, Shape
 from tilelab.study.ask.config import Optimizer
 from tilelab.study.ask.values import names
@@ -120,7 +120,7 @@ def test_adafactor_by_hand_for_one_step() -> None:
 
 
 def test_muon_leaves_the_rest_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "fast_products", lambda _: True)
+    monkeypatch.setattr(layers, "fast_products", lambda _: True)
     ours, theirs = Small(), Small()
     optimizer = built("muon", ours, lr=LR, weight_decay=DECAY, adamw_lr_share=0.5)
     matrices = [theirs.wide.weight, theirs.narrow.weight]
@@ -157,7 +157,7 @@ def test_muon_multiplies_in_float32_where_16_bits_are_slow(
             return func(*args, **(kwargs or {}))
 
     def moved(fast: bool) -> Tensor:
-        monkeypatch.setattr(products, "fast_products", lambda _: fast)
+        monkeypatch.setattr(layers, "fast_products", lambda _: fast)
         model = nn.Linear(shape[1], shape[0], bias=False)
         before = model.weight.detach().clone()
         model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))

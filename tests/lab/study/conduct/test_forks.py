@@ -21,13 +21,12 @@ from tests.lab.study.records_of import experiment_of, known
 from tests.lab.study.train.toys import bits_of, run_of_file
 from tilelab.study.ask.config import Study, change
 from tilelab.study.ask.run import Execution, RunSpec
-from tilelab.study.conduct.forks import Forks, can_be_forked
+from tilelab.study.conduct.forks import Forker, Forks, can_be_forked
 from tilelab.study.conduct.pool import Pool, RunError
 from tilelab.study.conduct.process import Local
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.child import ORPHANED
-from tilelab.study.train.forks import Forker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux alone")
 

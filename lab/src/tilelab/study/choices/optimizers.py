@@ -17,8 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from tilelab.common.products import products
-from tilelab.models.layers import Unembedding
+from tilelab.models.layers import Unembedding, products
 from tilelab.study.ask.values import ADDED, NotNegative, Positive, Share, find, register
 from tilewise.errors import InvalidArgument
 

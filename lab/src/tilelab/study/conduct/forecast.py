@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilelab.common.products import products
+from tilelab.models.layers import products
 from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.run import Execution, RunSpec
 from tilelab.study.conduct.forks import can_be_forked

@@ -314,7 +314,7 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
         f"Kaplan-Meier estimate of the share of runs that have not reached {target}. Strokes: runs "
         "that ended without it (censored; one that diverged at the end of its budget)."
     )
-    left = "; ".join(f"{end.arm} {100 * end.y:.0f} % left" for end in ends)
+    left = "; ".join(f"{end.name} {100 * end.y:.0f} % left" for end in ends)
     return Chart(f"Runs not at {target} yet", finish(figure, name, f"{above}: {left}"), caption)
 
 

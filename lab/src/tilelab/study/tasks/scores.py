@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tilelab.common.products import products
-from tilelab.models.layers import SelfAttention
+from tilelab.models.layers import SelfAttention, products
 from tilelab.study.records.events import LayerSoftmax
 from tilewise import SoftmaxStats
 from tilewise.nn import Attention

@@ -54,35 +54,22 @@ _GCN_TARGET = re.compile(r"^s_c?branch\w*\s+(\.LBB\w+)")
 
 
 class Machine(NamedTuple):
-    """The counts of one kernel.
+    """The counts of one kernel; hot loops are those of ``hot``."""
 
-    Args:
-        registers: of a thread (AMD: vector registers, accumulators among them).
-        spills: accesses of local memory (AMD: vector registers spilled).
-        scratch_bytes: local memory of a thread.
-        instructions: all of them, without padding.
-        matrix: matrix instructions by kind.
-        copies: asynchronous copies to shared memory by kind.
-        warp_products: multiply-adds that the matrix instructions of a warp do, each counted once;
-            None where some do not say their size.
-        loop_spills: accesses of local memory, or of what is spilled, in hot loops (``hot``).
-        narrowest: columns of the narrowest wgmma in hot loops; 0 where there is none.
-        waiting: how many hot loops have no asynchronous copy.
-        hidden, exponentials: in hot loops: under an outstanding wgmma, and all.
-    """
-
-    registers: int
-    spills: int
-    scratch_bytes: int
-    instructions: int
-    matrix: dict[str, int]
-    copies: dict[str, int]
+    registers: int  # of a thread (AMD: vector registers, accumulators among them)
+    spills: int  # accesses of local memory (AMD: vector registers spilled)
+    scratch_bytes: int  # local memory of a thread
+    instructions: int  # all of them, without padding
+    matrix: dict[str, int]  # matrix instructions by kind
+    copies: dict[str, int]  # asynchronous copies to shared memory by kind
+    # Multiply-adds that the matrix instructions of a warp do, each counted once; None where some do
+    # not say their size.
     warp_products: int | None
-    loop_spills: int
-    narrowest: int
-    waiting: int
-    hidden: int = 0
-    exponentials: int = 0
+    loop_spills: int  # accesses of local memory, or of what is spilled, in hot loops
+    narrowest: int  # columns of the narrowest wgmma in hot loops; 0 where there is none
+    waiting: int  # hot loops without an asynchronous copy
+    hidden: int = 0  # exponentials in hot loops under an outstanding wgmma
+    exponentials: int = 0  # all in hot loops
 
 
 def of_cubin(cubin: bytes, tools: Path) -> Machine:
@@ -209,15 +196,10 @@ def _kinds(opcodes: Counter[str], kinds: dict[str, tuple[str, ...]]) -> dict[str
 
 
 class Code(NamedTuple):
-    """Instructions of a kernel, as text, and to which others each may go on.
-
-    Args:
-        lines: the instructions.
-        after: of each the indices of those that may follow it.
-    """
+    """Instructions of a kernel, as text, and to which others each may go on."""
 
     lines: list[str]
-    after: list[list[int]]
+    after: list[list[int]]  # of each the indices of those that may follow it
 
 
 def sass(text: str) -> Code:

@@ -17,27 +17,16 @@ from tilewise.inspect.gpu import FAMILIES, Family, Launch
 
 
 class Case(NamedTuple):
-    """The launches of a pass.
+    """The launches of a pass."""
 
-    Args:
-        name: short, unique.
-        launches: from a chip family ("sm_90", "gfx942") to the launches.
-        sixteen_bit: the products are of types of 16 bits or 8, so matrix instructions are due.
-        without_products: kernels by name that multiply no matrices.
-        key: part of the quick run.
-        families: only for these families; empty for all.
-        columns: of the narrowest wgmma that is not at fault in a loop of a key case.
-        measured: spills that were measured (``MEASURED_SPILLS``) are let off.
-    """
-
-    name: str
-    launches: Callable[[str], Sequence[Launch]]
-    sixteen_bit: bool = True
-    without_products: frozenset[str] = frozenset()
-    key: bool = False
-    families: tuple[str, ...] = ()
-    columns: int = 64
-    measured: bool = True
+    name: str  # short, unique
+    launches: Callable[[str], Sequence[Launch]]  # of a chip family ("sm_90", "gfx942")
+    sixteen_bit: bool = True  # products are of 16 bits or 8, so matrix instructions are due
+    without_products: frozenset[str] = frozenset()  # kernels by name that multiply no matrices
+    key: bool = False  # part of the quick run
+    families: tuple[str, ...] = ()  # only for these families; empty for all
+    columns: int = 64  # of the narrowest wgmma that is not at fault in a loop of a key case
+    measured: bool = True  # spills that were measured (``MEASURED_SPILLS``) are let off
 
 
 def cases_of(module: str) -> dict[str, Case]:
@@ -48,42 +37,31 @@ def cases_of(module: str) -> dict[str, Case]:
 class Record(NamedTuple):
     """One kernel of one case on one chip; its fields are those of the JSON.
 
-    Args:
-        target: the chip's name.
-        case: the case's name.
-        kernel: the kernel's name, with a number where a case launches it more than once.
-        tile: block sizes by name.
-        warps, stages: as compiled.
-        registers, spills, scratch_bytes, instructions, matrix, copies: see ``machine.Machine``.
-        shared_bytes: shared memory of one program.
-        issued: multiply-adds by matrix instructions over those that the products need; 0 where
-            instructions do not say how many they do: one thread issues those of tcgen05 for all.
-        loop_spills, narrowest, waiting, hidden, exponentials: see ``machine.Machine``.
-        buffers: of the tiles that are copied in a loop, the fewest; 0 for none.
-        seconds: that Triton took, the disassembly not counted.
-        error: why there is nothing of this; empty where it compiled.
+    ``machine.Machine`` explains the fields that are its own too.
     """
 
-    target: str
-    case: str
-    kernel: str
-    tile: dict[str, int]
-    warps: int
+    target: str  # the chip's name
+    case: str  # the case's name
+    kernel: str  # the kernel's name, with a number where a case launches it more than once
+    tile: dict[str, int]  # block sizes by name
+    warps: int  # these two: as compiled
     stages: int
     registers: int = 0
     spills: int = 0
     scratch_bytes: int = 0
-    shared_bytes: int = 0
+    shared_bytes: int = 0  # shared memory of one program
     instructions: int = 0
     matrix: dict[str, int] = {}  # noqa: RUF012  never changed
     copies: dict[str, int] = {}  # noqa: RUF012  never changed
-    seconds: float = 0.0
-    error: str = ""
+    seconds: float = 0.0  # that Triton took, the disassembly not counted
+    error: str = ""  # why there is nothing of this; empty where it compiled
+    # Multiply-adds by matrix instructions over those that the products need; 0 where instructions
+    # do not say how many they do: one thread issues those of tcgen05 for all.
     issued: float = 0.0
     loop_spills: int = 0
     narrowest: int = 0
     waiting: int = 0
-    buffers: int = 0
+    buffers: int = 0  # of the tiles that are copied in a loop, the fewest; 0 for none
     hidden: int = 0
     exponentials: int = 0
 
@@ -106,17 +84,11 @@ _WHY_NOT = {
 
 
 class Target(NamedTuple):
-    """One chip family.
+    """One chip family."""
 
-    Args:
-        name: as the makers' compilers say it.
-        family: its row in ``config.FAMILIES``.
-        why_not: why Triton has no good code for it; empty where it has.
-    """
-
-    name: str
-    family: Family
-    why_not: str = ""
+    name: str  # as the makers' compilers say it
+    family: Family  # its row in ``config.FAMILIES``
+    why_not: str = ""  # why Triton has no good code for it; empty where it has
 
     @property
     def arch(self) -> int | str:
@@ -184,16 +156,11 @@ FOLDER = Path(__file__).resolve().parent / "baselines"
 
 
 class Entry(NamedTuple):
-    """The stored numbers of one kernel.
-
-    Args:
-        registers, instructions: see ``machine.Machine``.
-        choice: its tile in words.
-    """
+    """The stored numbers of one kernel, as ``machine.Machine`` explains them."""
 
     registers: int
     instructions: int
-    choice: str
+    choice: str  # its tile in words
 
 
 Baseline = dict[str, dict[str, Entry]]

@@ -42,15 +42,6 @@ EPS = 1e-12
 class Shape:
     """The numbers of a BERT.
 
-    Args:
-        layers, heads, width: of the transformer; ``heads`` divides ``width``.
-        feed_forward: channels inside the perceptron; None for four times the width.
-        context: the most positions.
-        vocabulary: token ids.
-        kinds: token types.
-        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode; the
-            last one is also that of a head of classes.
-
     Raises:
         InvalidArgument: a number that is not positive, or ``heads`` that do not divide ``width``.
     """
@@ -58,13 +49,13 @@ class Shape:
     layers: int
     heads: int
     width: int
-    feed_forward: int | None = None
-    context: int = 512
-    vocabulary: int = 30522
-    kinds: int = 2
-    embedding_dropout: float = 0.0
+    feed_forward: int | None = None  # channels inside the perceptron; None for four times the width
+    context: int = 512  # the most positions
+    vocabulary: int = 30522  # token ids
+    kinds: int = 2  # token types
+    embedding_dropout: float = 0.0  # these three: probabilities in training mode
     attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
+    residual_dropout: float = 0.0  # also of a head of classes
 
     def __post_init__(self) -> None:
         check_shape(self, "feed_forward", "context", "vocabulary", "kinds")

@@ -40,20 +40,6 @@ _POSITIONS, _NORMS = ("learned", "rotary", "none"), ("layer", "rms")
 class Shape:
     """The numbers of a GPT-2.
 
-    Args:
-        layers, heads, width: of the transformer; ``heads`` divides ``width``.
-        context: the most positions.
-        vocabulary: token ids.
-        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
-        kv_heads: key/value heads, a divisor of ``heads``; None for as many.
-        positions: ``"learned"`` (a table that is added to the tokens), ``"rotary"`` (queries and
-            keys are turned, see ``tilewise.nn.rotary``) or ``"none"``.
-        norm: ``"layer"`` (LayerNorm) or ``"rms"`` (RMSNorm: neither mean nor bias).
-        qk_norm: normalise queries and keys, see ``tilewise.nn.Attention``.
-        tied: whether the head is the token embedding, or a matrix of its own.
-        bias: whether the products of layers have biases; those of LayerNorm belong to ``norm``.
-        std: the standard deviation of the first weights.
-
     Raises:
         InvalidArgument: a number that is not positive, or numbers that do not fit together.
 
@@ -62,20 +48,21 @@ class Shape:
     """
 
     layers: int
-    heads: int
+    heads: int  # a divisor of ``width``
     width: int
-    context: int = 1024
-    vocabulary: int = 50257
-    embedding_dropout: float = 0.0
+    context: int = 1024  # the most positions
+    vocabulary: int = 50257  # token ids
+    embedding_dropout: float = 0.0  # these three: probabilities in training mode
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
-    kv_heads: int | None = None
+    kv_heads: int | None = None  # key/value heads, a divisor of ``heads``; None for as many
+    # A table added to the tokens, or queries and keys that are turned (``tilewise.nn.rotary``).
     positions: Literal["learned", "rotary", "none"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"
-    qk_norm: bool = False
-    tied: bool = True
-    bias: bool = True
-    std: float = STD
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm, or RMSNorm: neither mean nor bias
+    qk_norm: bool = False  # normalise queries and keys, see ``tilewise.nn.Attention``
+    tied: bool = True  # whether the head is the token embedding, or a matrix of its own
+    bias: bool = True  # of the products of layers; those of LayerNorm belong to ``norm``
+    std: float = STD  # the standard deviation of the first weights
 
     def __post_init__(self) -> None:
         check_shape(self, "context", "vocabulary")

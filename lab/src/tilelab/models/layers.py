@@ -105,21 +105,13 @@ class Layer(nn.Module):
 
 
 class Packed(NamedTuple):
-    """Sequences of different lengths, one after the other.
+    """Sequences of different lengths, one after the other."""
 
-    Args:
-        tokens: int64 [T].
-        kinds: token types, int64 [T].
-        places: the position of each token in its sequence, int64 [T].
-        borders: int32 [B + 1]: sequence i has the tokens borders[i] to borders[i + 1].
-        longest: tokens of the longest sequence.
-    """
-
-    tokens: Tensor
-    kinds: Tensor
-    places: Tensor
-    borders: Tensor
-    longest: int
+    tokens: Tensor  # int64 [T]
+    kinds: Tensor  # token types, int64 [T]
+    places: Tensor  # the position of each token in its sequence, int64 [T]
+    borders: Tensor  # int32 [B + 1]: sequence i has the tokens borders[i] to borders[i + 1]
+    longest: int  # tokens of the longest sequence
 
     def to(self, device: torch.device) -> Packed:
         """Return the same on a device."""

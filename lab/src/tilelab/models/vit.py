@@ -41,30 +41,20 @@ Pooling = Literal["first", "mean"]
 class Shape:
     """The numbers of a ViT.
 
-    Args:
-        layers, heads, width: of the transformer; ``heads`` divides ``width``.
-        image: pixels of a side of the images, which are squares.
-        patch: pixels of a side of a patch, a divisor of ``image``.
-        channels: numbers of a pixel: 1 of gray, 3 of colour.
-        classes: of the head.
-        feed_forward: channels inside the perceptron; None for four times the width.
-        pooling: what the head sees: ``"first"``, a class token, or ``"mean"`` of all patches.
-        embedding_dropout, attention_dropout, residual_dropout: probabilities in training mode.
-
     Raises:
         InvalidArgument: a number that is not positive, or one that does not divide the other.
     """
 
     layers: int
-    heads: int
+    heads: int  # a divisor of ``width``
     width: int
-    image: int = 224
-    patch: int = 16
-    channels: int = 3
-    classes: int = 1000
-    feed_forward: int | None = None
-    pooling: Pooling = "first"
-    embedding_dropout: float = 0.0
+    image: int = 224  # pixels of a side of the images, which are squares
+    patch: int = 16  # pixels of a side of a patch, a divisor of ``image``
+    channels: int = 3  # numbers of a pixel: 1 of gray, 3 of colour
+    classes: int = 1000  # of the head
+    feed_forward: int | None = None  # channels inside the perceptron; None for four times the width
+    pooling: Pooling = "first"  # the head sees a class token, or the ``"mean"`` of all patches
+    embedding_dropout: float = 0.0  # these three: probabilities in training mode
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
 

@@ -56,25 +56,16 @@ def beats(new: Spread, table: Spread) -> bool:
 
 
 class Finding(NamedTuple):
-    """The result of a job.
-
-    Args:
-        job: which.
-        table: the table's blocks.
-        timing: seconds of these; None where nothing was timed.
-        best: the fastest others that are exact, and how fast; None where there are none.
-        kept: whether they are faster by more than the noise.
-        dropped: candidates that were not timed, and why.
-        failure: why nothing was timed; "" if it was.
-    """
+    """The result of a job."""
 
     job: Job
-    table: Blocks
-    timing: Spread | None = None
+    table: Blocks  # the table's
+    timing: Spread | None = None  # seconds of these; None where nothing was timed
+    # The fastest others that are exact, and how fast; None where there are none.
     best: tuple[Blocks, Spread] | None = None
-    kept: bool = False
-    dropped: tuple[tuple[Blocks, str], ...] = ()
-    failure: str = ""
+    kept: bool = False  # whether they are faster by more than the noise
+    dropped: tuple[tuple[Blocks, str], ...] = ()  # candidates that were not timed, and why
+    failure: str = ""  # why nothing was timed; "" if it was
 
     @property
     def entry(self) -> Entry | None:

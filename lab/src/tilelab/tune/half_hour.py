@@ -46,17 +46,11 @@ _TUNED = (*_PASSES, *_DTYPES, *_WIDTHS, "--kinds", "plain")
 
 
 class Part(NamedTuple):
-    """One command.
+    """One command."""
 
-    Args:
-        minutes: it takes at most.
-        steps: of the GPU check, in their order.
-        tune: minutes of these in which blocks are measured, after the steps.
-    """
-
-    minutes: float
-    steps: tuple[str, ...]
-    tune: float = 0.0
+    minutes: float  # it takes at most
+    steps: tuple[str, ...]  # of the GPU check, in their order
+    tune: float = 0.0  # minutes of these in which blocks are measured, after the steps
 
 
 PARTS = {

@@ -125,7 +125,7 @@ def test_an_epoch_sees_every_example_once(tmp_path: Path) -> None:
     batches = config.learning.batches(config, data, seed=3)
     seen = []
     for step in range(3):  # 3 steps of 2 x 4 are the 24 examples
-        for batch in batches.at(step):
+        for batch in batches(step):
             (packed,) = batch.inputs
             assert batch.counted == len(batch.targets) == 4
             assert batch.tokens == len(packed.tokens) == packed.borders[-1]
@@ -139,11 +139,11 @@ def test_an_epoch_sees_every_example_once(tmp_path: Path) -> None:
     ]
     assert sorted(seen) == sorted(whole)
     assert seen != whole
-    again = config.learning.batches(config, data, seed=3).at(1)[0]
-    assert torch.equal(again.inputs[0].tokens, batches.at(1)[0].inputs[0].tokens)
+    again = config.learning.batches(config, data, seed=3)(1)[0]
+    assert torch.equal(again.inputs[0].tokens, batches(1)[0].inputs[0].tokens)
     cut = change(config, {"training.batch": 8, "training.accumulation": 1})
-    one = cut.learning.batches(cut, data, seed=3).at(1)[0].inputs[0].tokens
-    two = torch.cat([each.inputs[0].tokens for each in batches.at(1)])
+    one = cut.learning.batches(cut, data, seed=3)(1)[0].inputs[0].tokens
+    two = torch.cat([each.inputs[0].tokens for each in batches(1)])
     assert torch.equal(one, two)
 
 

@@ -84,7 +84,7 @@ def test_batches_are_images_and_their_labels(tmp_path: Path) -> None:
     config = config_of(folder_of(tmp_path), training__accumulation=1)
     data = config.learning.prepare(config, tmp_path)
     batches = config.learning.batches(config, data, 3)
-    epoch = [batches.at(step)[0] for step in range(10)]
+    epoch = [batches(step)[0] for step in range(10)]
     seen = np.concatenate([batch.inputs[0][:, 0].numpy() for batch in epoch])
     labels = np.concatenate([batch.targets.numpy() for batch in epoch])
     assert sorted(labels) == sorted(data.train.labels)
@@ -95,7 +95,7 @@ def test_batches_are_images_and_their_labels(tmp_path: Path) -> None:
         for image, label in zip(data.train.pixels[:, 0], data.train.labels, strict=True)
     }
     assert {(a.tobytes(), int(b)) for a, b in zip(pixels, labels, strict=True)} == wanted
-    again = config.learning.batches(config, data, 3).at(7)[0]
+    again = config.learning.batches(config, data, 3)(7)[0]
     assert torch.equal(again.inputs[0], epoch[7].inputs[0])
 
 
@@ -123,7 +123,7 @@ def test_a_file_is_split_the_same_way_always(tmp_path: Path) -> None:
     stored = {each.transpose(2, 0, 1).tobytes() for each in made["images"]}
     assert {each.tobytes() for each in data.train.pixels} < stored
     model = config.learning.model(config, data, 0, CPU)
-    assert model(config.learning.batches(config, data, 0).at(0)[0].inputs[0]).shape == (4, 3)
+    assert model(config.learning.batches(config, data, 0)(0)[0].inputs[0]).shape == (4, 3)
 
 
 def test_odd_files_are_refused(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_every_variant_is_the_same_in_every_implementation(
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(5)
-        (batch,) = config.learning.batches(config, data, 0).at(0)[:1]
+        (batch,) = config.learning.batches(config, data, 0)(0)[:1]
         found[implementation] = model(batch.inputs[0].double())
     first, *others = found.values()
     for other in others:

@@ -316,7 +316,7 @@ def test_sparse_patterns_of_packed_sequences(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             for weight in trainer.model.parameters():
                 weight.mul_(20.0)  # so that it matters who is seen
-        (batch,) = asked.learning.batches(asked, data, 0).at(0)
+        (batch,) = asked.learning.batches(asked, data, 0)(0)
         loss, _ = asked.learning.losses(trainer.model(*batch.inputs), batch.targets, asked.training)
         loss.backward()
         losses[implementation] = loss.item()

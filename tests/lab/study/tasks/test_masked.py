@@ -70,7 +70,7 @@ def test_windows_stand_between_their_special_tokens(tmp_path: Path, pieces: Word
     config = masked_config(tmp_path)
     data = config.learning.prepare(config, tmp_path)
     batches = config.learning.batches(config, data, seed=1)
-    (packed, wanted), targets = batches.at(0)[0].inputs, batches.at(0)[0].targets
+    (packed, wanted), targets = batches(0)[0].inputs, batches(0)[0].targets
     rows = packed.tokens.view(4, 24)
     assert set(rows[:, 0].tolist()) == {pieces.first}
     assert set(rows[:, -1].tolist()) == {pieces.border}
@@ -85,7 +85,7 @@ def test_windows_stand_between_their_special_tokens(tmp_path: Path, pieces: Word
     first = next(at for at in range(1, 20) if not {at, at + 1, at + 2} & hidden)
     run = packed.tokens[first : first + 3].tolist()
     assert any(text[at : at + 3] == run for at in range(len(text)))
-    assert not torch.equal(packed.tokens, batches.at(1)[0].inputs[0].tokens)
+    assert not torch.equal(packed.tokens, batches(1)[0].inputs[0].tokens)
 
 
 def test_it_learns(tmp_path: Path) -> None:

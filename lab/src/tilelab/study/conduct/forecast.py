@@ -184,7 +184,7 @@ def _sequence_s(config: RunConfig, data: Prepared, layers: int, device: torch.de
     cut = change(config, {"model.layers": layers, **small})
     model = task.model(cut, data, 0, device)
     forward = task.learner(model, cut.training)
-    last = task.batches(cut, data, 0).at(cut.steps - 1)  # rows may grow
+    last = task.batches(cut, data, 0)(cut.steps - 1)  # rows may grow
     (batch,) = (each.to(device) for each in last)
     dtype = dtype_of(config.training.precision)
     narrow = dtype if dtype != torch.float32 else None

@@ -100,9 +100,13 @@ def target_charts(
     if not known:
         return []
     said = f"{known[0][2].target:g} {METRICS[verdict.metric].unit}"
-    tokens = [(arm, at, each.tokens) for arm, at, each in known if each.tokens]
-    spent = [(arm, at, each.cpu_s if by_processor else each.wall_s) for arm, at, each in known]
-    time = [each for each in spent if each[2]]
+    tokens = [(arm, at, each.tokens, each.median_tokens) for arm, at, each in known]
+    time = [
+        (arm, at, each.cpu_s, each.median_cpu_s)
+        if by_processor
+        else (arm, at, each.wall_s, each.median_wall_s)
+        for arm, at, each in known
+    ]
     clock = "processor seconds of training" if by_processor else "seconds of training"
     name = f"{slug}-target"
     return [
@@ -118,7 +122,7 @@ def _short(amount: float) -> str:
 
 def _taken_chart(
     kind: str,
-    arms: Sequence[tuple[str, int, Sequence[float | None]]],
+    every: Sequence[tuple[str, int, Sequence[float | None], float | None]],
     target: str,
     what: str,
     show: Callable[[float], str],
@@ -126,33 +130,30 @@ def _taken_chart(
 ) -> Chart | None:
     """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot.
 
-    An arm has its name, its place, and what each seed took; None for a miss.
+    An arm has its name, its place, what each seed took (None for a miss), and their median.
     """
-    numbers = [number for _, _, taken in arms for number in taken if number is not None]
+    arms = [each for each in every if each[2]]
+    numbers = [number for _, _, taken, _ in arms for number in taken if number is not None]
     if not numbers:
         return None
-    right = 118 if any(None in taken for _, _, taken in arms) else 84  # room for "3 of 5"
-    figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], right)
+    right = 118 if any(None in taken for _, _, taken, _ in arms) else 84  # room for "3 of 5"
+    figure, axes = _rows([arm for arm, *_ in arms], [at for _, at, *_ in arms], right)
     axes.set_xlim(0, max(numbers) * 1.04)
     labels = []
-    for row, (arm, at, taken) in enumerate(arms):
+    for row, (arm, at, taken, middle) in enumerate(arms):
         colour = arm_colour(at)
         reached = sorted(number for number in taken if number is not None)
-        missed = len(taken) - len(reached)
-        half = missed * 2 >= len(taken)
-        ranked = [*reached, *[math.inf] * missed]
-        middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
-        if not half:
+        if middle is not None:
             axes.plot([0, middle], [row, row], color=colour, linewidth=2.4, alpha=0.35, zorder=2)
             axes.plot(
                 [middle] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2.6, clip_on=False
             )
         rows = [row] * len(reached)
         marks(axes, reached, rows, at, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
-        label = "not reached" if half else show(middle)
-        if missed and not half:
+        label = "not reached" if middle is None else show(middle)
+        if len(reached) < len(taken) and middle is not None:
             label += f", {len(reached)} of {len(taken)}"
-        beside(axes, (axes.get_xlim()[1], row), label, 9, SOFT if half else INK)
+        beside(axes, (axes.get_xlim()[1], row), label, 9, SOFT if middle is None else INK)
         labels.append(f"{arm}: {label}")
     axes.set_xlabel(what, color=SOFT, labelpad=7)
     caption = (

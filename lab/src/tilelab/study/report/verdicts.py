@@ -6,6 +6,8 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
+from matplotlib.ticker import MaxNLocator
+
 from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
@@ -65,13 +67,13 @@ def forest_of(experiment: ExperimentVerdict) -> Forest | None:
     if all(arm.effect is None for arm in experiment.arms):
         return None
     low, high = _domain(experiment)
-    step = _round_step((high - low) / 4.6)
-    first = -int(-low // step) * step
-    digits = max(words.digits_for(step) - 2, 0)
-    ticks, at = [], first
-    while at <= high + 1e-12:
-        ticks.append((_percent(at, low, high), words.signed(at, digits)))
-        at += step
+    round_ones = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)
+    digits = max(words.digits_for(round_ones[1] - round_ones[0]) - 2, 0)
+    ticks = [
+        (_percent(at, low, high), words.signed(at, digits))
+        for at in map(float, round_ones)
+        if low <= at <= high
+    ]
     smallest = experiment.smallest_effect
     return Forest(
         _percent(0, low, high),
@@ -97,15 +99,6 @@ def _domain(experiment: ExperimentVerdict) -> tuple[float, float]:
     high = min(max(1.6 * smallest, *(high for _, high in reach)), limit)
     margin = 0.05 * (high - low)
     return low - margin, high + margin
-
-
-def _round_step(least: float) -> float:
-    power = 10.0
-    while power > least:
-        power /= 10
-    while power * 10 <= least:
-        power *= 10
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
 
 
 def _percent(value: float, low: float, high: float) -> float:

@@ -56,7 +56,7 @@ from tilelab.study.tasks.examples import (
     unpacked_bytes,
 )
 from tilelab.study.tasks.families import bert_of
-from tilelab.study.tasks.task import AbstractTask, Batch, DataBytes, Examination, Held
+from tilelab.study.tasks.task import AbstractTask, Batch, Batches, DataBytes, Examination, Held
 from tilewise.errors import InvalidArgument
 
 _TUNING_SEED = 1  # the same split in every study: it belongs to the data, not to a run
@@ -78,19 +78,6 @@ class Output(NamedTuple):
         """The most likely class of each example, the first of equal ones."""
         found: NDArray[np.int64] = self.logits.argmax(axis=-1)
         return found
-
-
-class _Batches:
-    def __init__(self, task: Classification, config: RunConfig, data: Any, seed: int) -> None:
-        training = config.training
-        self._task, self._config, self._data = task, config, data
-        self._samples = Samples(len(data.train), training.batch, training.accumulation, seed)
-
-    def at(self, step: int) -> list[Batch]:
-        return [
-            self._task.batch(self._config, self._data, self._data.train, [at for _, at in part])
-            for part in self._samples.at(step)
-        ]
 
 
 class _Examination(Examination):
@@ -250,7 +237,7 @@ class Classification(AbstractTask):
         kept, most = _A_BYTE.get(config.data.tokenizer, _A_BYTE["wordpiece"])
         return DataBytes(int(kept * size), int(most * size))
 
-    def batches(self, config: RunConfig, data: Any, seed: int) -> _Batches:
+    def batches(self, config: RunConfig, data: Any, seed: int) -> Batches:
         """Full batches of examples, an epoch after the other.
 
         Raises:
@@ -261,7 +248,11 @@ class Classification(AbstractTask):
             required = f"{self.epoch(config):,}, of which an epoch is"
             fix = f"Set task.train_examples={len(data.train)}, or budget.steps."
             raise InvalidArgument("budget.epochs", came, required, fix)
-        return _Batches(self, config, data, seed)
+        training, train = config.training, data.train
+        samples = Samples(len(train), training.batch, training.accumulation, seed)
+        return lambda step: [
+            self.batch(config, data, train, [at for _, at in part]) for part in samples.at(step)
+        ]
 
     def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
         """Return some examples of a part of the data."""

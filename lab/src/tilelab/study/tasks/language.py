@@ -45,7 +45,15 @@ from tilelab.study.data.tokens import Tokens, prepare
 from tilelab.study.records.events import Sample
 from tilelab.study.tasks.families import bert_of, gpt2_of
 from tilelab.study.tasks.scores import evaluating, look
-from tilelab.study.tasks.task import NO_TARGET, AbstractTask, Batch, Examination, Held, dtype_of
+from tilelab.study.tasks.task import (
+    NO_TARGET,
+    AbstractTask,
+    Batch,
+    Batches,
+    Examination,
+    Held,
+    dtype_of,
+)
 from tilewise.errors import InvalidArgument
 
 
@@ -100,19 +108,6 @@ def chunked_losses(
 _LOGITS_BYTES = 1 << 28  # the most that the logits of one forward pass may take, in float32
 _MOST_ROWS = 8
 _WATCHED_ROWS = 8
-
-
-class _Batches:
-    """Rows of the training text: ``data/order.py``."""
-
-    def __init__(self, config: RunConfig, data: Tokens, seed: int) -> None:
-        self._rows = order.RunRows(config, data, seed)
-
-    def at(self, step: int) -> list[Batch]:
-        return [
-            Batch(each.model_inputs, each.targets, each.learnt, each.learnt)
-            for each in self._rows.at(step)
-        ]
 
 
 class _Examination(Examination):
@@ -182,9 +177,13 @@ class LanguageModelling(AbstractTask):
         """Return the tokens of the text."""
         return prepare(config.data, cache)
 
-    def batches(self, config: RunConfig, data: Tokens, seed: int) -> _Batches:
-        """Windows of the training text."""
-        return _Batches(config, data, seed)
+    def batches(self, config: RunConfig, data: Tokens, seed: int) -> Batches:
+        """Rows of the training text: ``data/order.py``."""
+        rows = order.RunRows(config, data, seed)
+        return lambda step: [
+            Batch(each.model_inputs, each.targets, each.learnt, each.learnt)
+            for each in rows.at(step)
+        ]
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> GPT2:
         """Return a GPT-2; the head is part of it."""
@@ -382,26 +381,6 @@ def _packed(masked: Masked, pieces: WordPiece) -> tuple[Packed, Tensor, Tensor]:
     return pack(rows), torch.from_numpy(wanted), torch.from_numpy(masked.targets)
 
 
-class _MaskedBatches:
-    def __init__(
-        self, config: RunConfig, data: Tokens, seed: int, probability: float, pieces: WordPiece
-    ) -> None:
-        training = config.training
-        window = config.model.context - _SPECIAL
-        self._windows = order.Stream(data, window, training.batch, training.accumulation, seed)
-        self._seed, self._probability, self._pieces = seed, probability, pieces
-        self._accumulation = training.accumulation
-
-    def at(self, step: int) -> list[Batch]:
-        found = []
-        for part, rows in enumerate(self._windows.at(step)):
-            index = step * self._accumulation + part
-            masked = mask(rows.tokens.numpy(), self._pieces, self._probability, self._seed, index)
-            packed, wanted, targets = _packed(masked, self._pieces)
-            found.append(Batch((packed, wanted), targets, len(targets), len(packed.tokens)))
-        return found
-
-
 class _MaskedExamination(Examination):
     """Windows of the held-out text, with the same tokens hidden in every run."""
 
@@ -471,9 +450,22 @@ class MaskedLanguageModelling(AbstractTask):
         """Return the tokens of the text."""
         return prepare(config.data, cache)
 
-    def batches(self, config: RunConfig, data: Tokens, seed: int) -> _MaskedBatches:
+    def batches(self, config: RunConfig, data: Tokens, seed: int) -> Batches:
         """Masked windows of the training text."""
-        return _MaskedBatches(config, data, seed, self.probability, wordpiece(data_folder()))
+        training, pieces = config.training, wordpiece(data_folder())
+        window, accumulation = config.model.context - _SPECIAL, training.accumulation
+        windows = order.Stream(data, window, training.batch, accumulation, seed)
+
+        def at(step: int) -> list[Batch]:
+            found = []
+            for part, rows in enumerate(windows.at(step)):
+                index = step * accumulation + part
+                masked = mask(rows.tokens.numpy(), pieces, self.probability, seed, index)
+                packed, wanted, targets = _packed(masked, pieces)
+                found.append(Batch((packed, wanted), targets, len(targets), len(packed.tokens)))
+            return found
+
+        return at
 
     def model(self, config: RunConfig, data: Tokens, seed: int, device: torch.device) -> BERT:
         """Return a BERT with a head of tokens, tied to their embedding."""

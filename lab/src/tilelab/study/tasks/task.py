@@ -26,7 +26,7 @@ config's task cannot be set wrongly.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,11 +79,8 @@ class Batch(NamedTuple):
         return self._replace(inputs=inputs, targets=self.targets.to(device))
 
 
-class Batches(Protocol):
-    """The training batches of a run, at random access."""
-
-    def at(self, step: int) -> Sequence[Batch]:
-        """Return the micro-batches of an optimizer step (0: the first), equal in every process."""
+# Of an optimizer step (0: the first) its micro-batches, equal in every process.
+Batches = Callable[[int], Sequence[Batch]]
 
 
 class Held(NamedTuple):
@@ -238,7 +235,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def batches(self, config: RunConfig, data: Any, seed: int) -> Batches:
-        """Return the training batches."""
+        """Return the training batches, at random access."""
 
     @abstractmethod
     def model(self, config: RunConfig, data: Any, seed: int, device: torch.device) -> nn.Module:

@@ -168,7 +168,7 @@ def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
     training = config.training.model_copy(update={"batch": 1, "accumulation": 1})
     cut = config.model_copy(update={"model": small, "training": training})
     model = task.model(cut, data, 0, device)
-    (batch,) = task.batches(cut, data, 0).at(0)
+    (batch,) = task.batches(cut, data, 0)(0)
     model(*batch.to(device).inputs).sum().backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()
 

@@ -123,7 +123,7 @@ class Trainer:
         wall, cpu = time.perf_counter(), time.process_time()
         factor = schedules.factor(self.config.schedule, self.done, self.config.steps)
         optimizers.set_lr(self.optimizer, factor)
-        batches = self._batches.at(self.done)
+        batches = self._batches(self.done)
         with self._products():
             loss = self._gradients(batches)
         norm = self._update(loss)
@@ -200,7 +200,7 @@ class Trainer:
             storage_bytes(each for each in kept if isinstance(each, Tensor)),
         )
         self.optimizer.zero_grad(set_to_none=True)
-        batch = self._batches.at(self.config.steps - 1)[0]  # rows may grow
+        batch = self._batches(self.config.steps - 1)[0]  # rows may grow
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             _, activations = saved_bytes(lambda: self._losses(self._forward, batch)[0], weights)

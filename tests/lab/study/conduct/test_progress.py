@@ -20,7 +20,6 @@ from tilelab.study.conduct import progress as progresses
 from tilelab.study.conduct.progress import Board, LineProgress, LiveProgress, makespan, showing
 from tilelab.study.plan import Agenda, planned
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.clocks import speeds_of
 from tilelab.study.verdict.judge import judge
 
 STEP = {"event": "step", "loss": 2.5, "wall_s": 2.0, "warmup": False}
@@ -245,8 +244,7 @@ def verdicts_of(study: Study, records: Mapping[str, RunRecord]) -> str:
     """What the terminal says of them."""
     verdict = judge(study, records)
     to = Console(width=100, file=io.StringIO(), record=True)
-    speeds = {each.experiment: speeds_of(each, records.values()) for each in verdict.experiments}
-    to.print(progress.verdicts(verdict, speeds))
+    to.print(progress.verdicts(verdict))
     return to.export_text()
 
 

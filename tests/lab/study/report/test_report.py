@@ -27,7 +27,6 @@ from tilelab.study import report
 from tilelab.study.ask.config import Arm, Sequential, Study, Sweep
 from tilelab.study.records.events import Sample, Step
 from tilelab.study.report import gather, write
-from tilelab.study.verdict.clocks import speeds_of
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 
@@ -248,15 +247,14 @@ def test_load_that_moved_the_wall_clock_is_not_taken_for_a_slower_arm(tmp_path: 
     assert f"2.40{TIMES} faster, equal losses" in reader.text  # its verdict
     assert f"Faster with equal losses: tilewise (2.40{TIMES})." in reader.text
     assert "Of sdpa by processor time alone" in reader.text
-    verdict = judge(study, records).experiments[0]
-    speeds = speeds_of(verdict, records.values())
+    speeds = {each.arm: each.speed for each in judge(study, records).experiments[0].arms}
     assert [speeds[arm].by for arm in ("sdpa", "tilewise")] == ["processor", "wall"]
     assert known(speeds["sdpa"].ratio).value == pytest.approx(1.0)
     # With several threads the wall clock speaks, but not where seeds are too far apart.
     for each in records.values():
         environment = {**each.start.environment, "threads": 2}
         each.starts = [replace(each.start, environment=environment)]
-    speeds = speeds_of(verdict, records.values())
+    speeds = {each.arm: each.speed for each in judge(study, records).experiments[0].arms}
     assert (speeds["sdpa"].by, speeds["sdpa"].ratio) == ("wall", None)
     assert "wider than" in speeds["sdpa"].why
 

@@ -429,7 +429,7 @@ def _report(folder: Path, console: Console) -> bool:
         return False
     store.write_index(folder, evidence.records)
     page, text = report.write(evidence)
-    console.print(progress.verdicts(evidence.verdict, report.all_speeds(evidence)))
+    console.print(progress.verdicts(evidence.verdict))
     say(console, f"Report: {page}\n        {text}")
     arms = [arm for experiment in evidence.verdict.experiments for arm in experiment.arms]
     return any(arm.changed_what_is_learnt for arm in arms)

@@ -25,12 +25,7 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.plan import Agenda, Watcher
 from tilelab.study.records.events import RunRecord
-from tilelab.study.verdict.clocks import Speed, Speeds
-from tilelab.study.verdict.result import (
-    ArmMeasures,
-    ExperimentVerdict,
-    StudyVerdict,
-)
+from tilelab.study.verdict.result import ArmVerdict, ExperimentVerdict, StudyVerdict
 from tilelab.study.verdict.sweeps import expected_trials, known_trials
 from tilelab.study.verdict.text import count
 from tilewise.commands import visible
@@ -437,26 +432,24 @@ def start(
     return f"{what} to do, {how}. {duration}Ctrl-C stops; the same command goes on."
 
 
-def verdicts(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> RenderableType:
-    """Return every arm's verdict, a table an experiment; ``speeds`` as the report shows them."""
+def verdicts(verdict: StudyVerdict) -> RenderableType:
+    """Return every arm's verdict, a table an experiment."""
     parts: list[RenderableType] = []
     for experiment in verdict.experiments:
         title = f"\n{experiment.experiment}: {experiment.question}"
         parts.append(Text(title, style="bold"))
-        parts.append(_arm_rows(experiment, speeds[experiment.experiment]))
+        parts.append(_arm_rows(experiment))
         lines = [sweep.words for sweep in experiment.sweeps]
         lines += [experiment.follows] if experiment.follows else []
         parts += [Text(f"  {line}") for line in (*lines, *experiment.notes)]
     return Group(*parts, "")
 
 
-def _arm_rows(experiment: ExperimentVerdict, speeds: Speeds) -> Table:
+def _arm_rows(experiment: ExperimentVerdict) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for arm in experiment.arms:
         said = (*(flag.words for flag in arm.kernel_flags), arm.speed_withheld, *arm.notes)
-        reason = " ".join(
-            (arm.reason, *_ratios(arm.measures, speeds[arm.arm]), *filter(None, said))
-        )
+        reason = " ".join((arm.reason, *_ratios(arm), *filter(None, said)))
         said_label = f"{arm.label}, not learnt" if arm.neither_learnt else arm.label
         if arm.flagged is not None:
             said_label = "flagged" if arm.flagged else "not seen"
@@ -472,8 +465,9 @@ def _arm_rows(experiment: ExperimentVerdict, speeds: Speeds) -> Table:
     return table
 
 
-def _ratios(measures: ArmMeasures, speed: Speed) -> list[str]:
+def _ratios(arm: ArmVerdict) -> list[str]:
     """Return how much faster and larger than the baseline, e.g. ``Speed x2.41 [x2.30, x2.52].``."""
+    speed, measures = arm.speed, arm.measures
     found = {
         "speed": speed.ratio,
         "peak memory": measures.memory_ratio,

@@ -61,7 +61,6 @@ from tilelab.study.report.tables import (
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import answer, baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.clocks import Speeds, moved, speeds_of
 from tilelab.study.verdict.detect import detected_words
 from tilelab.study.verdict.judge import unfolded
 from tilelab.study.verdict.measures import learnt
@@ -69,7 +68,7 @@ from tilelab.study.verdict.result import StudyVerdict
 from tilelab.study.verdict.stages import Stage
 from tilewise.commands import visible
 
-__all__ = ["Evidence", "all_speeds", "gather", "write"]
+__all__ = ["Evidence", "gather", "write"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ def write(evidence: Evidence) -> tuple[Path, Path]:
     return paths
 
 
-def _figures(
-    stage: Stage, evidence: Evidence, slug: str, speeds: Speeds
-) -> tuple[list[Chart], list[Table]]:
+def _figures(stage: Stage, evidence: Evidence, slug: str) -> tuple[list[Chart], list[Table]]:
     """Return the charts and the tables of an experiment for which there is something to show."""
     planned, verdict = stage
     metric, base = verdict.metric, verdict.baseline.name
@@ -119,8 +116,7 @@ def _figures(
     withheld = [arm.arm for arm in verdict.arms if arm.speed_withheld]
     by_tokens = [curve(arm, places[arm], runs[arm], metric, "tokens") for arm in places]
     timed = [arm for arm in places if arm not in withheld]
-    slowed = bool(moved(speeds))
-    clock: Abscissa = "processor" if slowed else "time"
+    clock: Abscissa = "processor" if verdict.slowed else "time"
     by_time = [curve(arm, places[arm], runs[arm], metric, clock) for arm in timed]
     gaps = [difference(arm, places[arm], runs[arm], runs[first], metric) for arm in others]
     layers = [found for arm in places if (found := layers_of(arm, places[arm], runs[arm]))]
@@ -134,7 +130,7 @@ def _figures(
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
         memory_chart(verdict, f"{slug}-memory"),
-        *target_charts(verdict, slug, slowed),
+        *target_charts(verdict, slug),
         pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, METRICS[metric].unit, f"{slug}-sweep"),
         *attention_charts(layers, slug),
@@ -145,7 +141,7 @@ def _figures(
     tables = (
         plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
         floors_table(verdict, planned),
-        *evidence_tables(verdict, speeds),
+        *evidence_tables(verdict),
         curve_table(by_tokens, by_time, verdict),
         attention_table(layers, measures, without),
     )
@@ -161,10 +157,9 @@ def _page(evidence: Evidence) -> dict[str, Any]:
     agenda = Agenda(stored.study, dict(evidence.records))
     left_out = tuple(f"{name}: its record is damaged and left out" for name in evidence.damaged)
     missing = () if evidence.verdict.complete else _missing(agenda, evidence)
-    speeds = all_speeds(evidence)
     with house_style():
         experiments = tuple(
-            _experiment(stage, evidence, f"e{number}", speeds[stage.planned.name])
+            _experiment(stage, evidence, f"e{number}")
             for number, stage in enumerate(evidence.stages, 1)
         )
         smallest = {each.name: each.smallest_effect for each in stored.study.experiments}
@@ -175,7 +170,7 @@ def _page(evidence: Evidence) -> dict[str, Any]:
     return {
         "study": stored.study.name,
         "question": stored.study.question,
-        "answer": answer(evidence.verdict, speeds),
+        "answer": answer(evidence.verdict),
         "status": _status(agenda, evidence),
         "missing": (*left_out, *missing),
         "facts": _facts(agenda, evidence),
@@ -277,24 +272,10 @@ def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
     ]
 
 
-def all_speeds(evidence: Evidence) -> dict[str, Speeds]:
-    """Return the speeds of the arms of each experiment, by its name."""
-    return {
-        planned.name: speeds_of(
-            verdict,
-            [each for arm in planned.arm_names for each in evidence.finals(planned, arm).values()],
-        )
-        for planned, verdict in evidence.stages
-    }
-
-
-def _experiment(stage: Stage, evidence: Evidence, slug: str, speeds: Speeds) -> dict[str, Any]:
+def _experiment(stage: Stage, evidence: Evidence, slug: str) -> dict[str, Any]:
     planned, verdict = stage
-    rows = tuple(
-        row_of(arm, index, verdict, planned, speeds[arm.arm])
-        for index, arm in enumerate(verdict.arms, 1)
-    )
-    charts, tables = _figures(stage, evidence, slug, speeds)
+    rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
+    charts, tables = _figures(stage, evidence, slug)
     share = f"{verdict.confidence * 100:g} %"
     unit = METRICS[verdict.metric].unit
     wrote, wrote_note = _writings(planned, evidence)
@@ -311,7 +292,7 @@ def _experiment(stage: Stage, evidence: Evidence, slug: str, speeds: Speeds) -> 
         "name": planned.name,
         "slug": slug,
         "question": planned.question,
-        "meaning": meaning(verdict, speeds),
+        "meaning": meaning(verdict),
         "protocol": protocol,
         "unit": unit,
         "confidence": share,

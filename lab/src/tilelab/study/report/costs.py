@@ -88,9 +88,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
 
 
-def target_charts(
-    verdict: ExperimentVerdict, slug: str, by_processor: bool = False
-) -> list[Chart | None]:
+def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
     """Draw what the target took: tokens, time, and the share of runs that are not there yet."""
     known = [
         (arm.name, at, arm.target)
@@ -99,6 +97,7 @@ def target_charts(
     ]
     if not known:
         return []
+    by_processor = bool(verdict.slowed)
     said = f"{known[0][2].target:g} {METRICS[verdict.metric].unit}"
     tokens = [(arm, at, each.tokens, each.median_tokens) for arm, at, each in known]
     time = [

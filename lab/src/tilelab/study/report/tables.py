@@ -15,7 +15,6 @@ from tilelab.study.report.page import NONE, Cell, Table
 from tilelab.study.report.tuning import effects_table, interactions_table, sweep_table
 from tilelab.study.report.verdicts import differences, digits_of, spelled
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.clocks import Speeds, moved
 from tilelab.study.verdict.measures import MEASURES, Measure
 from tilelab.study.verdict.result import (
     ArmMeasures,
@@ -32,16 +31,16 @@ _Show = Callable[[float], str]
 _Arm = Baseline | ArmVerdict
 
 
-def evidence_tables(experiment: ExperimentVerdict, speeds: Speeds) -> tuple[Table, ...]:
+def evidence_tables(experiment: ExperimentVerdict) -> tuple[Table, ...]:
     """Return every table that there is something for, in the order in which it is asked."""
     found = (
         effects_table(experiment),
         interactions_table(experiment),
         _seeds(experiment),
         _quality(experiment),
-        _speed(experiment, speeds),
+        _speed(experiment),
         _memory(experiment),
-        _target(experiment, bool(moved(speeds))),
+        _target(experiment),
         survival_table(experiment),
         pareto_table(experiment),
         _kernels(experiment),
@@ -194,8 +193,8 @@ def _quality(experiment: ExperimentVerdict) -> Table | None:
 _BY_PROCESSOR = MEASURES["tokens_per_cpu_s"].column
 
 
-def _speed(experiment: ExperimentVerdict, speeds: Speeds) -> Table | None:
-    slowed = moved(speeds)
+def _speed(experiment: ExperimentVerdict) -> Table | None:
+    slowed = experiment.slowed
 
     def unless_slowed(name: str, show: Callable[[_Arm], Cell]) -> Callable[[_Arm], Cell]:
         hidden = name != _BY_PROCESSOR
@@ -235,7 +234,7 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
     return _table("Memory", experiment, columns, (), "memory")
 
 
-def _target(experiment: ExperimentVerdict, by_processor: bool) -> Table | None:
+def _target(experiment: ExperimentVerdict) -> Table | None:
     results = [arm.target for arm in experiment.all_arms if arm.target is not None]
     if not results:
         return None
@@ -264,7 +263,11 @@ def _target(experiment: ExperimentVerdict, by_processor: bool) -> Table | None:
         [
             ("seeds that reached it", reached),
             ("tokens, median", shown("tokens", words.integer, "tokens_ratio")),
-            *([] if by_processor else [("time", shown("wall_s", words.duration, "wall_ratio"))]),
+            *(
+                []
+                if experiment.slowed
+                else [("time", shown("wall_s", words.duration, "wall_ratio"))]
+            ),
             ("CPU time", shown("cpu_s", words.duration)),
         ],
         (

@@ -13,7 +13,6 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.caveats import not_learnt
-from tilelab.study.verdict.clocks import Speed, Speeds
 from tilelab.study.verdict.result import (
     ArmVerdict,
     Cost,
@@ -129,7 +128,6 @@ def row_of(
     place: int,
     experiment: ExperimentVerdict,
     planned: config.Experiment,
-    speed: Speed,
 ) -> VerdictRow:
     """Return an arm's row."""
     digits = digits_of(experiment)
@@ -141,13 +139,13 @@ def row_of(
         arm=arm.arm,
         place=place,
         change=_change(arm.arm, experiment, planned) or "nothing changed",
-        mark=_mark(arm, speed),
+        mark=_mark(arm),
         effect=effect,
         interval=interval,
         band=_band(arm, experiment),
         p=p,
         seeds=_seeds(arm),
-        speed=_speed(arm, speed),
+        speed=_speed(arm),
         memory=_ratio(arm.measures.memory_ratio, better_above=False),
         cost=_cost(arm.cost),
         reason="" if arm.kind == "control" else _reason(arm.reason),  # it is no finding
@@ -157,13 +155,13 @@ def row_of(
     )
 
 
-def _mark(arm: ArmVerdict, speed: Speed) -> Mark:
+def _mark(arm: ArmVerdict) -> Mark:
     if arm.flagged is not None:
         return _FLAGGED if arm.flagged else _NOT_SEEN
     mark = MARKS[arm.label]
-    if _wins(arm, speed.ratio):  # what a kernel is for: a label that says only "equal" hides it
-        assert speed.ratio is not None
-        gain = words.times(speed.ratio.value, "faster", "slower")
+    if _wins(arm):  # what a kernel is for: a label that says only "equal" hides it
+        assert arm.speed.ratio is not None
+        gain = words.times(arm.speed.ratio.value, "faster", "slower")
         return mark._replace(label=f"{gain}, equal losses")
     return mark._replace(label=f"{mark.label}, not learnt") if arm.neither_learnt else mark
 
@@ -239,13 +237,15 @@ def _seeds(arm: ArmVerdict) -> str:
     return text
 
 
-def _wins(arm: ArmVerdict, speed: Ratio | None) -> bool:
+def _wins(arm: ArmVerdict) -> bool:
     """Return whether a systems arm is clearly of another speed, with losses that are equal."""
     equal = arm.kind == "systems" and arm.label == "no difference" and arm.agrees is not False
+    speed = arm.speed.ratio
     return equal and speed is not None and _clear(speed) and abs(speed.value - 1) >= _MATTERS
 
 
-def _speed(arm: ArmVerdict, speed: Speed) -> Cell:
+def _speed(arm: ArmVerdict) -> Cell:
+    speed = arm.speed
     if arm.speed_withheld:
         return Cell("withheld", tone="soft")
     if speed.ratio is None and speed.why:
@@ -283,7 +283,7 @@ def _cost(cost: Cost) -> Cell:
     return Cell(words.duration(cost.cpu_s), note)
 
 
-def meaning(experiment: ExperimentVerdict, speeds: Speeds) -> str:
+def meaning(experiment: ExperimentVerdict) -> str:
     """Say what the verdicts mean, in one line."""
     groups: dict[Label, list[ArmVerdict]] = {}
     controls = [arm for arm in experiment.arms if arm.kind == "control"]
@@ -292,15 +292,15 @@ def meaning(experiment: ExperimentVerdict, speeds: Speeds) -> str:
             continue
         groups.setdefault(arm.label, []).append(arm)
     same = groups.get("no difference", [])
-    wins = [arm for arm in same if _wins(arm, speeds[arm.arm].ratio)]
-    said = _gains(wins, speeds, experiment.baseline.name)
+    wins = [arm for arm in same if _wins(arm)]
+    said = _gains(wins, experiment.baseline.name)
     for label in ("better", "worse"):
         found = sorted(groups.get(label, ()), key=lambda arm: abs(arm.effect or 0.0), reverse=True)
         said += [f"{arm.arm} is {label} by {effect_words(arm, experiment)}" for arm in found]
     rest = [arm for arm in same if arm not in wins]
     if rest:
         said.append(f"{_arms(rest)} changed nothing that matters")
-        said += _unclear(rest, speeds)
+        said += _unclear(rest)
     if "undecided" in groups:
         said.append(f"{_arms(groups['undecided'])} {_are(groups['undecided'])} undecided")
     if "diverged" in groups:
@@ -330,20 +330,20 @@ def _are(arms: Sequence[ArmVerdict]) -> str:
     return "is" if len(arms) == 1 else "are"
 
 
-def _gains(arms: Sequence[ArmVerdict], speeds: Speeds, baseline: str) -> list[str]:
+def _gains(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
     """Say what systems arms gain that have passed: the headline of a comparison of kernels."""
     gains = []
     for arm in arms:
-        speed = speeds[arm.arm]
+        speed = arm.speed
         assert speed.ratio is not None
         clock = " by processor time" if speed.by == "processor" else ""
         gains.append(f"{arm.arm} is {words.times(speed.ratio.value, 'faster', 'slower')}{clock}")
     return [f"against {baseline}, {words.listing(gains)}, with equal losses"] if gains else []
 
 
-def _unclear(arms: Sequence[ArmVerdict], speeds: Speeds) -> list[str]:
-    shown = [arm.arm for arm in arms if arm.kind == "systems" and speeds[arm.arm].ratio is not None]
-    withheld = [arm.arm for arm in arms if arm.kind == "systems" and speeds[arm.arm].ratio is None]
+def _unclear(arms: Sequence[ArmVerdict]) -> list[str]:
+    shown = [arm.arm for arm in arms if arm.kind == "systems" and arm.speed.ratio is not None]
+    withheld = [arm.arm for arm in arms if arm.kind == "systems" and arm.speed.ratio is None]
     said = [f"no clear difference in speed for {words.listing(shown)}"] if shown else []
     if withheld:
         said.append(f"the speed of {words.listing(withheld)} is withheld")
@@ -377,7 +377,7 @@ def _two_digits(share: float) -> str:
 _MOST_ANSWERS = 3  # of a kind, by name
 
 
-def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
+def answer(verdict: StudyVerdict) -> str:
     """Answer the question of a study in a sentence, from all its experiments.
 
     A ladder answers by its last rung alone. Empty while nothing is decided.
@@ -391,10 +391,10 @@ def answer(verdict: StudyVerdict, speeds: Mapping[str, Speeds]) -> str:
             continue
         where = f" in {experiment.experiment}" if len(verdict.experiments) > 1 else ""
         for arm in experiment.arms:
-            speed = speeds[experiment.experiment][arm.arm].ratio
+            speed = arm.speed.ratio
             if arm.kind == "control":
                 continue
-            if speed is not None and _wins(arm, speed) and speed.value > 1:
+            if speed is not None and _wins(arm) and speed.value > 1:
                 gains.append((-speed.value, f"{arm.arm} ({words.ratio(speed.value)}{where})"))
             elif arm.label == "better" and not arm.neither_learnt:
                 size = abs(arm.effect or 0.0) / experiment.smallest_effect

@@ -37,9 +37,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.config import Experiment
@@ -47,7 +47,7 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.verdict.measures import final_metric, learnt, metric_of
-from tilelab.study.verdict.result import ArmVerdict, Clock, EqualTime, ExperimentVerdict, Ratio
+from tilelab.study.verdict.result import ArmMeasures, Clock, EqualTime, Ratio, Speed
 from tilelab.study.verdict.text import duration, effect_text, interval_text
 
 _CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
@@ -213,26 +213,10 @@ _MOST_APART = 0.05  # of wall over processor time, against the baseline's
 _WIDEST = 1.05  # an interval from the ratio divided by this to the ratio times this
 
 
-class Speed(NamedTuple):
-    """The speed of an arm against the baseline, by the clock that speaks."""
-
-    ratio: Ratio | None  # None: not known, or withheld
-    by: Literal["wall", "processor"]
-    why: str = ""  # of another clock than the wall's, or of a ratio that is withheld
-
-
-Speeds = Mapping[str, Speed]  # arm -> its speed
-
-
-def speeds_of(experiment: ExperimentVerdict, records: Iterable[RunRecord]) -> Speeds:
-    """Return the speed of every arm; ``records`` are those of the experiment."""
-    one_thread = all(record.one_thread for record in records)
-    return {arm.arm: _speed(arm, one_thread) for arm in experiment.arms}
-
-
-def _speed(arm: ArmVerdict, one_thread: bool) -> Speed:
-    wall, processor = arm.measures.speed_ratio, arm.measures.cpu_ratio
-    if wall is None or arm.speed_withheld:
+def speed_of(measures: ArmMeasures, one_thread: bool) -> Speed:
+    """Return the speed of an arm; ``one_thread`` as of all records of the experiment."""
+    wall, processor = measures.speed_ratio, measures.cpu_ratio
+    if wall is None:
         return Speed(None, "wall")
     if not one_thread or processor is None:
         return _unless_wide(Speed(wall, "wall"))
@@ -256,8 +240,3 @@ def _wide(ratio: Ratio) -> bool:
     return ratio.interval is not None and (
         ratio.interval.low <= 0 or ratio.interval.high / ratio.interval.low > _WIDEST**2
     )
-
-
-def moved(speeds: Speeds) -> list[str]:
-    """Return the arms whose wall clock load has moved."""
-    return [arm for arm, speed in speeds.items() if speed.by == "processor"]

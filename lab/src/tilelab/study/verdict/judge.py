@@ -41,7 +41,7 @@ from tilelab.study.verdict.caveats import (
     rounding,
     with_floors,
 )
-from tilelab.study.verdict.clocks import at_first_end
+from tilelab.study.verdict.clocks import at_first_end, speed_of
 from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
 from tilelab.study.verdict.ladder import climb, rates
 from tilelab.study.verdict.measures import (
@@ -421,6 +421,8 @@ def _arm(
     unchanged = len(compared.seeds) > 1 and set(compared.differences) == {0.0}
     if compared.whole and unchanged and arm.kind == "training" and not compared.identical:
         notes += (ALWAYS_THE_SAME,)
+    measures = _measures(experiment, runs, baseline, bool(withheld))
+    known = (each for of in finals.values() for each in of.values() if each.starts)
     return ArmVerdict(
         **vars(judged.verdict(arm.name)),
         kind=arm.kind,
@@ -428,7 +430,8 @@ def _arm(
             experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
         ),
         speed_withheld=withheld,
-        measures=_measures(experiment, runs, baseline, bool(withheld)),
+        speed=speed_of(measures, all(each.one_thread for each in known)),
+        measures=measures,
         cost=replace(runs.cost, **_NO_TIMES) if withheld else runs.cost,
         target=target,
         notes=notes,

@@ -110,6 +110,15 @@ Clock = Literal["cpu", "wall"]
 
 
 @dataclass(frozen=True)
+class Speed:
+    """The speed of an arm against the baseline, by the clock that speaks: ``clocks.py``."""
+
+    ratio: Ratio | None  # None: not known, or withheld
+    by: Literal["wall", "processor"]
+    why: str = ""  # of another clock than the wall's, or of a ratio that is withheld
+
+
+@dataclass(frozen=True)
 class EqualTime:
     """The effect of an arm at equal time: ``clocks.py``."""
 
@@ -128,6 +137,7 @@ class ArmVerdict(Verdict):
     kind: Literal["training", "systems", "control"]
     kernel_flags: tuple[KernelFlag, ...]
     speed_withheld: str  # why; empty where speed is shown
+    speed: Speed  # as it is shown
     measures: ArmMeasures
     cost: Cost
     target: TargetResult | None
@@ -256,6 +266,11 @@ class ExperimentVerdict:
     def all_arms(self) -> tuple[Baseline | ArmVerdict, ...]:
         """The baseline and the arms; their place is the colour in figures."""
         return (self.baseline, *self.arms)
+
+    @property
+    def slowed(self) -> list[str]:
+        """The arms whose wall clock other load has moved."""
+        return [arm.arm for arm in self.arms if arm.speed.by == "processor"]
 
 
 @dataclass(frozen=True)

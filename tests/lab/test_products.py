@@ -74,7 +74,7 @@ def test_a_step_and_an_evaluation_take_the_faster_products(
         trainer.step()
     assert due in watch.seen
     assert fast or torch.bfloat16 not in watch.seen
-    (inputs,) = trainer._batches.at(0)[0].inputs
+    (inputs,) = trainer._batches(0)[0].inputs
     with Watch() as watch, evaluating(trainer.model, torch.bfloat16):
         trainer.model(inputs)
     assert due in watch.seen

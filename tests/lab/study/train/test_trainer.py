@@ -36,7 +36,7 @@ def test_a_step_is_the_one_written_out() -> None:
     trainer, other = trainer_of(changes), trainer_of(changes)
     taken = trainer.step()
 
-    model, batch = other.model, other._batches.at(0)[0]
+    model, batch = other.model, other._batches(0)[0]
     (inputs,), targets = batch.inputs, batch.targets
     loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -88,12 +88,12 @@ def test_a_seed_gives_every_arm_the_same_weights_and_batches(changes: dict[str, 
     baseline, arm, other = trainer_of(seed=4), trainer_of(changes, seed=4), trainer_of(seed=5)
     assert _bits(baseline) == _bits(arm) != _bits(other)
     for step in range(STEPS):
-        batches = baseline._batches.at(step)
-        for one, two in zip(batches, arm._batches.at(step), strict=True):
+        batches = baseline._batches(step)
+        for one, two in zip(batches, arm._batches(step), strict=True):
             assert torch.equal(one.inputs[0], two.inputs[0])
             assert torch.equal(one.targets, two.targets)
             assert one.counted == two.counted == one.tokens == one.targets.numel()
-        assert not torch.equal(batches[0].inputs[0], other._batches.at(step)[0].inputs[0])
+        assert not torch.equal(batches[0].inputs[0], other._batches(step)[0].inputs[0])
 
 
 def _three_steps(trainer: Trainer) -> tuple[list[float], str]:
@@ -120,7 +120,7 @@ def test_narrow_products_and_wide_weights(precision: str) -> None:
     trainer, wide = trainer_of({"training.precision": precision}), trainer_of()
     with trainer.autocast():
         assert (
-            trainer.model(*trainer._batches.at(0)[0].inputs).dtype == trainer.dtype != torch.float32
+            trainer.model(*trainer._batches(0)[0].inputs).dtype == trainer.dtype != torch.float32
         )
     for _ in range(3):
         assert trainer.step().loss == pytest.approx(wide.step().loss, rel=0.02)
@@ -305,7 +305,7 @@ def test_tokens_are_those_that_have_a_target(packing: str, tmp_path: Path) -> No
     trainer = Trainer(run_of({"data.packing": packing, **WARM}), tokens_of(), CPU)
     counts = [each.tokens or 0 for each in record.steps]
     for step, count in enumerate(counts):
-        targets = [each.targets for each in trainer._batches.at(step)]
+        targets = [each.targets for each in trainer._batches(step)]
         assert count == sum(int((each >= 0).sum()) for each in targets)
     whole = 2 * 2 * 16
     assert len(counts) == STEPS

@@ -37,11 +37,18 @@ from tilelab.study.ask.config import (
 )
 from tilelab.study.ask.overrides import apply
 from tilelab.study.ask.run import Execution
-from tilelab.study.conduct import forecast as forecasts
+from tilelab.study.conduct import predict as forecasts
 from tilelab.study.conduct.conductor import Conductor
-from tilelab.study.conduct.forecast import Price, forecast_s, price, run_s
 from tilelab.study.conduct.forks import can_be_forked
-from tilelab.study.conduct.predict import dry_run, gpu_named, predict
+from tilelab.study.conduct.predict import (
+    Price,
+    dry_run,
+    forecast_s,
+    gpu_named,
+    predict,
+    price,
+    run_s,
+)
 from tilelab.study.need import gpu_need, need, parameters
 from tilelab.study.plan import planned
 from tilelab.study.records.events import RunRecord

@@ -119,9 +119,7 @@ def test_options_change_what_is_learnt_and_not_what_is_recorded_first() -> None:
 def test_narrow_products_and_wide_weights(precision: str) -> None:
     trainer, wide = trainer_of({"training.precision": precision}), trainer_of()
     with trainer.autocast():
-        assert (
-            trainer.model(*trainer._batches(0)[0].inputs).dtype == trainer.dtype != torch.float32
-        )
+        assert trainer.model(*trainer._batches(0)[0].inputs).dtype == trainer.dtype != torch.float32
     for _ in range(3):
         assert trainer.step().loss == pytest.approx(wide.step().loss, rel=0.02)
     assert all(each.dtype == torch.float32 for each in trainer.model.parameters())

@@ -23,10 +23,9 @@ from tilelab.study.ask.metrics import METRICS, Floor, reached, value_in
 from tilelab.study.ask.run import STANDARD, Execution, RunSpec, final_name
 from tilelab.study.conduct import progress
 from tilelab.study.conduct.cluster import Cluster, connected
-from tilelab.study.conduct.forecast import forecast_s
 from tilelab.study.conduct.forks import Forks
 from tilelab.study.conduct.pool import Pool, TimeUp
-from tilelab.study.conduct.predict import checked, checked_table, write_checked
+from tilelab.study.conduct.predict import checked, checked_table, forecast_s, write_checked
 from tilelab.study.conduct.process import Cores, Local, OneProcess, lock_folder
 from tilelab.study.need import available_bytes, gpu_need, host_need, room_for
 from tilelab.study.plan import Agenda, Watcher

@@ -8,17 +8,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from tilelab.common.svg import (
-    INK,
-    RULE,
-    SOFT,
-    arm_colour,
-    beside,
-    canvas,
-    finish,
-    page_of,
-    place,
-)
+from tilelab.common.svg import INK, RULE, SOFT, arm_colour, beside, canvas, finish, page_of, place
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.answer import Answer, Question

@@ -35,14 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from tilelab.stats.paired import (
-    Paired,
-    equivalence,
-    holm,
-    more_seeds,
-    paired,
-    pooled_spread,
-)
+from tilelab.stats.paired import Paired, equivalence, holm, more_seeds, paired, pooled_spread
 from tilelab.stats.values import (
     ErrorUsed,
     Interval,

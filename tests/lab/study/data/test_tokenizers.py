@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilelab.study.data import tokenizers as module
-from tilelab.study.data.tokenizers import (
-    Tokenizer,
-    of_vocabulary,
-    tokenizer,
-    train_vocabulary,
-)
+from tilelab.study.data.tokenizers import Tokenizer, of_vocabulary, tokenizer, train_vocabulary
 from tilewise.errors import InvalidArgument, Unsupported
 
 KNOWN = {

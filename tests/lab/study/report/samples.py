@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.lab.study.records_of import (
-    Behaviour,
-    config_of,
-    experiment_of,
-    records_of,
-    study_of,
-)
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, records_of, study_of
 from tilelab.study.ask.config import Arm, Study, Sweep
 from tilelab.study.ask.run import finals
 from tilelab.study.records.events import RunRecord

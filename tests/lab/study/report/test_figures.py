@@ -45,14 +45,7 @@ from tilelab.study.report.costs import (
     pareto_table,
     parts_of,
 )
-from tilelab.study.report.lines import (
-    Series,
-    curve,
-    difference,
-    enough,
-    layers_of,
-    loss_chart,
-)
+from tilelab.study.report.lines import Series, curve, difference, enough, layers_of, loss_chart
 from tilelab.study.report.page import Chart
 from tilelab.study.report.verdicts import effect_words
 from tilelab.study.verdict.measures import measure, over_seeds

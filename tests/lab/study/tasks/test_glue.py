@@ -21,14 +21,7 @@ from tests.lab.study.tasks.small import (
     sentence,
     write_glue,
 )
-from tests.lab.study.train.toys import (
-    CPU,
-    Killed,
-    bits_of,
-    killed_after,
-    record_of,
-    session_for,
-)
+from tests.lab.study.train.toys import CPU, Killed, bits_of, killed_after, record_of, session_for
 from tilelab.models.bert import BERT, Shape
 from tilelab.study.ask.config import RunConfig, change, config_hash
 from tilelab.study.ask.metrics import METRICS

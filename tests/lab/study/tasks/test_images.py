@@ -17,12 +17,7 @@ from tests.lab.study.records_of import known
 from tests.lab.study.tasks.small import tiny
 from tests.lab.study.train.toys import CPU, record_of, session_for
 from tilelab.models.vit import Shape, ViT
-from tilelab.study.ask.config import (
-    Data,
-    RunConfig,
-    Task,
-    change,
-)
+from tilelab.study.ask.config import Data, RunConfig, Task, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.data.corpus import data_folder
 from tilelab.study.need import need, parameters

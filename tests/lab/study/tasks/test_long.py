@@ -14,10 +14,7 @@ import torch
 from tests.lab.study.tasks.small import tiny
 from tests.lab.study.train.toys import CPU
 from tilelab.models.bert import BERT, Head
-from tilelab.study.ask.config import (
-    RunConfig,
-    change,
-)
+from tilelab.study.ask.config import RunConfig, change
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.choices import variants

@@ -12,14 +12,7 @@ import torch
 from torch.nn import functional
 
 from tests.lab.study.records_of import known
-from tests.lab.study.train.toys import (
-    CPU,
-    STEPS,
-    finished,
-    run_of,
-    tokens_of,
-    trainer_of,
-)
+from tests.lab.study.train.toys import CPU, STEPS, finished, run_of, tokens_of, trainer_of
 from tilelab.study import need as needs
 from tilelab.study.tasks.families import nudge
 from tilelab.study.train.state import weights_sha256

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.study.records_of import (
-    Behaviour,
-    experiment_of,
-    judged,
-    known,
-    records_of,
-    study_of,
-)
+from tests.lab.study.records_of import Behaviour, experiment_of, judged, known, records_of, study_of
 from tilelab.stats.paired import paired, seeds_for_equivalence
 from tilelab.study.ask.config import Arm, Experiment
 from tilelab.study.verdict.judge import judge

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.lab.study.records_of import (
-    Behaviour,
-    config_of,
-    experiment_of,
-    known,
-    study_of,
-    work,
-)
+from tests.lab.study.records_of import Behaviour, config_of, experiment_of, known, study_of, work
 from tilelab.study.ask.config import Arm, Combine, Confirm, Experiment, Halving, Study, Sweep
 from tilelab.study.plan import Agenda
 from tilelab.study.verdict.judge import judge, unfolded

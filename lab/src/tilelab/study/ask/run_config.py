@@ -10,13 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tilelab.study.ask.values import (
-    Choice,
-    Frozen,
-    added,
-    find,
-    in_json,
-)
+from tilelab.study.ask.values import Choice, Frozen, added, find, in_json
 from tilewise.errors import InvalidArgument
 
 

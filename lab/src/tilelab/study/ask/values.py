@@ -28,16 +28,7 @@ import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo

@@ -33,11 +33,7 @@ from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
-from tilelab.study.report.costs import (
-    memory_chart,
-    pareto_chart,
-    target_charts,
-)
+from tilelab.study.report.costs import memory_chart, pareto_chart, target_charts
 from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.lines import (
     Abscissa,

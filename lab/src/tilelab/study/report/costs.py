@@ -41,12 +41,7 @@ from tilelab.study.report.lines import (
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.result import (
-    ArmVerdict,
-    Baseline,
-    ExperimentVerdict,
-    Interval,
-)
+from tilelab.study.verdict.result import ArmVerdict, Baseline, ExperimentVerdict, Interval
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 _ROW = 34.0  # height of an arm

@@ -22,12 +22,7 @@ from tilelab.study.choices import optimizers, schedules
 from tilelab.study.data.order import micro_batch_seed
 from tilelab.study.records.events import Memory
 from tilelab.study.tasks.task import AbstractTask, Batch, Prepared, dtype_of
-from tilelab.study.train.costs import (
-    Guard,
-    saved_bytes,
-    storage_bytes,
-    synchronise,
-)
+from tilelab.study.train.costs import Guard, saved_bytes, storage_bytes, synchronise
 from tilelab.study.train.state import State, pack, unpack
 from tilelab.study.train.team import ALONE, Team, cut_like, whole
 

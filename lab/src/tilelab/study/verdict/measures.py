@@ -18,14 +18,7 @@ from tilelab.stats.paired import exp, ratio, summary
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
 from tilelab.study.records.events import Evaluation, Memory, RunRecord, Step
-from tilelab.study.verdict.result import (
-    ArmMeasures,
-    Cost,
-    Ratio,
-    Status,
-    Summary,
-    TargetResult,
-)
+from tilelab.study.verdict.result import ArmMeasures, Cost, Ratio, Status, Summary, TargetResult
 from tilelab.study.verdict.text import duration, fixed, percent, rate
 
 SPIKE_WINDOW = 32  # steps before a step that say what its loss should be

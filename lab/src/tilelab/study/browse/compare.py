@@ -32,7 +32,7 @@ from tilelab.study.browse.show import (
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics
-from tilelab.study.verdict.text import count, size
+from tilelab.study.verdict.text import amount, count
 from tilewise.errors import InvalidArgument
 
 _CONFIDENCE = 0.95
@@ -135,7 +135,7 @@ def _table(found: Pairs, timed: bool) -> Table:
     speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
     add_row(table, "tokens/s", *speeds)
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
-    add_row(table, "peak memory", *_ratio_cells(both, size))
+    add_row(table, "peak memory", *_ratio_cells(both, amount))
     return table
 
 

@@ -29,7 +29,7 @@ from tilelab.study.records.store import (
 )
 from tilelab.study.verdict.judge import judge
 from tilelab.study.verdict.measures import Values, measure
-from tilelab.study.verdict.text import size
+from tilelab.study.verdict.text import amount
 from tilewise.errors import InvalidArgument, TilewiseError
 
 WITHHELD = "withheld"  # in place of a speed that the verdict does not show
@@ -250,7 +250,7 @@ def _runs(records: Mapping[str, RunRecord], held: Mapping[str, str]) -> Table:
             number(last.loss if last else None, ".4f"),
             number(last.bits_per_byte if last else None, ".4f"),
             WITHHELD if arm_of(name) in held else number(found["tokens_per_s"], ",.0f"),
-            size(record.memory.peak_bytes) if record.memory else "",
+            amount(record.memory.peak_bytes) if record.memory else "",
         )
     return table
 
@@ -372,8 +372,8 @@ def _memory(record: RunRecord) -> str:
     found = record.memory
     if found is None:
         return "not measured yet"
-    parts = {name.removesuffix("_bytes"): amount for name, amount in vars(found).items()}
-    return ", ".join(f"{part} {size(it)}" for part, it in parts.items() if it is not None)
+    parts = {name.removesuffix("_bytes"): each for name, each in vars(found).items()}
+    return ", ".join(f"{part} {amount(it)}" for part, it in parts.items() if it is not None)
 
 
 def _curve(losses: Sequence[float | None]) -> str:

@@ -57,7 +57,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     if not arms:
         return None
     summary = "Memory: " + "; ".join(
-        f"{arm}: peak {words.size(split.peak_bytes)}" for arm, _, split in arms
+        f"{arm}: peak {words.amount(split.peak_bytes)}" for arm, _, split in arms
     )
     figure, axes = _rows([arm for arm, _, _ in arms], [at for _, at, _ in arms], 58)
     most = max(max(split.peak_bytes, sum(drawn_parts(split))) for _, _, split in arms)
@@ -71,7 +71,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
             left += part / factor
         peak = split.peak_bytes / factor
         axes.plot([peak, peak], [row - 0.42, row + 0.42], color=INK, linewidth=2, clip_on=False)
-        beside(axes, (max(peak, left), row), words.size(split.peak_bytes), 9)
+        beside(axes, (max(peak, left), row), words.amount(split.peak_bytes), 9)
     axes.set_xlabel(unit, color=SOFT, labelpad=7)
     caption = (
         "Storages counted once; activations are what autograd keeps of one micro-batch. Other is "

@@ -67,7 +67,7 @@ def floors_table(experiment: ExperimentVerdict, planned: config.Experiment) -> T
     words_of = any(each.word_perplexity is not None for each in floors)
     rows = []
     for each in floors:
-        where = "nothing" if each.text == "none" else f"{words.size(each.bytes_seen)} of text"
+        where = "nothing" if each.text == "none" else f"{words.amount(each.bytes_seen)} of text"
         said = {"seen": "what was seen", "all": "all of it"}.get(each.text, "")
         cells = [
             Cell(each.name, "decides whether an arm has learnt" if each.decides else ""),
@@ -226,7 +226,7 @@ def _memory(experiment: ExperimentVerdict) -> Table | None:
             if split is None:
                 return NONE
             found = {**parts_of(split), "peak": split.peak_bytes}.get(name)
-            return NONE if found is None else Cell(words.size(found))
+            return NONE if found is None else Cell(words.amount(found))
 
         return show
 
@@ -472,7 +472,7 @@ def plain_table(
         (
             Cell("plain", "not run"),
             NONE,
-            Cell(words.size(wanted.total - wanted.process), "estimated", "bad"),
+            Cell(words.amount(wanted.total - wanted.process), "estimated", "bad"),
         ),
         _plain_row(verdict.baseline.name, verdict.baseline.measures, withheld=False),
         *(_plain_row(arm.arm, arm.measures, bool(arm.speed_withheld)) for arm in verdict.arms),
@@ -490,17 +490,17 @@ def _plain_row(arm: str, measures: ArmMeasures, withheld: bool) -> tuple[Cell, .
     return (
         Cell(arm),
         Cell("withheld", tone="soft") if withheld else time,
-        NONE if memory is None else Cell(words.size(memory.peak_bytes)),
+        NONE if memory is None else Cell(words.amount(memory.peak_bytes)),
     )
 
 
 def _plain_note(run: config.RunConfig, wanted: Need, memory_bytes: int | None) -> str:
     model, batch = run.model, run.training.batch
     context = f"{model.context:,}"
-    has = "" if memory_bytes is None else f" This machine has {words.size(memory_bytes)}."
+    has = "" if memory_bytes is None else f" This machine has {words.amount(memory_bytes)}."
     return (
         "Plain attention keeps its probabilities for the backward pass: "
         f"{model.layers} layers \N{MULTIPLICATION SIGN} {batch * model.heads} heads "
         f"\N{MULTIPLICATION SIGN} {context} \N{MULTIPLICATION SIGN} {context} numbers, with what "
-        f"one layer holds for a moment {words.size(wanted.matrix)}.{has}"
+        f"one layer holds for a moment {words.amount(wanted.matrix)}.{has}"
     )

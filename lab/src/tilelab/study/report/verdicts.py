@@ -221,7 +221,7 @@ def baseline_row(experiment: ExperimentVerdict) -> VerdictRow:
         effect="" if metric is None else words.plain(metric, digits),
         seeds=words.count(base.n, "seed"),
         speed=NONE if speed is None else Cell(words.rate(speed.mean), "tokens/s"),
-        memory=NONE if memory is None else Cell(words.size(memory.peak_bytes), "peak"),
+        memory=NONE if memory is None else Cell(words.amount(memory.peak_bytes), "peak"),
         cost=_cost(base.cost),
         notes=tuple(notes),
     )

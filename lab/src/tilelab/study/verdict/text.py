@@ -11,6 +11,7 @@ from tilelab.stats.values import interval_text as interval_text
 from tilelab.stats.values import listing as listing
 from tilelab.stats.values import p_text as p_text
 from tilelab.stats.values import seeds_text as seeds_text
+from tilewise.plan.traffic.report import amount as amount
 
 MINUS = "\N{MINUS SIGN}"
 _LARGE = 1e15  # a power of ten reads better from there
@@ -83,15 +84,6 @@ def duration(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60:,} h {minutes % 60:02} min"
-
-
-def size(number_bytes: float) -> str:
-    """Return an amount of memory in decimal units: ``640 kB``, ``412 MB``, ``26.4 GB``."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number_bytes >= 0.9995 * factor:
-            amount = number_bytes / factor
-            return f"{amount:{'.3g' if amount < 999.5 else ',.0f'}} {unit}"
-    return f"{number_bytes:.0f} B"
 
 
 def rate(value: float) -> str:

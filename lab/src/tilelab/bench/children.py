@@ -50,12 +50,10 @@ _SENT = ("name", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "v
 
 
 def job_of(work: Work, method: str, rows: int = 0) -> Job:
-    """Return the job that measures the peak of a method.
+    """Return the job that measures the peak of a method on a work without score and functions.
 
-    Args:
-        work: without a score and without functions.
-        method: its name; "step by step" for the operations of plain attention.
-        rows: of a chunk, for a cure; 0 for the usual number.
+    ``method`` may be "step by step", for the operations of plain attention. ``rows`` are those of a
+    chunk, for a cure; 0 for the usual number.
     """
     fields = {name: getattr(work, name) for name in (*_SENT, "mask", "passes", "device")}
     return {"method": method, "rows": rows, "dtype": work.type_name, "work": fields}
@@ -92,9 +90,7 @@ def memory(length: int, dtype: str, direction: Pass) -> Generator[Memory]:
 def peaks(jobs: Sequence[Job], device: str) -> Generator[list[Peak] | str]:
     """Yield what each job measured, in order, or the reason why it measured nothing.
 
-    Args:
-        jobs: to do.
-        device: on a GPU they are done here, by the allocator's statistics.
+    On a GPU they are done here, by the allocator's statistics.
     """
     if device == "cuda":
         for job in jobs:

@@ -329,12 +329,8 @@ def measure(
 ) -> CaseResult:
     """Measure a case, gated by its correctness.
 
-    Args:
-        case: which.
-        budget_s: for the rounds.
-        rounds: the fewest and the most, whatever the budget says.
-        threads: of torch, as set. One is timed by its own processor time, more by the wall.
-        packages: to measure beside ours and torch's, in the same rounds.
+    ``rounds`` are the fewest and the most, whatever the budget says. One thread of torch is timed
+    by its own processor time, more by the wall. Packages are measured in the same rounds.
     """
     clock: Clock = "cpu" if threads == 1 else "wall"
     work = work_of(case, "speed")
@@ -372,10 +368,7 @@ def measure(
 class _Peers:
     """The packages that are here, on one work.
 
-    Args:
-        packages: which to try.
-        work, given: the work and its tensors.
-        clock: which times count. With "cpu" only those of the calling thread do.
+    With the clock "cpu" only the time of the calling thread counts.
     """
 
     def __init__(self, packages: Sequence[Package], work: Work, given: Given, clock: Clock) -> None:

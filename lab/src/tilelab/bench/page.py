@@ -77,11 +77,8 @@ def _draw_lines(
     Predictions are dotted. Errors are drawn as the share of what is allowed, because methods differ
     in which gradient has the largest error.
 
-    Args:
-        points: of one case and dtype.
-        methods: all of the suite, so that a colour means the same in every figure.
-        quantity: of the points.
-        name: of the figure, unique in the page.
+    ``methods`` are all of the suite, so that a colour means the same in every figure. ``name`` is
+    unique in the page.
     """
     drawn = _lines(points, methods)
     if not any(len(line.x) > 1 for line in drawn):
@@ -157,12 +154,8 @@ def _draw_bars(
 ) -> Markup | None:
     """Draw a bar for each name.
 
-    Args:
-        values: names and what is drawn.
-        unit: of the axis, in words.
-        name: of the figure, unique in the page.
-        mark: where to draw a line across, e.g. 1 for a ratio.
-        predicted: what a model says of each bar: a tick.
+    ``name`` is unique in the page. ``mark`` draws a line across, e.g. at 1 for a ratio;
+    ``predicted`` is what a model says of each bar: a tick.
     """
     if not values:
         return None

@@ -249,13 +249,8 @@ def conduct(
 
     A suite has an equal share of what is left; what it leaves is the others'.
 
-    Args:
-        record: begun.
-        suites: names and their steps.
-        budget: what may be spent on all of them.
-        path: of the JSON; None to write none.
-        console: for the progress.
-        threads: of torch meanwhile; None for as many as there are.
+    ``path`` is of the JSON; None to write none. ``threads`` are those of torch meanwhile; None for
+    as many as there are.
 
     Returns:
         0; 1 where a step failed; 130 where Ctrl-C ended it.

@@ -29,9 +29,7 @@ _RUN_BY = ("torch", "triton", "cuda", "numpy")  # of the versions in the record
 def tables(record: GoalRecord, *, brief: bool = False) -> list[Table]:
     """Return every table that a record has something for.
 
-    Args:
-        record: what was measured.
-        brief: dtypes side by side, and two threads as one line.
+    ``brief``: dtypes side by side, and two threads as one line.
     """
     whole = (_cases, _peers, _overhead, _scaling, _memory)
     makers = (_brief, _peers, _overhead, _memory) if brief else whole
@@ -159,12 +157,7 @@ def _peer_cells(result: CaseResult, names: Sequence[str]) -> Iterator[str]:
 def peer_lines(
     record: Mapping[str, Mapping[str, str]], found: Sequence[tuple[str, PeerResult]]
 ) -> list[str]:
-    """Return why packages were not measured, each reason once.
-
-    Args:
-        record: what ``goals.standing`` gave.
-        found: the cases and what was found on them.
-    """
+    """Return why packages were not measured, each reason once; ``record`` is of ``standing``."""
     said = [
         f"peer {name}: not measured: {of['why_not']}"
         for name, of in record.items()

@@ -189,10 +189,7 @@ def variant_of(case: Case, device: torch.device | str) -> tuple[Any, Any]:
 def build(case: Case, draw: int = 0, device: torch.device | str = "cpu") -> Inputs:
     """Return the tensors of a case: the same for the same case and draw, close for all dtypes.
 
-    Args:
-        case: the problem.
-        draw: other numbers for every one.
-        device: of the tensors; on "meta" they have no values.
+    On the device "meta" they have no values.
     """
     drawn = _draw(case, draw, device)
     packed = case.sequences is not None
@@ -299,12 +296,8 @@ def problem_of(
 ) -> tuple[Problem, Operands]:
     """Return the problem and the operands that a public call makes of the inputs.
 
-    Key lists are a mask there.
-
-    Args:
-        inputs: of a case.
-        backend: for which; what "tiled" reads on the processor lies there.
-        more: other keywords: pages, scales.
+    Key lists are a mask there. What the backend "tiled" reads on the processor lies there. ``more``
+    are other keywords: pages, scales.
     """
     starts = inputs.cu_seqlens or (None, None)
     keywords = {**inputs.keywords(), "mask": listed_mask(inputs), "backend": backend, **more}

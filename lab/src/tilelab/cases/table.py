@@ -149,9 +149,7 @@ def _problem(name: str, **changes: Any) -> Case:
     No tile divides its lengths. There are as many keys as queries, key heads as heads, and values
     are as wide as keys, where ``changes`` says nothing else.
 
-    Args:
-        name: of the case.
-        changes: its other fields. Keys of -1 are one more than the setting decodes with.
+    ``changes`` are its other fields. Keys of -1 are one more than the setting decodes with.
     """
     fields: dict[str, Any] = {"heads": 4, "queries": 321, "head_dim": 64} | changes
     usual = {
@@ -282,12 +280,8 @@ _TUNED = _used(
 def _compiled(words: str, *widths: int, quick: Sequence[int] = (), **more: Any) -> list[Case]:
     """Return a row for each width, of training size: Triton sees strides that 16 divides.
 
-    Args:
-        words: of its name.
-        widths: of queries, keys and values.
-        quick: those widths that ``--quick`` has.
-        more: other fields. Few queries are the last ones. Float8 has no backward pass, nor have
-            latent vectors.
+    ``widths`` are of queries, keys and values; ``quick`` are those that ``--quick`` has. Few
+    queries are the last ones. Float8 has no backward pass, nor have latent vectors.
     """
     varlen, dtype = "sequences" in more, more.get("dtype", torch.bfloat16)
     trains = dtype is not FLOAT8 and not {"statistics", "layout"} & more.keys()

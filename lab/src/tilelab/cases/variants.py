@@ -165,8 +165,7 @@ def _few_documents(draw: Draw) -> Mask:
 def uneven(length: int) -> list[int]:
     """Return where documents end that are half of a mean and one and a half of it in turn.
 
-    Args:
-        length: of all together. The mean is a quarter of it, at most 1024.
+    The mean is a quarter of the length, at most 1024.
     """
     mean = max(1, min(1024, length // 4))
     ends, long = [0], False

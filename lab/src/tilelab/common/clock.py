@@ -116,11 +116,8 @@ def plan(
 ) -> tuple[dict[str, int], int]:
     """Return the repeats of each call within a sample, and how many rounds fit in a budget.
 
-    Args:
-        call_s: seconds of one call, by name.
-        budget_s: about how long all rounds may take.
-        rounds: the fewest and the most, whatever the budget.
-        timer: what they are timed by.
+    ``call_s`` are seconds of one call, by name. ``rounds`` are the fewest and the most, whatever
+    the budget.
     """
     repeats = {name: repeats_for(seconds, timer) for name, seconds in call_s.items()}
     round_s = sum(call_s[name] * count + _HEAD_START_S[timer] for name, count in repeats.items())
@@ -135,17 +132,10 @@ def interleave(
     sample: Callable[[Call, int], _Sample],
     between: Callable[[], None] | None = None,
 ) -> dict[str, list[_Sample]]:
-    """Time calls in turn, round after round.
+    """Time calls, warm already, in turn, round after round: a sample of each in every round.
 
-    Args:
-        calls: what to time, by name, warm already.
-        repeats: of each call within a sample.
-        rounds: how many samples of each.
-        sample: times a call with its repeats.
-        between: called once in every round, not timed (it measures the peak).
-
-    Returns:
-        the samples of each call, one per round.
+    ``sample`` times a call with its repeats. ``between`` is called once in every round and not
+    timed: it measures the peak.
     """
     samples: dict[str, list[_Sample]] = {name: [] for name in calls}
     for _ in range(rounds):

@@ -111,10 +111,7 @@ def write_runs(
 ) -> None:
     """Print a line for each run as it is found, and write all of them with the machine.
 
-    Args:
-        runs: what a script measures on one thread, in JSON's types.
-        line: of a run.
-        path: of the file; None for none.
+    Runs are what a script measures on one thread, in JSON's types.
     """
     record: dict[str, Any] = {"machine": describe(1), "runs": []}
     for run in runs:

@@ -54,10 +54,9 @@ def as_long(values: Tensor | npt.NDArray[Any]) -> LongArray:
 def judge(actual: Tensor, plain: Tensor, oracle: Tensor | npt.NDArray[Any]) -> Verdict:
     """Hold one output to the rule.
 
-    Args:
-        actual: what is tested; its dtype gives eps.
-        plain: the same from the plain implementation in the problem's dtype.
-        oracle: the same in float64, on the same device; or in numpy's extended precision.
+    ``actual`` is tested; its dtype gives eps. ``plain`` is the same from the plain implementation
+    in the problem's dtype, ``oracle`` in float64, on the same device, or in numpy's extended
+    precision.
     """
     for given in (actual, plain):
         if tuple(given.shape) != tuple(oracle.shape):

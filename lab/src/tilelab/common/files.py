@@ -42,8 +42,7 @@ class DiskFullError(TilewiseError):
 def telling_full_disk(path: Path | None = None) -> Iterator[None]:
     """Within the block a full disk is a ``DiskFullError``, which says what to do.
 
-    Args:
-        path: what there is no room for; None for what the system names.
+    It names ``path`` as what there is no room for; None for what the system names.
 
     Raises:
         DiskFullError: there is no room.
@@ -62,12 +61,9 @@ def telling_full_disk(path: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its place when the block ends well.
+    """A temporary file beside ``path``, whose folder exists; it takes its place when all ends well.
 
     A crash, an error or a full disk leaves the older file as it was.
-
-    Args:
-        path: of the file to replace or to make; its folder exists.
 
     Raises:
         DiskFullError: there is no room.

@@ -84,12 +84,7 @@ def plotted(path: Path, size: tuple[float, float], *grid: int, **options: Any) -
 
 
 def canvas(width: float, height: float) -> Figure:
-    """Return an empty figure.
-
-    Args:
-        width: in units of the drawing, of which a line of text is some 16 high.
-        height: in the same.
-    """
+    """Return an empty figure, in units of which a line of text is some 16 high."""
     figure = Figure(figsize=(width / _POINTS_PER_INCH, height / _POINTS_PER_INCH), frameon=False)
     FigureCanvasSVG(figure)
     return figure
@@ -139,14 +134,8 @@ def beside(
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels, as near as may be to where they are wanted, none closer than ``gap``.
 
-    Args:
-        wanted: one number per label.
-        gap: between neighbours; less where they do not all fit.
-        low: no label lies below.
-        high: no label lies above.
-
-    Returns:
-        One place per label, in the same order among themselves as wanted.
+    They lie from ``low`` to ``high``, in the order of ``wanted``, and closer where they do not all
+    fit.
     """
     count = len(wanted)
     if count > 1:
@@ -262,10 +251,8 @@ def short_name(name: str, most: int) -> str:
 def finish(figure: Figure, name: str, summary: str) -> Markup:
     """Return the figure as an ``<svg>`` element for the page.
 
-    Args:
-        figure: of ``canvas``.
-        name: unique in the page, letters, digits and dashes.
-        summary: the figure in a sentence, for those who cannot see it.
+    ``name`` is unique in the page, of letters, digits and dashes. ``summary`` is the figure in a
+    sentence, for those who cannot see it.
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -299,9 +286,8 @@ def style_sheet() -> str:
 def page_of(package: str, **values: Any) -> str:
     """Return a page that loads nothing, from a template that escapes every text from outside.
 
-    Args:
-        package: whose folder ``templates`` has ``page.html``.
-        values: names in the template; ``style`` is the style sheet.
+    The package's folder ``templates`` has ``page.html``. ``values`` are names in it; ``style`` is
+    the style sheet.
     """
     environment = Environment(
         loader=PackageLoader(package),

@@ -63,13 +63,7 @@ def left_columns(head: Sequence[str]) -> set[int]:
 
 
 def show_tables(lines: list[str], tables: Sequence[Table], as_markdown: bool) -> None:
-    """Print some lines and tables below them, coloured on a terminal with rich.
-
-    Args:
-        lines: plain text.
-        tables: what follows it.
-        as_markdown: as Markdown, instead of what suits the terminal.
-    """
+    """Print some lines and tables below them: as Markdown, or coloured on a terminal with rich."""
     if as_markdown:
         print("\n\n".join(["\n".join(lines), *(markdown(table) for table in tables)]))
     elif not sys.stdout.isatty() or not _rich(lines, tables):

@@ -48,12 +48,7 @@ def in_words(seconds: float) -> str:
 
 
 class Progress:
-    """The progress of a run, within a ``with`` block.
-
-    Args:
-        total: how many steps there are.
-        console: where to; None for the standard error.
-    """
+    """The progress of a run, within a ``with`` block; on the standard error without a console."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self._console = Console(stderr=True) if console is None else console

@@ -46,9 +46,8 @@ class ChildError(TilewiseError):
 class Child:
     """A child process, started when it is first asked and again after it has ended.
 
-    Args:
-        command: of the process; a name is that of a module for Python.
-        variables: of its environment; None for ``environment()``.
+    A command that is a name is that of a module for Python. Without ``variables`` its environment
+    is ``environment()``.
     """
 
     def __init__(
@@ -69,9 +68,7 @@ class Child:
     def ask(self, job: Any, limit_s: float | None = None) -> list[Any]:
         """Return the answers to a job.
 
-        Args:
-            job: for JSON.
-            limit_s: how long it may take, the start of the process included; None for any time.
+        ``limit_s`` includes the start of the process; None for any time.
 
         Raises:
             ChildError: the process failed or took too long.
@@ -188,11 +185,9 @@ def environment() -> dict[str, str]:
 def serve(
     perform: Callable[[Any], Iterable[Any]], after: Callable[[], None] = lambda: None
 ) -> None:
-    """Do jobs until there are no more.
+    """Do jobs until there are no more, and call ``after`` after each.
 
-    Args:
-        perform: gives the answers to a job, for JSON; what it raises ends the process.
-        after: called after each job.
+    ``perform`` gives the answers to a job, for JSON; what it raises ends the process.
     """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nobody else writes between our lines

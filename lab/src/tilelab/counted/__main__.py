@@ -45,8 +45,7 @@ def absence(driver: Path) -> str | None:
 def misses(text: str) -> int:
     """Data misses of the last level, from the file that cachegrind writes.
 
-    Args:
-        text: of the file: ``events:`` names the columns, and ``summary:`` has their totals.
+    ``events:`` names the columns, and ``summary:`` has their totals.
 
     Raises:
         CountingError: it has no such columns.
@@ -114,10 +113,7 @@ Counter: TypeAlias = Callable[[int, Mapping[str, str | int]], int]
 def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) -> list[Row]:
     """Count the rows of the cases: misses of a run minus misses of the same run without attention.
 
-    Args:
-        cases: in order.
-        counter: misses of a run, given the bytes of the cache and the driver's arguments.
-        done: called with each row.
+    ``counter`` gives the misses of a run, from the bytes of the cache and the driver's arguments.
     """
     before: dict[str, int] = {}
     rows = []

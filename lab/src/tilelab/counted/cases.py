@@ -155,10 +155,7 @@ def core_forward(problem: Problem, task_queries: int, cache_bytes: int) -> Traff
     * The cache holds the room alone: keys and values are filled once for every task.
     * The cache does not hold the room: it is filled again for every block of keys.
 
-    Args:
-        problem: what to compute, in float32 or float64.
-        task_queries: m: 64, 128, 256 or 512.
-        cache_bytes: of the cache.
+    The problem is in float32 or float64; m, ``task_queries``, is 64, 128, 256 or 512.
     """
     _check_layout(problem)
     visits = visits_of(problem, (task_queries, _BLOCK_KEYS))
@@ -199,9 +196,8 @@ def core_backward(problem: Problem, cache_bytes: int) -> Traffic:
     and over the sums of dK and dV, N (D + Dv) e of each. Where the cache holds both, they are
     filled once; else for every tile.
 
-    Args:
-        problem: what to compute, in float32 or float64.
-        cache_bytes: of the cache, which has to hold a tile and a block of keys with its sums.
+    The problem is in float32 or float64. The cache has to hold a tile and a block of keys with its
+    sums.
     """
     _check_layout(problem)
     if problem.keys > _ONE_CHUNK:
@@ -274,9 +270,7 @@ def fills(traffic: Traffic, cache_bytes: int) -> Traffic:
     pass that touched it last, B those of passes between, and G those of this pass. The part stays
     if that sum is at most the cache.
 
-    Args:
-        traffic: passes; each walks over all its operands in step.
-        cache_bytes: of the cache.
+    Each pass walks over all its operands in step.
     """
     filled: list[Pass] = []
     moved: list[int] = []  # by each pass, with what was still there
@@ -314,10 +308,7 @@ def fetched(walks: Sequence[range], key_bytes: int, room: int) -> int:
     from the second walk's first key to the first walk's last key must fit. Keys that only an
     earlier walk had are gone, unless all keys fit.
 
-    Args:
-        walks: in order.
-        key_bytes: of what is walked over, for a key.
-        room: bytes of the cache available for the keys.
+    ``room`` is bytes of the cache available for the keys.
     """
     seen = {key for walk in set(walks) for key in walk}
     if len(seen) * key_bytes <= room:

@@ -64,9 +64,7 @@ def the_first() -> Traffic:
 def ours(tile: tuple[int, int] = (128, 128), mask: bool = False) -> Traffic:
     """The order of this package's GPU backend, as tiles move it.
 
-    Args:
-        tile: queries and keys.
-        mask: causal, whose empty tiles are then not visited.
+    Empty tiles of a causal ``mask`` are not visited.
     """
     problem = gpt2_medium(mask)
     visited = visits_of(problem, tile)

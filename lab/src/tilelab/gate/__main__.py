@@ -158,12 +158,8 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Compile cases for chips; each chip's result as soon as it and those before it are there.
 
-    Args:
-        targets: the chips; one with a reason ``why_not`` compiles the probe only.
-        names: the cases' names by the chip's name.
-        module: where the cases are listed.
-        jobs: processes at once.
-        limit_s: after which one kernel's compilation is given up.
+    A target with a reason ``why_not`` compiles the probe only. ``names`` has the cases' names by
+    the chip's name. After ``limit_s`` one kernel's compilation is given up.
 
     Raises:
         TilewiseError: a child could not even start on its cases.

@@ -90,10 +90,7 @@ def _in_pages(case: Attention, problem: Problem, operands: Operands) -> tuple[Pr
 def forward(case: Attention, family: str, overrides: Overrides = ()) -> Sequence[Launch]:
     """Return the launches of the forward pass on a family of chips.
 
-    Args:
-        case: the call; few queries are decoded.
-        family: a name of ``gpu.FAMILIES``.
-        overrides: blocks in the place of the family's own.
+    Few queries are decoded. ``overrides`` are blocks in the place of the family's own.
     """
     problem, operands = operands_of(case)
     result = gpu.empty_result(problem, operands.q, case.statistics)

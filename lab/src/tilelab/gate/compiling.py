@@ -139,8 +139,7 @@ def _words(error: Exception) -> str:
 def _perform(job: tuple[str, str, int, str]) -> Iterator[dict[str, Any]]:
     """Compile a case in the child: the name of each launch before it is compiled, and its record.
 
-    Args:
-        job: names of the chip, the module and the case, and seconds for one kernel.
+    A job has the names of the chip, the module and the case, and seconds for one kernel.
     """
     target_name, module, limit_s, name = job
     target = target_named(target_name)

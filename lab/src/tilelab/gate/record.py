@@ -190,11 +190,8 @@ def has_baseline(record: Record, case: Case) -> bool:
 def store(path: Path, records: Iterable[Record], *, whole: bool) -> None:
     """Put records into a file, over what it said of the same kernels.
 
-    Args:
-        path: the file; made where there is none.
-        records: what compiled.
-        whole: these are all the cases of their targets, so that other entries of these targets
-            are of kernels that are no more.
+    With ``whole`` these are all the cases of their targets, so that other entries of these targets
+    are of kernels that are no more.
     """
     baseline = load(path)
     kept = [record for record in records if not record.error]

@@ -84,14 +84,8 @@ def conduct(
 ) -> None:
     """Do every job of every step, or note why it was not done, whatever becomes of each.
 
-    Args:
-        setting: of the jobs.
-        steps: in order.
-        record: where the rows go.
-        limit_s: for all of it.
-        changed: called after each job.
-        clock: seconds.
-        start: makes a team of so many worker processes.
+    ``limit_s`` is for all of it; ``changed`` is called after each job. ``start`` makes a team of so
+    many worker processes.
     """
     end = clock() + limit_s
     patience = _SELF_TEST_PATIENCE if setting.self_test else 1

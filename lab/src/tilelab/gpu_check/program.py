@@ -241,11 +241,7 @@ class _Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to the logits of tokens, [B, S] to [B, S, vocabulary].
-
-    Args:
-        shape: its numbers.
-    """
+    """Tokens to the logits of tokens, [B, S] to [B, S, vocabulary]."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()

@@ -76,14 +76,7 @@ _VARIANTS = ("alibi", "document", "window")
 
 
 def goal_for(direction: str, kind: str, head_dim: int, length: int) -> Goal:
-    """Return the goal of a speed case.
-
-    Args:
-        direction: ``"forward"`` or ``"backward"``.
-        kind: of the mask or score, e.g. ``"causal"``.
-        head_dim: D, the width of a head.
-        length: keys of a sequence.
-    """
+    """Return the goal of a speed case, of a kind of mask or score such as ``"causal"``."""
     if length < _LEAST_LENGTH:
         return Goal()
     firm = kind in _VARIANTS or (direction == "backward" and kind in ("full", "causal"))

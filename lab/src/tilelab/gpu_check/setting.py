@@ -212,12 +212,8 @@ def attend_pages(
 ) -> Outcome:
     """Return the packed result of the public call: out and lse.
 
-    Args:
-        setting: whose backend does it.
-        inputs: of a variable-length problem.
-        page_size: rows of a page.
-        packed: whether queries are; else each sequence has as many.
-        seed: of the order of the pages, and how many more there are than it takes.
+    The inputs are of a variable-length problem; where queries are not ``packed``, each sequence has
+    as many. ``seed`` draws the order of the pages, and how many more there are than it takes.
     """
     assert inputs.cu_seqlens is not None
     cu_q, cu_k = inputs.cu_seqlens

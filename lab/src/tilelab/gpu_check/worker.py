@@ -82,10 +82,7 @@ MORE_STEPS = (
 class Worker:
     """The parent's end of a worker process.
 
-    Args:
-        setting: of its jobs.
-        parallel: whether there are others beside it.
-        command: what to run; the worker of this package, but for tests and the tuner.
+    ``command`` is the worker of this package, but for tests and the tuner.
     """
 
     def __init__(
@@ -108,13 +105,7 @@ class Worker:
 
 
 class Team:
-    """Worker processes, which take jobs as they become free.
-
-    Args:
-        setting: of their jobs.
-        count: how many.
-        command: as of a ``Worker``.
-    """
+    """Worker processes, which take jobs as they are free; ``command`` is that of a ``Worker``."""
 
     def __init__(self, setting: Setting, count: int = 1, command: Sequence[str] = ()) -> None:
         self.workers = [Worker(setting, count > 1, command) for _ in range(count)]

@@ -74,11 +74,8 @@ class Layout:
     ) -> None:
         """Write the two files, each whole or not at all; files of an earlier save are replaced.
 
-        Args:
-            folder: made where it is missing.
-            state: the tensors as they are in the file, by their names here.
-            values: of the config.
-            prefix: None for the family's.
+        The folder is made where it is missing. ``state`` has the tensors as they are in the file,
+        by their names here. Without ``prefix`` it is the family's.
         """
         prefix = self.prefix if prefix is None else prefix
         tensors = {

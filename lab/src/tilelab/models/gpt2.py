@@ -382,8 +382,7 @@ class GPT2(nn.Module):
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
 
-        Args:
-            folder: made where it is missing; files of an earlier save are replaced.
+        The folder is made where it is missing; files of an earlier save are replaced.
         """
         values = {**self.extra_config, **_config_of(self.shape)}
         _layout(self.shape).write(folder, _as_stored(self.state_dict()), values)

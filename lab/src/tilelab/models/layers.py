@@ -126,11 +126,7 @@ class Packed(NamedTuple):
 
 
 def pack(rows: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]] | None = None) -> Packed:
-    """Sequences as one.
-
-    Args:
-        rows: token ids of each sequence, one or more.
-        kinds: token types likewise; None for 0.
+    """Sequences of token ids as one; without ``kinds`` all token types are 0.
 
     Raises:
         InvalidArgument: no sequence, an empty one, or types of other lengths.
@@ -154,10 +150,7 @@ def pack(rows: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]] | None = 
 def who_sees(packed: Packed, mask: masks.Mask | None, heads: int) -> Tensor:
     """Return who sees whom: bool [B, 1, 1, S] for padding alone, [B, H or 1, S, S] with a mask.
 
-    Args:
-        packed: the sequences, on the device of the result.
-        mask: who of a sequence sees whom in it; None for everybody.
-        heads: H, heads.
+    The mask says who of a sequence sees whom in it; None for everybody.
     """
     batch, longest = len(packed.borders) - 1, packed.longest
     real = torch.zeros(batch * longest, dtype=torch.bool, device=packed.tokens.device)

@@ -209,13 +209,7 @@ class ViT(nn.Module):
         initialise(self, seed)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the classes.
-
-        Args:
-            images: [B, C, image, image], of the dtype of the weights.
-
-        Returns:
-            [B, classes].
+        """Logits of the classes: [B, C, image, image] of the dtype of the weights to [B, classes].
 
         Raises:
             InvalidArgument: images of another size, or of other channels.

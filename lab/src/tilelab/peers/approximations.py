@@ -178,9 +178,7 @@ def linformer(given: Operands, project: Tensor | None = None) -> Tensor:
     equation 7, with one projection for keys and values and all heads (its section 4). E is learnt
     there; here it is drawn as theorem 2's proof draws it.
 
-    Args:
-        given: the operands.
-        project: E, [rows, N]; None draws 256 rows, always the same.
+    ``project`` is E, [rows, N]; None draws 256 rows, always the same.
     """
     q, k, v, keys, dropout_p = given
     made = projection(given.length) if project is None else project
@@ -212,11 +210,7 @@ def reformer(given: Operands, chunk: int = 64, buckets: int = 0, rounds: int = 2
     sorted apart, so a row looks at three chunks and not two. A pair found in several rounds counts
     in each.
 
-    Args:
-        given: the operands.
-        chunk: rows of a chunk.
-        buckets: of the hash, an even number or 1; 0 for N / chunk.
-        rounds: hashes.
+    ``buckets`` of the hash are an even number or 1; 0 for N / chunk.
 
     Returns:
         [B, H, N, Dv]; a row that finds no key of its bucket in any round gives 0.
@@ -322,9 +316,7 @@ def performer(given: Operands, rows: Tensor | None = None) -> Tensor:
     Source: Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, lemma 1 (positive
     features) and section 2.4 (orthogonal directions).
 
-    Args:
-        given: the operands.
-        rows: random directions [F, D]; None draws D ln D of them, always the same.
+    ``rows`` are random directions [F, D]; None draws D ln D of them, always the same.
     """
     q, k, v, keys, _ = given
     width = q.shape[-1]

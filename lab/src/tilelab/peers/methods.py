@@ -174,8 +174,7 @@ def _backends(device: str) -> tuple[str, ...]:
 def sdpa(name: str = "") -> Method:
     """Return the scaled_dot_product_attention of torch with one of its backends.
 
-    Args:
-        name: cudnn, flash, efficient or math; empty where torch chooses.
+    ``name`` is cudnn, flash, efficient or math; empty where torch chooses.
     """
     kind = _SDPA.get(name)
 
@@ -341,11 +340,8 @@ def _published(
 ) -> Method:
     """Return a published method.
 
-    Args:
-        name: of it.
-        attend: the function.
-        drops: whether it has probabilities to drop.
-        drawn: makes tensors that it takes, in the operands' dtype.
+    ``drops`` says whether it has probabilities to drop. ``drawn`` makes tensors that it takes, in
+    the operands' dtype.
     """
 
     def make(work: Work, given: Given) -> Attend:

@@ -118,12 +118,7 @@ class Prepared(NamedTuple):
 
 
 def draw(work: Work, factor: float = 1.0) -> Given:
-    """Standard normal numbers, the same at every call.
-
-    Args:
-        work: whose.
-        factor: q is multiplied by it, and so are the scores.
-    """
+    """Standard normal numbers, the same at every call; q, and so the scores, times ``factor``."""
     generator = torch.Generator(work.device).manual_seed(0)
     packed = work.layout == "bshd"
 
@@ -300,13 +295,8 @@ def attend_rows(
 ) -> Tensor:
     """Return the output of the rows of some chunks, one below the other, in the tensors' dtype.
 
-    Args:
-        problem: what to compute.
-        operands: captured tensors of mask and score.
-        tensors: q, k and v, whole.
-        chunks: the rows.
-        seen: of ``seen_rows``.
-        keep: what drops probabilities.
+    ``operands`` has captured tensors of mask and score; ``tensors`` are q, k and v, whole. ``seen``
+    is of ``seen_rows``, and ``keep`` drops probabilities.
     """
     q, k, v = tensors
     if sum(len(rows) for rows in chunks) < problem.queries:

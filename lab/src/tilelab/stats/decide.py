@@ -69,9 +69,8 @@ NO_OTHERS = Others()
 def others_of(tests: Mapping[str, Sequence[Judged]], unknown: int = 0) -> dict[str, Others]:
     """Return, for each of some experiments that step down together, the tests of all others.
 
-    Args:
-        tests: experiment -> its comparisons, each tested with any family.
-        unknown: further comparisons of the family, which count as not rejected.
+    ``tests`` has the comparisons by experiment, each tested with any family. ``unknown`` further
+    ones count as not rejected.
     """
     p_values = {
         name: [(each.p_value, each.test.p_equivalence) for each in found]
@@ -413,13 +412,9 @@ def look_by_look(
 ) -> list[Judged]:
     """Return the decisions about all arms of a sequential experiment, as far as its runs have come.
 
-    Args:
-        compared: each with all of the experiment's seeds, run or not; it is cut to those that its
-            look asks for.
-        rules: of the experiment.
-        looks: seeds at each look.
-        levels: of each look, which add up to ``rules.alpha``.
-        others: comparisons of other experiments in the family; they count as not rejected.
+    Each is compared with all of the experiment's seeds, run or not, and cut to those that its look
+    asks for. ``levels`` of the looks add up to ``rules.alpha``. ``others`` are comparisons of other
+    experiments in the family; they count as not rejected.
     """
     unknown = NO_OTHERS.and_unknown(others, others)
     found: dict[int, Judged] = {}

@@ -166,12 +166,7 @@ def interactions(
 ) -> tuple[Interaction, ...]:
     """Return every interaction that the arms can tell, with Holm over them.
 
-    Args:
-        per_seed: of every arm.
-        seeds: of the experiment.
-        rules: of it; their ``family`` is not read.
-        baseline_diverged: whether a run of the baseline did.
-        others: interactions of other experiments in the family.
+    ``others`` are interactions of other experiments in the family; ``rules.family`` is not read.
     """
     joined = list(_joined(list(per_seed)))
     contrasts: list[_Contrast] = []

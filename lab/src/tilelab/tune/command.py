@@ -80,9 +80,7 @@ class Finding(NamedTuple):
 class Team(worker.Team):
     """Worker processes: one times, all of them check.
 
-    Args:
-        setting: of their jobs.
-        command: what to run; the worker of this package, but for tests.
+    ``command`` is the worker of this package, but for tests.
 
     Attributes:
         until: when whatever is asked ends, of the monotonic clock.

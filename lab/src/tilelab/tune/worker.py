@@ -189,11 +189,6 @@ _BUDGET_S = 1.0  # of the rounds in which blocks are timed in turn
 class Work:
     """A problem with its tensors and with the result of its forward pass, in the table's blocks.
 
-    Args:
-        setting: where.
-        case: the problem.
-        family: the chip's.
-
     Attributes:
         inputs: the tensors as a user has them; the reference takes them.
     """
@@ -306,13 +301,7 @@ def spills_in(launches: Sequence[Launch]) -> int:
 
 
 def perform(setting: Setting, step: str, words: str) -> Iterator[Row]:
-    """The row of a job.
-
-    Args:
-        setting: where.
-        step: "check" or "measure".
-        words: "forward bfloat16 128 plain 128x64/8/2".
-    """
+    """The row of a "check" or "measure" of words like "forward bfloat16 128 plain 128x64/8/2"."""
     job, blocks = read_job(words)
     yield _check(setting, job, blocks[0]) if step == "check" else _measure(setting, job, blocks)
 

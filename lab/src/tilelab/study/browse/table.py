@@ -354,10 +354,7 @@ def _paired_values(
 ) -> tuple[Mapping[int, float | None], dict[str, Mapping[int, float | None]]]:
     """Return the values of the baseline and of the arms, which have the same seeds.
 
-    Args:
-        values: of ``values_of``.
-        baseline: one of its arms.
-        seeds: those that count; None for all of the baseline's.
+    ``seeds`` are those that count; None for all of the baseline's.
 
     Raises:
         InvalidArgument: no such arm, or an arm without one of the seeds, or with more.

@@ -78,13 +78,10 @@ class Forks:
     def start(
         self, run: RunSpec, variables: Mapping[str, str], working: Path | None, errors: IO[str]
     ) -> Forked:
-        """Start the process of a run.
+        """Start the process of a run that ``can_be_forked``.
 
-        Args:
-            run: one that ``can_be_forked``.
-            variables: its environment.
-            working: its working folder; None for ours.
-            errors: its standard error, which has a descriptor.
+        ``working`` is its working folder; None for ours. ``errors``, its standard error, has a
+        descriptor.
         """
         key = frozenset(variables.items()), working
         if key not in self._servers or self._servers[key].over:

@@ -392,13 +392,9 @@ def forecast_s(
 
     Calibration takes about half a second for each kind of sequence.
 
-    A run that goes on from the trunk of a shorter one takes the rest of its steps.
-
-    Args:
-        runs: of the study; what is known of a trunk comes from those that have ended too.
-        corpora: the data by ``data_key``; a run without any is not forecast.
-        execution: how they run.
-        records: of the runs, by their names.
+    A run that goes on from the trunk of a shorter one takes the rest of its steps; what is known of
+    a trunk comes from runs that have ended too. ``corpora`` has the data by ``data_key``; a run
+    without any is not forecast.
     """
     device, prices = torch.device(execution.device), dict[str, Price]()
 

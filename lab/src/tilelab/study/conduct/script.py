@@ -383,8 +383,7 @@ class _Book:
     def _resume(self, first: float | None) -> None:
         """Say that the run begins, or goes on after what older lines of it have behind them.
 
-        Args:
-            first: the step of the first line; None where it has none.
+        ``first`` is the step of the first line; None where it has none.
         """
         self._begun = True
         kept = [each for each in self._record.steps if first is not None and each.step < first]

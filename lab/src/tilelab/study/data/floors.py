@@ -65,11 +65,7 @@ def count(text: Symbols, pieces: Pieces, most: int, vocabulary: int) -> list[Tab
 
     A context does not reach beyond its piece of the text.
 
-    Args:
-        text: symbols below ``vocabulary``.
-        pieces: the parts of it to count.
-        most: the highest order; ``(most + 1) * log2(vocabulary)`` is at most 63 bits.
-        vocabulary: how many symbols there are.
+    ``(most + 1) * log2(vocabulary)`` is at most 63 bits.
     """
     bits = _bits(vocabulary)
     assert (most + 1) * bits <= 63, "a context and its symbol do not fit into an int64"

@@ -84,10 +84,8 @@ def chunked_losses(
     Logits are in the run's precision, the loss in float32, and the gradient of the head is added up
     in its own type.
 
-    Args:
-        features: of a micro-batch.
-        targets: [...] as those of ``losses``; at least one that counts.
-        training: ``loss_tokens`` is the number of tokens of a chunk.
+    Targets [...] are those of ``losses``; at least one counts. A chunk has
+    ``training.loss_tokens``.
     """
     hidden = features.hidden
     if hidden.dtype != torch.float64:  # as ``losses`` lets it be

@@ -102,9 +102,7 @@ def attempt(line: str, do: Callable[[RunSpec], None]) -> int:
 def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = None) -> None:
     """Do a run in this process.
 
-    Args:
-        run: what to do, where, and how.
-        prepared: gives the data of a config, from that folder of caches; None: its task does.
+    ``prepared`` gives the data of a config, from that folder of caches; None: its task does.
 
     Raises:
         TilewiseError: something that the user can put right: data, a checkpoint of another config,

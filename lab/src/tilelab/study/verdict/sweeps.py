@@ -59,12 +59,8 @@ def asked(
 ) -> Mapping[str, float]:
     """Return the values of a trial, given what became of those before it.
 
-    Args:
-        experiment: with a search.
-        arm: of the trial.
-        number: of the trial, from 1.
-        points: number -> values of the trials before it.
-        told: what became of them; empty for one that is drawn at random.
+    ``number`` is from 1. ``points`` has the values of the trials before it, by their numbers, and
+    ``told`` what became of them; empty for one that is drawn at random.
 
     Raises:
         InvalidArgument: Optuna is not installed.

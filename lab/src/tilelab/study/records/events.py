@@ -69,11 +69,9 @@ def _mended(path: Path) -> bytes:
     if not path.exists():
         return b""
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return data[data.rfind(b"\n", 0, max(0, whole - 1)) + 1 : whole]
+    *whole, torn = data.split(b"\n")
+    os.truncate(path, len(data) - len(torn))
+    return whole[-1] + b"\n" if whole else b""
 
 
 FORMAT = 1

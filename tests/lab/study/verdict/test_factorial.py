@@ -5,6 +5,7 @@ Factorial designs: their runs, words and aliases, by hand and against the publis
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from scipy import stats as oracle
 
 from tests.lab.study.records_of import Behaviour, experiment_of, judged, known
+from tilelab.common.svg import house_style
 from tilelab.stats.factorial import (
     arm_name,
     check,
@@ -25,7 +27,9 @@ from tilelab.stats.factorial import (
 from tilelab.stats.paired import paired
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.designs import Design, fraction
+from tilelab.study.report.tuning import effects_chart
 from tilelab.study.verdict.result import FactorEffect, Interaction
+from tilelab.study.verdict.text import signed
 from tilewise.errors import InvalidArgument
 
 BASE = {0: 2.0, 1: 2.2, 2: 2.1}
@@ -191,6 +195,20 @@ def test_a_fraction_says_what_it_cannot_tell_apart() -> None:
     assert effects["a",].aliases == ("+b x c x d",)
     assert effects["a", "b"].aliases == ("+c x d",)
     assert ("c", "d") not in effects
+
+
+@pytest.mark.parametrize(
+    ("design", "absent"),
+    [(fraction("abcd", 8), ["aliased"] * 3), (fraction("ab", 4, 1), ["\N{EN DASH}"])],
+    ids=["aliased", "not-estimated"],
+)
+def test_the_map_says_which_effects_it_lacks(design: Design, absent: list[str]) -> None:
+    effects = effects_found(design, drawn(design))
+    with house_style():
+        chart = known(effects_chart(effects, "bits_per_byte", "effects"))
+    axes, cells = design.factors * 2, re.findall(r">([^<>]+)</text>", chart.svg)
+    sizes = [signed(known(each.effect), 3) for each in effects]
+    assert sorted(cells) == sorted([*axes, *sizes, *absent])
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
     axes.set_xticks(range(rows), labels=labels, parse_math=False)
     axes.set_yticks(range(rows), labels=labels, parse_math=False)
     digits = words.digits_for(most) - 1
+    absent = "aliased" if any(each.aliases for each in effects) else "\N{EN DASH}"
     for row, factor in enumerate(factors):
         for column in range(row + 1):
             key = (factor,) if row == column else (factors[column], factor)
@@ -125,11 +126,10 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
             axes.add_patch(box)
             axes.add_patch(frame)
             found = each is not None and each.label in _FOUND
-            said = "aliased" if each is None else "\N{EN DASH}"
             axes.text(
                 column,
                 row,
-                said if value is None else words.signed(value, digits),
+                absent if value is None else words.signed(value, digits),
                 ha="center",
                 va="center",
                 color=INK if found else SOFT,

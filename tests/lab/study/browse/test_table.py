@@ -125,7 +125,9 @@ def test_the_command_says_and_writes_the_verdict(
     assert "better" in said
     assert "val_loss" in said
     assert "| muon | better | −0.111 |" in page.read_text()  # noqa: RUF001  as it prints
-    (found,) = json.loads(values.read_text())["arms"]
+    written = json.loads(values.read_text())
+    (found,) = written["arms"]
+    assert written["mean"] == pytest.approx(3.211)
     assert (found["effect"], found["p_holm"]) == (expected.effect, expected.p_holm)
 
 

@@ -52,6 +52,8 @@ def test_word_perplexities_stand_beside_that_of_gpt2() -> None:
         judge(study, records, {"optimizers": floors}).experiments[0], study.experiments[0]
     )
     assert table is not None
+    assert table.head[2] == "bits per byte"
+    assert not any(row[2].note for row in table.rows)
     assert [cell.text for cell in table.rows[-1]] == [
         "GPT-2, 124 million parameters", "40 GB of web text", NONE.text, "37.5", "lion"
     ]  # fmt: skip
@@ -132,8 +134,9 @@ def test_classes_have_the_constant_answer() -> None:
         Floor("majority answer", "none", 0, 0.5, "cross_entropy"),
     )
 
+    study = study_of(experiment_of("lion"))
+
     def verdict(loss: float) -> ExperimentVerdict:
-        study = study_of(experiment_of("lion"))
         behaviours = Behaviour(finals=dict.fromkeys((0, 1, 2), loss), metric="accuracy")
         records = records_of(study, {"lion": behaviours, "baseline": behaviours})
         told = study.experiments[0].model_copy(update={"metric": "accuracy"})
@@ -148,6 +151,10 @@ def test_classes_have_the_constant_answer() -> None:
         "not learnt more than that."
     )
     assert (won.arms[0].learnt, won.baseline.learnt) == (True, True)
+    table = floors_table(won, study.experiments[0])
+    assert table is not None
+    assert table.head[2] == "score"
+    assert [row[2].note for row in table.rows] == ["accuracy", "nats per example"]
     assert (
         won.notes[0] == "baseline ends at 0.950 accuracy, better than the majority answer (0.900)."
     )

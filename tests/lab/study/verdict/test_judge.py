@@ -121,10 +121,10 @@ def test_a_study_under_way_shows_what_it_has() -> None:
 
 def test_identical_weights_are_no_difference_even_with_one_seed() -> None:
     twins = {"baseline": Behaviour(twin=True), "sdpa": Behaviour(twin=True, pace=2.0)}
-    for seeds in ((0,), (0, 1, 2)):
+    for seeds, words in (((0,), "the one seed"), ((0, 1, 2), "all 3 seeds")):
         found = verdict(experiment_of(SDPA, seeds=seeds), **twins).arms[0]
         assert (found.label, found.identical, found.effect) == ("no difference", True, 0)
-        assert found.reason.startswith("Identical weights, bit for bit, with ")
+        assert found.reason == f"Identical weights, bit for bit, with {words}."
         assert found.speed_withheld == ""
 
 

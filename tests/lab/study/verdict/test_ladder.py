@@ -203,6 +203,7 @@ def test_what_the_page_says_of_a_ladder() -> None:
     assert chart.title == "Effect by bytes of text read"
     assert "wsd from" in chart.svg
     assert "drop from" not in chart.svg
+    assert set(re.findall(r"var\(--arm-(\d)\)", chart.svg)) == {"1"}, "the first after the baseline"
 
 
 def test_noise_widens_what_is_foretold() -> None:

@@ -147,6 +147,7 @@ def test_screening_goes_all_the_way_and_says_what_it_costs() -> None:
     whole = sum(run.config.steps for run in runs) / only.baseline.steps
     assert whole == 7 * (2 + 5) + 8 * (2 + 3) + 2 * 6 == 101
     assert only.baseline.steps * only.baseline.tokens_per_step == 327_680
+    assert (only.baseline.evaluation.every, only.baseline.evaluation.windows) == (160 // 8, 64)
     few = combined(only, ("muon", "wsd", "rms"))
     four = combined(only, ("muon", "wsd", "rms", "qk-norm"))
     assert [len(each.arms) for each in (few, four)] == [7, 7]
@@ -342,6 +343,7 @@ def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
     exact = study.experiments[2]
     assert exact.baseline.training.precision == "float32", "which a wrong scale shows in"
     assert exact.arm_names == ("plain", "sdpa", "tilewise", "rounding", "wrong-scale")
+    assert [each.seeds for each in study.experiments[:3]] == [(0, 1, 2), (0, 1, 2), (0,)]
     learnt = [run for run in runs if run.experiment in ("noise", "choices")]
     own = {(run.config_hash, run.seed): run for run in learnt}
     assert len(own) == 7
@@ -353,6 +355,10 @@ def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
     assert len(graphs) == 2
     assert learnt[-1].config.model.dropout.residual > 0, "the other graph comes last"
     check_designs(study)
+    noise, choices = study.experiments[3:]
+    assert (noise.name, noise.seeds, choices.seeds, choices.error) == ("noise", (0, 1), (0,), "own")
+    (twice,) = recipes.find("gpu30").study(seeds=2, tiny=True).experiments[3:]
+    assert (twice.name, twice.seeds, twice.error) == ("choices", (0, 1), "pooled")
     tested = recipes.find("gpu30").study(seeds=3, tokens=15_000_000)
     check_designs(tested)
     shorter = [run for run in planned(tested) if run.experiment == "choices"]

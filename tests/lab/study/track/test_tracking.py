@@ -209,6 +209,7 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_curves(
     assert float(parameters["optimizer.lr"]) == run.config.optimizer.options["lr"]
     assert float(parameters["seed"]) == 1
     assert parameters["schedule.name"] == "linear"
+    assert parameters["optimizer.betas"] == "[0.9, 0.95]", "a list in words"
 
 
 def test_runs_that_are_over_are_caught_up_with_once(kind: str, tmp_path: Path) -> None:
@@ -259,6 +260,13 @@ def test_a_tracker_that_fails_is_said_and_costs_nothing(tmp_path: Path) -> None:
     tracking.close()
     curves = kept.kept[run.name]["curves"]
     assert [at for at, _ in curves["by_tokens/train/loss"]] == [7, 14, 21], "as the steps say"
+    after, told = Memory(), replace(run, seed=2)  # what came before the first step is not known
+    tracking = Tracking(tmp_path / "study-2", {"memory": after}, pytest.fail)
+    tracking.started(told)
+    tracking.event(told, {"event": "step", **asdict(whole.steps[2]), "tokens": 7})
+    tracking.close()
+    at_tokens = [(2 * TOKENS + 7, whole.steps[2].loss)]
+    assert after.kept[told.name]["curves"]["by_tokens/train/loss"] == at_tokens
     # The first two warm up.
     assert curves["train/tokens_per_s"] == [(3, 7 / whole.steps[2].wall_s)]
 

@@ -16,10 +16,11 @@ from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import absence
 from tilewise.reference.expressions import load_indices
 from tilewise.variants.derive import Derivative, differentiate
-from tilewise.variants.expr import Expr, Graph, encode
+from tilewise.variants.expr import Expr, Graph, encode, slot_of
 from tilewise.variants.intervals import Interval, bounds
 from tilewise.variants.operations import OPS
 from tilewise.variants.rows import Kind
+from tilewise.variants.trace import trace_score
 from tilewise.variants.values import Score
 
 KINDS = ("float",) * len(SHAPES)
@@ -117,6 +118,30 @@ def test_every_pair_follows_torch_at_its_edges(name: str, fixed: int | None) -> 
         for slot in {0, 1} - {fixed}:
             ours = got.get(slot, torch.zeros_like(a))
             torch.testing.assert_close(ours, expected[slot], equal_nan=True)
+
+
+@pytest.mark.parametrize("names", [("min", "max"), ("min",), ("max",)], ids=" and ".join)
+def test_a_clamp_follows_torch_at_its_bounds(names: tuple[str, ...]) -> None:
+    """Also where bounds are equal, or exchanged; but below equal ones torch gives ``min`` none."""
+    tables = [POINTS.clone() for _ in ("x", *names)]
+    expr, _ = trace_score(
+        lambda s, b, h, m, n: tables[0][m].clamp(
+            **{name: tables[at][(n, h)[at - 1]] for at, name in enumerate(names, 1)}
+        )
+    )
+    derivative = differentiate(expr)
+    found = run(derivative.expr, tables, extents=Extents(1, *[len(POINTS)] * 3))
+    grids = torch.meshgrid(POINTS, POINTS, POINTS, indexing="ij")  # h, m, n
+    x, *limits = (grids[at].clone().requires_grad_() for at in (1, 2, 0)[: len(tables)])
+    due = x.clamp(**dict(zip(names, limits, strict=True)))
+    expected = list(torch.autograd.grad(due.sum(), [x, *limits]))
+    if len(limits) == 2:
+        expected[1] += (x < limits[0]) & (limits[0] == limits[1])
+    torch.testing.assert_close(found[0][0], due.detach(), rtol=0, atol=0)
+    slots = [slot_of(derivative.expr.nodes[place]) for place in derivative.loads]
+    assert sorted(slots) == list(range(len(tables)))
+    for slot, got in zip(slots, found[2:], strict=True):
+        torch.testing.assert_close(got[0], expected[slot], rtol=0, atol=0)
 
 
 def test_floor_division_is_a_step() -> None:

@@ -96,7 +96,11 @@ def _where_method(recording: Recording, x: object, condition: object, other: obj
 
 
 def _clamp(recording: Recording, x: object, min: object = None, max: object = None) -> Traced:
-    """Clamp; floats select, as in torch: at a bound the gradient is all of x's, not half of it."""
+    """Clamp; floats select, as in torch: at a bound the gradient is all of x's, not half of it.
+
+    Below two equal bounds the gradient is all of the lower one's, and torch gives it to none. The
+    language has no operation that keeps a value without its gradient.
+    """
     found = recording.lift(x)
     for bound, op in ((min, "max"), (max, "min")):
         if bound is None:

@@ -27,6 +27,8 @@ from tilelab.study import report
 from tilelab.study.ask.config import Arm, Sequential, Study, Sweep
 from tilelab.study.records.events import Sample, Step
 from tilelab.study.report import gather, write
+from tilelab.study.report.page import NONE
+from tilelab.study.report.tables import evidence_tables
 from tilelab.study.verdict.judge import judge
 from tilewise.errors import InvalidArgument
 
@@ -247,9 +249,17 @@ def test_load_that_moved_the_wall_clock_is_not_taken_for_a_slower_arm(tmp_path: 
     assert f"2.40{TIMES} faster, equal losses" in reader.text  # its verdict
     assert f"Faster with equal losses: tilewise (2.40{TIMES})." in reader.text
     assert "Of sdpa by processor time alone" in reader.text
-    speeds = {each.arm: each.speed for each in judge(study, records).experiments[0].arms}
+    verdict = judge(study, records).experiments[0]
+    speeds = {each.arm: each.speed for each in verdict.arms}
     assert [speeds[arm].by for arm in ("sdpa", "tilewise")] == ["processor", "wall"]
     assert known(speeds["sdpa"].ratio).value == pytest.approx(1.0)
+    (table,) = [each for each in evidence_tables(verdict) if each.key == "speed"]
+    columns = table.head[1:]
+    shown = {
+        name.text: [column for column, cell in zip(columns, cells, strict=True) if cell != NONE]
+        for name, *cells in table.rows
+    }
+    assert shown == {"plain": [*columns], "sdpa": ["tokens/CPU-s"], "tilewise": [*columns]}
     # With several threads the wall clock speaks, but not where seeds are too far apart.
     for each in records.values():
         environment = {**each.start.environment, "threads": 2}

@@ -133,7 +133,6 @@ Records = Mapping[str, RunRecord]
 class Rung:
     """The trials of an arm that have the same length."""
 
-    number: int  # 0 for the first
     runs: Mapping[float, tuple[RunSpec, ...]]  # candidate -> its runs, one a seed
 
     @property
@@ -197,7 +196,7 @@ def _searched(experiment: Experiment, arm: str, records: Records) -> Rung:
         name = trial(experiment, arm, value, 0, sweep.seeds[0]).name
         point = recorded(experiment, arm, records.get(name))
         if point is None:
-            before = Rung(0, runs)
+            before = Rung(runs)
             if value > at_random and not before.over(records):
                 break  # it follows from the trials before it
             told = before.candidates(experiment.metric, records) if value > at_random else ()
@@ -207,7 +206,7 @@ def _searched(experiment: Experiment, arm: str, records: Records) -> Rung:
                 point = asked(experiment, arm, int(value), points, told)
         points[value] = point
         runs[value] = tuple(trial(experiment, arm, value, 0, seed, point) for seed in sweep.seeds)
-    return Rung(0, runs)
+    return Rung(runs)
 
 
 def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int) -> Rung:
@@ -216,13 +215,13 @@ def _rung(experiment: Experiment, arm: str, values: Sequence[float], number: int
         value: tuple(trial(experiment, arm, value, number, seed) for seed in seeds)
         for value in values
     }
-    return Rung(number, runs)
+    return Rung(runs)
 
 
 def known_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
     """Return every trial that is known, rung by rung; seeds outside, then candidates, then arms."""
-    rungs = {name: rungs_of(experiment, name, records) for name in experiment.arm_names}
-    return _in_order([rung for each in rungs.values() for rung in each])
+    rungs = [rungs_of(experiment, name, records) for name in experiment.arm_names]
+    return _in_order([placed for each in rungs for placed in enumerate(each)])
 
 
 def expected_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
@@ -236,13 +235,13 @@ def expected_trials(experiment: Experiment, records: Records) -> list[RunSpec]:
         known = rungs_of(experiment, name, records)
         if sweep.search is not None:
             left = values[len(known[-1].runs) :]
-            found += [_rung(experiment, name, left, 0)] if left else []
+            found += [(len(known), _rung(experiment, name, left, 0))] if left else []
             continue
         if known[-1].over(records):
             continue  # nothing follows: it was the last, or all have diverged
         for number in range(len(known), sweep.rungs):
             tried = values[: sweep.candidates_of(len(values), number)]
-            found.append(_rung(experiment, name, tried, number))
+            found.append((number, _rung(experiment, name, tried, number)))
     return _in_order(found)
 
 
@@ -262,11 +261,11 @@ def tuning_tokens(experiment: Experiment, arm: str) -> int:
     return steps * len(sweep.seeds) * config.tokens_per_step
 
 
-def _in_order(rungs: list[Rung]) -> list[RunSpec]:
+def _in_order(rungs: Iterable[tuple[int, Rung]]) -> list[RunSpec]:
     """Runs of equal rank in turn, so that no arm is ahead of the others."""
     ranked = [
-        ((rung.number, at_seed, at_value), run)
-        for rung in rungs
+        ((number, at_seed, at_value), run)
+        for number, rung in rungs
         for at_value, runs in enumerate(rung.runs.values())
         for at_seed, run in enumerate(runs)
     ]

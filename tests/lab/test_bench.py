@@ -205,6 +205,16 @@ def test_tables() -> None:
         assert "| ---" in markdown(each)
     short, *_ = tables(record(), brief=True)
     assert short.head == ("case", "float32")
+    below = result([1.0], [2.0], Goal(3.0))
+    cases = [
+        replace(below, name=name, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for name in ("one", "two")
+    ]
+    short, *_ = tables(replace(record(), cases=[*record().cases, *cases]), brief=True)
+    assert [note.partition(":")[0] for note in short.notes if note.startswith("- ")] == [
+        "- one float32", "- one bfloat16", "- two float32", "- two bfloat16"
+    ]  # fmt: skip
     unfinished = replace(record(), status="stopped with Ctrl-C", memory=[])
     assert len(tables(unfinished)) == 3
     assert "stopped" in heading(unfinished)[1]

@@ -565,6 +565,8 @@ def test_what_others_scatter_is_noise_too() -> None:
     moved = {m.point.method: m for m in compare.compare(before, compare.Points("x", after))}
     assert moved["tilewise"].noise > 0.2
     assert moved["tilewise"].word == ""
+    held = replace(point(64, "sdpa", 1.0), quantity="bytes")
+    assert compare.drift([moved["tilewise"], compare.Moved(held, 1.0, 2.0, 0.0)]) == 1.0
     assert compare.scatter([0.1] * 4) == 0
     assert compare.scatter([0.0, 0.1, -0.1, 0.1, -0.1]) == pytest.approx(0.148, rel=0.01)
 

@@ -81,24 +81,18 @@ def noise(point: Point) -> float:
 
 def compare(before: Points, after: Points) -> list[Moved]:
     """Return every point that both have."""
-    both = [
-        (before.points[key], point)
-        for key, point in after.points.items()
-        if key in before.points and before.points[key].median and point.median
+    both = [(before.points.get(key), point) for key, point in after.points.items()]
+    found = [
+        Moved(point, old.median, point.median, math.hypot(noise(old), noise(point)))
+        for old, point in both
+        if old is not None and old.median and point.median
     ]
-    between = scatter(
-        [
-            math.log((point.median or 1.0) / (old.median or 1.0))
-            for old, point in both
-            if _is_control(point)
-        ]
-    )
-    found = []
-    for old, point in both:
-        apart = between if point.quantity == "seconds" else 0.0
-        wide = _SIGMAS * math.hypot(noise(old), noise(point), apart)
-        found.append(Moved(point, old.median or 0.0, point.median or 0.0, max(_LEAST, wide)))
-    return found
+    between = scatter([math.log(each.ratio) for each in found if _is_control(each.point)])
+    moved = []
+    for each in found:
+        apart = between if each.point.quantity == "seconds" else 0.0
+        moved.append(each._replace(noise=max(_LEAST, _SIGMAS * math.hypot(each.noise, apart))))
+    return moved
 
 
 def _is_control(point: Point) -> bool:

@@ -65,12 +65,8 @@ def _brief(record: GoalRecord) -> Table:
     found = {(result.name, result.dtype): result for result in record.cases}
     rows = [(name, *(_brief_cell(found.get((name, dtype))) for dtype in dtypes)) for name in names]
     notes = ["Times faster than torch, and the share of the machine's measured peak."]
-    missed = [
-        result
-        for name in names
-        for result in record.cases
-        if result.name == name and result.met.startswith("no") and not result.wrong
-    ]
+    missed = [each for each in record.cases if each.met.startswith("no") and not each.wrong]
+    missed.sort(key=lambda result: names.index(result.name))
     if missed:
         notes.append("* below its goal:")
         notes += [f"- {result.name} {result.dtype}: {_goal(result)}" for result in missed]

@@ -109,6 +109,12 @@ def numbers(asked: Problem, byte_count: int) -> float:
     return byte_count / asked.dtype.itemsize
 
 
+def test_the_forms_by_hand() -> None:
+    assert paper.plain_form(8, 2) == 8 * 2 + 64
+    assert paper.tiled_form(8, 2, 4) == 64 * 4 / 4
+    assert paper.sparse_form(8, 2, 4, 0.25) == 8 * 2 + 64 * 4 * 0.25 / 4
+
+
 @given(length=SIZES["length"], width=SIZES["width"])
 @settings(max_examples=15)
 def test_plain_is_of_its_form(length: int, width: int) -> None:

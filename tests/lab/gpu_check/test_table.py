@@ -35,6 +35,9 @@ def test_everything_is_in_the_table() -> None:
     assert line_of(text, "Ceiling, matrix product") == (
         "Ceiling, matrix product: 800 TFLOP/s [800, 800]"
     )
+    assert line_of(text, "case").split() == [
+        *("case", "ours", "+-", "%", "cudnn", "flash", "effic", "flex", "plain", "goal", "met")
+    ]
     causal = line_of(text, "fwd D128 causal 16k").split()
     assert causal[:4] == ["fwd", "D128", "causal", "16k"]
     assert causal[4:] == ["410", "2%", "51", "590", "390", "40", "400", "yes"]

@@ -13,6 +13,7 @@ from tilelab.gpu_check import accuracy, watched
 from tilelab.gpu_check.record import FAILURES, table
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.watched import CannotWatch
+from tilelab.peers.work import Attend, Given, Work, call_of
 from tilewise.plan.traffic.count import Operand, Pass, Traffic
 
 HEAD = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
@@ -131,12 +132,20 @@ def test_counts_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_the_self_test_runs_what_would_be_counted() -> None:
+def test_the_self_test_runs_what_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def spy(work: Work, given: Given, attend: Attend) -> object:
+        passes.append(work.passes)
+        return call_of(work, given, attend)
+
+    monkeypatch.setattr(watched, "call_of", spy)
     for job in watched.JOBS:
         (row,) = watched.traffic(SELF_TEST, job)
         assert row.status == "ok"
         assert row.values["predicted_read"] > 0
         assert row.values["predicted_written"] > 0
+    assert passes == ["forward", "backward"]
     plain, ours = (watched.predicted(SELF_TEST, job) for job in ("plain forward", "forward"))
     matrix = 2 * 64 * 64 * 2
     operand = 2 * 64 * 64 * 2

@@ -314,7 +314,7 @@ class Lists(NamedTuple):
             item, lengths = groups.item, groups.keys
             if part != slice(0, sets.shape[0]):
                 sets, counts, item, lengths = (x[part] for x in (sets, counts, item, lengths))
-            rows = 1 if paging is None else paging.size
+            paged_by, rows = paging or (None, size)
             return key_pages(
                 sets,
                 counts,
@@ -324,7 +324,7 @@ class Lists(NamedTuple):
                 item,
                 lengths,
                 self.starts,
-                None if paging is None else paging.table,
+                paged_by,
                 with_keys,
             )
         keys = self.keys(part)

@@ -215,7 +215,9 @@ def test_source_depends_on_the_program_alone() -> None:
     )
     program = program_of(("avx2", 32, 64, False, "mask", values, (4,), ()))
     assert emit(program, "") == emit(program, "")
-    assert "(-9223372036854775807LL - 1)" in emit(program, "")
+    assert "wholes((-9223372036854775807LL - 1))" in emit(program, "")
+    less = tuple(value._replace(integer=1 - 2**63) for value in program.values)
+    assert "wholes(-9223372036854775807LL)" in emit(program._replace(values=less), "")
 
 
 def test_notes() -> None:

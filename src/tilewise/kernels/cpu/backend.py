@@ -95,7 +95,7 @@ class CpuBackend(Backend):
         32 rows of output per row.
         """
         keys = problem.keys if problem.layout == "dense" else 0
-        blocks = max(1, (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS)
+        blocks = (keys + _BLOCK_KEYS // 2) // _BLOCK_KEYS
         chunk = max(_CHUNK_BLOCKS, -(-blocks // _MOST_CHUNKS)) * _BLOCK_KEYS
         block = (64, _BLOCK_KEYS)  # of a chunk: one that no row sees is skipped
         if problem.layout != "dense" or not 0 < problem.queries <= _FEW_QUERIES:

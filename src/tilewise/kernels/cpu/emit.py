@@ -485,7 +485,7 @@ def _sum(terms: list[str]) -> str:
 
 def _integer(value: int) -> str:
     # The least number has no literal.
-    return f"({value + 1}LL - 1)" if value < 0 else f"{value}LL"
+    return f"({value + 1}LL - 1)" if value == -(2**63) else f"{value}LL"
 
 
 def _float(value: float) -> str:

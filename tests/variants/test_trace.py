@@ -185,6 +185,12 @@ def test_functions_with_the_same_meaning_are_the_same_expression() -> None:
     assert trace_mask(windowed(8)) != trace_mask(windowed(9))
 
 
+def test_truth_values_are_spelled_as_in_c() -> None:
+    expr, _ = trace_mask(lambda b, h, m, n: True)
+    assert encode(expr) == "const_bool:true"
+    assert decode("const_bool:true") == expr
+
+
 def test_constants_keep_their_kind_and_their_sign() -> None:
     texts = [
         encode(trace_score(lambda s, b, h, m, n, x=x: s * x)[0])

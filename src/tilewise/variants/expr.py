@@ -363,7 +363,7 @@ def encode(expr: Expr) -> str:
 
 
 def _spelled(value: Constant) -> str:
-    return repr(value).lower() if isinstance(value, bool) else repr(value)
+    return repr(value).lower()  # true, not True
 
 
 @lru_cache(maxsize=1024)

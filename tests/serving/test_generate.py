@@ -110,6 +110,7 @@ def test_what_is_refused() -> None:
         generate(step, caches, [[1]], **words, concurrent=0)
     with pytest.raises(OutOfPages, match=r"^5 pages are needed, and 4 of 4 are free"):
         generate(step, caches, [[1], [2] * 15], **words)
+    assert [len(each) for each in generate(step, caches, [[2] * 14], **words)] == [3], "4 pages fit"
 
     def of_every_token(tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         return torch.zeros(len(tokens), 128)

@@ -272,6 +272,13 @@ def test_a_nan_among_captured_floats_is_not_compared() -> None:
     assert bounds(expr, ranges, lambda slot, indices: Interval(math.nan, math.nan)) is None
 
 
+def test_a_floor_division_is_sharp_and_may_round_to_the_next_number() -> None:
+    """A tenth is a little more than 0.1, and 1 / 0.1 is rounded to 10."""
+    tenth = Interval(0.1, 0.1)
+    assert float_intervals.floordiv(Interval(6.0, 8.0), Interval(2.0, 2.0)) == Interval(3.0, 4.0)
+    assert float_intervals.floordiv(Interval(1.0, 1.0), tenth) == Interval(9.0, 10.0)
+
+
 def test_what_may_be_flushed_to_zero_may_be_zero() -> None:
     """A product below the least normal float32 is positive, or 0 on some processors."""
     tiny = Interval(1e-20, 2e-20)

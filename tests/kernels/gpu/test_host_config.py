@@ -143,6 +143,18 @@ def test_a_variant_that_needs_registers_has_smaller_blocks() -> None:
         assert chip.blocks("forward", _problem(**changed, **wide)).keys < plain.keys, changed
 
 
+def test_rows_that_share_a_list_have_fewer_keys_where_they_lost_registers() -> None:
+    """A problem that needs registers, and has fewer warps than the pass has elsewhere."""
+
+    def keys(width: int, warps: int) -> int:
+        chip = Config("sm_90", overrides=(("dq", Blocks(64, 64, warps, 2)),))
+        found = config.listed_blocks(chip, "dq", _problem(head_dim=width, value_dim=width))
+        assert found._replace(keys=64) == Blocks(16, 64, 4, 3)
+        return found.keys
+
+    assert [keys(256, 8), keys(256, 4), keys(64, 8), keys(64, 4)] == [32, 64, 64, 64]
+
+
 def test_overrides_stand_before_the_table() -> None:
     """For the passes that they name."""
     mine = Blocks(16, 64, 2, 1)

@@ -206,12 +206,12 @@ def test_tables() -> None:
     short, *_ = tables(record(), brief=True)
     assert short.head == ("case", "float32")
     below = result([1.0], [2.0], Goal(3.0))
-    cases = [
+    several = [
         replace(below, name=name, dtype=dtype)
         for dtype in ("float32", "bfloat16")
         for name in ("one", "two")
     ]
-    short, *_ = tables(replace(record(), cases=[*record().cases, *cases]), brief=True)
+    short, *_ = tables(replace(record(), cases=[*record().cases, *several]), brief=True)
     assert [note.partition(":")[0] for note in short.notes if note.startswith("- ")] == [
         "- one float32", "- one bfloat16", "- two float32", "- two bfloat16"
     ]  # fmt: skip

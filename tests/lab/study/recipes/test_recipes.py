@@ -357,8 +357,8 @@ def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:
     check_designs(study)
     noise, choices = study.experiments[3:]
     assert (noise.name, noise.seeds, choices.seeds, choices.error) == ("noise", (0, 1), (0,), "own")
-    (twice,) = recipes.find("gpu30").study(seeds=2, tiny=True).experiments[3:]
-    assert (twice.name, twice.seeds, twice.error) == ("choices", (0, 1), "pooled")
+    (paired,) = recipes.find("gpu30").study(seeds=2, tiny=True).experiments[3:]
+    assert (paired.name, paired.seeds, paired.error) == ("choices", (0, 1), "pooled")
     tested = recipes.find("gpu30").study(seeds=3, tokens=15_000_000)
     check_designs(tested)
     shorter = [run for run in planned(tested) if run.experiment == "choices"]

@@ -71,9 +71,8 @@ Features detect() {
   const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
   found.avx2 = ymm && fma && f16c && bit(b, 5) && bit(b, 8);
   found.avx512 = found.avx2 && zmm && bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
-  found.byte_tables = found.avx512 && bit(c, 1);
-  // AVX512_VNNI. Every processor with AVX512_BF16 has it.
-  const bool integer_dots = bit(c, 11);
+  const bool integer_dots = bit(c, 11);  // AVX512_VNNI. Every processor with AVX512_BF16 has it.
+  found.byte_tables = found.avx512 && integer_dots && bit(c, 1);
   const bool tiles = bit(d, 22) && bit(d, 24), tiles_saved = (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5) && integer_dots;
   if (found.avx512_bf16 && found.byte_tables && tiles) {

@@ -10,7 +10,7 @@ bool has_avx2();    // with FMA, F16C and BMI2
 bool has_avx512();  // F, BW, DQ, VL
 bool has_avx512_bf16();
 bool has_tiles();        // AMX with bfloat16; the first call asks the system for leave to use them
-bool has_byte_tables();  // AVX512_VBMI
+bool has_byte_tables();  // AVX512_VBMI, with AVX512_VNNI
 #endif
 bool tiles_refused();  // whether the processor has such tiles, and the system does not let this process use them
 // Whether bfloat16 dot products are faster than widening and multiplying. A Zen 4 or 5 does twice the products of

@@ -1,11 +1,16 @@
 // Which kernel serves few queries, by storage type.
 #pragma once
 
+#include "base/processor.h"
 #include "decode/decode.h"
 
-#if defined(__AVX512BF16__)
+#if TILEWISE_VECTOR_BYTES == 64
+// Compiled for more instructions: decode_avx512_vbmi.cc and decode_avx512_vbmi_bf16.cc.
 namespace tilewise::avx512_vbmi {
-bool few_queries(const Forward& f);  // decode_avx512_vbmi.cc
+bool few_queries(const Forward& f);
+}
+namespace tilewise::avx512_vbmi_bf16 {
+bool few_queries(const Forward& f);
 }
 #endif
 
@@ -30,8 +35,10 @@ bool few_queries(const Forward& f) {
 #else
   [[maybe_unused]] constexpr bool dots = false;
 #endif
-#if defined(__AVX512BF16__)
-  if (dots && f.stored == Stored::e4m3 && has_byte_tables()) return avx512_vbmi::few_queries(f);
+#if TILEWISE_VECTOR_BYTES == 64 && !defined(__AVX512VBMI__)
+  const bool tables = f.byte_tables < 0 ? has_byte_tables() : f.byte_tables == 1;
+  if (tables && dots && f.stored == Stored::e4m3) return avx512_vbmi_bf16::few_queries(f);
+  if (tables && f.stored != Stored::plain) return avx512_vbmi::few_queries(f);
 #endif
 #if TILEWISE_VECTOR_BYTES >= 32
   // Of many rows, and in pairs of bfloat16, they are widened into the cache once for all; but AVX2 is slow at that with

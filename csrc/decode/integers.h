@@ -43,7 +43,7 @@ struct RowVectors<IntegerMode> {
   using Elem = Bf16;
   using Key = u8;
   using Acc = float;
-  static constexpr int unit = 1, step = 2 * kLanes<float>, sums = 2;
+  static constexpr int unit = 1, step = 2 * kLanes<float>, sums = 2, together = 1;
 
   TW_INLINE void of_key(const u8* p, i64 count, Vec<i32>* to) { to[0] = extended_words(first_codes(p, count)); }
   // Two rows, neighbours in one word. Each half of a longer vector has its own columns: see in_order.

@@ -1,5 +1,5 @@
-// Rows in 8 bits, without their scales: as rows of a wider type; or widened in registers, as pairs of bfloat16 where
-// bytes come from tables, or as float32.
+// Rows in 8 bits, without their scales: as rows of a wider type; or widened in registers, as pairs of bfloat16 or as
+// float32.
 #pragma once
 
 #include "base/eight_bits.h"
@@ -18,8 +18,11 @@ TW_INLINE u64 first_bits(i64 count) { return count >= 64 ? ~u64{0} : count <= 0 
 #endif
 
 #if defined(__AVX512VBMI__)
-// The bfloat16 of each e4m3 number without a sign, byte by byte.
+// Each e4m3 number without a sign, byte by byte: as bfloat16, or as float16.
+template <class E>
 struct E4m3Bytes {
+  static constexpr bool half = std::is_same_v<E, Half>;
+  static constexpr u32 bias = half ? 8 : 120, place = half ? 10 : 7, nan = half ? 0x7e00 : 0x7fc0;
   alignas(64) u8 low[128] = {}, high[128] = {};
   constexpr E4m3Bytes() {
     for (u32 code = 0; code < 128; code++) {
@@ -28,24 +31,44 @@ struct E4m3Bytes {
         for (exponent = 1; (fraction & 8) == 0; exponent--) fraction <<= 1;
         fraction &= 7;
       }
-      const u32 bits = code == 0 ? 0 : code == 127 ? 0x7fc0 : (exponent + 120) << 7 | fraction << 4;
+      const u32 bits = code == 0 ? 0 : code == 127 ? nan : (exponent + bias) << place | fraction << (place - 3);
       low[code] = static_cast<u8>(bits), high[code] = static_cast<u8>(bits >> 8);
     }
   }
 };
 
-// Of each 16 bytes the first 8, and the others, as bfloat16.
+// Of each 16 bytes the first 8, and the others, as numbers in 16 bits.
+template <class E = Bf16>
 TW_INLINE void e4m3_words(__m512i x, Vec<i32>* to) {
-  alignas(64) static constexpr E4m3Bytes bytes;
+  alignas(64) static constexpr E4m3Bytes<E> bytes;
   const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(bytes.low), x, _mm512_load_si512(bytes.low + 64));
   const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(bytes.high), x, _mm512_load_si512(bytes.high + 64));
   const __m512i all = _mm512_ternarylogic_epi64(high, x, _mm512_set1_epi8(-128), 0xf8);  // high | (x & the signs)
   to[0] = (Vec<i32>)_mm512_unpacklo_epi8(low, all);
   to[1] = (Vec<i32>)_mm512_unpackhi_epi8(low, all);
 }
+template <class E = Bf16>
 TW_INLINE void e4m3_row(const u8* p, u64 some, Vec<i32>* to) {
   alignas(64) static constexpr i64 order[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-  e4m3_words(_mm512_permutexvar_epi64(_mm512_load_si512(order), _mm512_maskz_loadu_epi8(some, p)), to);
+  e4m3_words<E>(_mm512_permutexvar_epi64(_mm512_load_si512(order), _mm512_maskz_loadu_epi8(some, p)), to);
+}
+// Four vectors of float32, from words whose even places are to be the first vector, and their odd ones the second. Why
+// by way of bfloat16: from there to float32 it is a shift or a mask, where float16 takes a conversion and a product.
+TW_INLINE void floats_of_words(const Vec<i32>* words, Vec<float>* to) {
+  for (int i = 0; i < 2; i++) {
+    to[2 * i] = (Vec<float>)((Vec<u32>)words[i] << 16);
+    to[2 * i + 1] = (Vec<float>)((Vec<u32>)words[i] & 0xffff0000u);
+  }
+}
+// In the order of the codes.
+TW_INLINE void e4m3_floats(__m512i codes, Vec<float>* to) {
+  alignas(64) static constexpr u8 order[64] = {0,  16, 1,  17, 2,  18, 3,  19, 32, 48, 33, 49, 34, 50, 35, 51,  //
+                                               4,  20, 5,  21, 6,  22, 7,  23, 36, 52, 37, 53, 38, 54, 39, 55,  //
+                                               8,  24, 9,  25, 10, 26, 11, 27, 40, 56, 41, 57, 42, 58, 43, 59,  //
+                                               12, 28, 13, 29, 14, 30, 15, 31, 44, 60, 45, 61, 46, 62, 47, 63};
+  Vec<i32> words[2];
+  e4m3_words(_mm512_permutexvar_epi8(_mm512_load_si512(order), codes), words);
+  floats_of_words(words, to);
 }
 #endif
 
@@ -64,25 +87,31 @@ template <Stored kStored, class E>
 TW_INLINE void widen_row(const u8* from, int width, E* to) {
   constexpr int lanes = kLanes<float>;
   int d = 0;
-  if constexpr (std::is_same_v<E, Bf16>) {
 #if defined(__AVX512VBMI__)
-    if constexpr (kStored == Stored::e4m3) {
-      for (; d < width; d += 64) {
-        Vec<i32> words[2];
-        const u64 some = first_bits(width - d);
-        e4m3_row(from + d, some, words);
-        _mm512_mask_storeu_epi16(to + d, static_cast<__mmask32>(some), (__m512i)words[0]);
-        _mm512_mask_storeu_epi16(to + d + 32, static_cast<__mmask32>(some >> 32), (__m512i)words[1]);
-      }
-      return;
+  if constexpr (kStored == Stored::e4m3 && sizeof(E) == 2) {
+    for (; d < width; d += 64) {
+      Vec<i32> words[2];
+      const u64 some = first_bits(width - d);
+      e4m3_row<E>(from + d, some, words);
+      _mm512_mask_storeu_epi16(to + d, static_cast<__mmask32>(some), (__m512i)words[0]);
+      _mm512_mask_storeu_epi16(to + d + 32, static_cast<__mmask32>(some >> 32), (__m512i)words[1]);
     }
+    return;
+  }
+  if constexpr (kStored == Stored::e4m3 && std::is_same_v<E, float>) {
+    for (; d + 64 <= width; d += 64) {
+      Vec<float> x[4];
+      e4m3_floats(_mm512_loadu_si512(from + d), x);
+      for (int i = 0; i < 4; i++) store(to + d + i * lanes, x[i]);
+    }
+  }
 #endif
 #if TILEWISE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<E, Bf16>)
     for (; d + 2 * lanes <= width; d += 2 * lanes)
       store(reinterpret_cast<i32*>(to + d), upper_halves(number_of<kStored>(load8(from + d, lanes)),
                                                          number_of<kStored>(load8(from + d + lanes, lanes))));
 #endif
-  }
   for (; d < width; d += lanes) store_exact(to + d, width - d, number_of<kStored>(load8(from + d, width - d)));
 }
 
@@ -109,9 +138,23 @@ struct RowVectors<NarrowWords<E, kStored>> {
   using Acc = float;
   // Keys lie as those in 16 bits do, even places and odd ones for bfloat16: so the bits of a sum are the same.
   static constexpr bool pairs = kStored == Stored::e4m3, turned = pairs && std::is_same_v<E, Bf16>;
-  static constexpr int unit = pairs ? 2 : 1, step = unit * kLanes<float>, sums = unit;
+#if defined(__AVX512VBMI__)
+  static constexpr bool tables = pairs;  // 64 codes at once: of one key, or 32 of two rows of values
+#else
+  static constexpr bool tables = false;
+#endif
+  static constexpr int unit = tables ? 4 : pairs ? 2 : 1, step = unit * kLanes<float>;
+  static constexpr int sums = pairs ? 2 : 1, together = tables ? 2 : 1;
 
   TW_INLINE void of_key(const u8* p, i64 count, Vec<float>* to) {
+#if defined(__AVX512VBMI__)
+    if constexpr (turned) {
+      Vec<i32> words[2];
+      e4m3_row(p, first_bits(count), words);
+      return floats_of_words(words, to);
+    }
+    if constexpr (tables) return e4m3_floats(_mm512_maskz_loadu_epi8(first_bits(count), p), to);
+#endif
     if constexpr (pairs)
       e4m3_pair(turned ? even_places_first(first_codes(p, count)) : first_codes(p, count), to);
     else
@@ -124,6 +167,15 @@ struct RowVectors<NarrowWords<E, kStored>> {
     else
       to[0] = number_of<kStored>(load8(rows[j] + column, count));
   }
+#if defined(__AVX512VBMI__)
+  template <class Rows>
+  TW_INLINE void of_two_values(const Rows& rows, int j, i64 column, i64 count, Vec<float>* to, Vec<float>* next) {
+    const Codes first = first_codes(rows[j] + column, count), second = first_codes(rows[j + 1] + column, count);
+    Vec<float> x[4];
+    e4m3_floats(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), x);
+    to[0] = x[0], to[1] = x[1], next[0] = x[2], next[1] = x[3];
+  }
+#endif
   TW_INLINE void in_order(Vec<float>*) {}
   static void weights(float*, int) {}
   static void pack(const E* from, i64 row, i64 col, int rows, int depth, i64 stride, float* to) {

@@ -94,6 +94,7 @@ struct RowVectors {
   using Acc = typename Mode::Acc;
   static constexpr int unit = 1, step = kLanes<Acc>;  // step: elements of a unit
   static constexpr int sums = 1;                      // accumulators of a unit of values
+  static constexpr int together = 1;                  // rows of values that are widened at once
 
   // The first `count` elements from p on, zeros behind them.
   TW_INLINE void of_key(const Elem* p, i64 count, Vec<Acc>* to) { to[0] = widen(p, count); }
@@ -128,7 +129,7 @@ TW_INLINE Vec<u32> words_of(const Bf16* p, i64 count) {
 template <>
 struct RowVectors<PlainMode<Bf16, float>> {
   using Key = Bf16;
-  static constexpr int unit = 2, step = 2 * kLanes<float>, sums = 2;
+  static constexpr int unit = 2, step = 2 * kLanes<float>, sums = 2, together = 1;
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<float>* to) {
     const Vec<u32> words = words_of(p, count);
@@ -174,7 +175,7 @@ struct RowVectors<PlainMode<Bf16, float>> {
 template <>
 struct RowVectors<PairMode> {
   using Key = Bf16;
-  static constexpr int unit = 1, step = 2 * kLanes<float>, sums = 2;
+  static constexpr int unit = 1, step = 2 * kLanes<float>, sums = 2, together = 1;
 
   TW_INLINE void of_key(const Bf16* p, i64 count, Vec<i32>* to) { to[0] = (Vec<i32>)words_of(p, count); }
   // Two rows, interleaved within each 16 bytes of a vector: the sums of a longer one come out of order.
@@ -251,6 +252,7 @@ class FewRows {
   static constexpr bool narrow = sizeof(Key) == 1;
   // Keys in 8 bits are widened for as many rows as can be; to integers it takes one instruction.
   static constexpr int kDotRows = narrow && !integers ? 8 : many ? 4 : 2, kSumRows = many ? 8 : 4;
+  static constexpr int kTogether = Rows::together;
   // Vectors of one row's sum in registers: half of them, or a quarter of many.
   template <int kR>
   static constexpr int kMost = kR >= 8            ? 2
@@ -376,7 +378,7 @@ class FewRows {
         for (int j = 0; j < kK; j++) Rows::of_key(keys[j] + d, count, key[j]);
         TW_UNROLL(8)
         for (int r = 0; r < kR; r++) {
-          TW_UNROLL(2)
+          TW_UNROLL(4)
           for (int u = 0; u < kU; u++) {
             const Vec<Word> row = load(q + r * q_stride + d / Mode::per_word + u * kLanes<Word>);
             TW_UNROLL(4)
@@ -439,17 +441,26 @@ class FewRows {
   TW_INLINE void sum_piece(const Word* p, const Values& values, int from, int to, i64 column, i64 count, Ahead& ahead,
                            Block<kR, kV>& acc) {
     TW_UNROLL(2)
-    for (int j = from; j < to; j++) {
-      ahead.step();
-      Vec<Word> x[kV];
+    for (int j = from; j < to; j += kTogether) {
+      Vec<Word> x[kTogether][kV];
+      TW_UNROLL(2)
+      for (int t = 0; t < kTogether; t++) ahead.step();
       TW_UNROLL(8)
-      for (int v = 0; v < kV; v += Rows::sums)
-        Rows::of_values(values, j * Mode::per_word, column + v * lanes, kTail ? count : 1 << 20, x + v);
+      for (int v = 0; v < kV; v += Rows::sums) {
+        const i64 at = column + v * lanes, here = kTail ? count : 1 << 20;
+        if constexpr (kTogether == 2)
+          Rows::of_two_values(values, j, at, here, x[0] + v, x[1] + v);
+        else
+          Rows::of_values(values, j * Mode::per_word, at, here, x[0] + v);
+      }
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++) {
-        const auto weight = Dot::broadcast(p[r * kRoomKeys + j]);
-        TW_UNROLL(8)
-        for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], weight, x[v]);
+        TW_UNROLL(2)
+        for (int t = 0; t < kTogether; t++) {
+          const auto weight = Dot::broadcast(p[r * kRoomKeys + j + t]);
+          TW_UNROLL(8)
+          for (int v = 0; v < kV; v++) acc[r][v] = Dot::multiply_add(acc[r][v], weight, x[t][v]);
+        }
       }
     }
   }

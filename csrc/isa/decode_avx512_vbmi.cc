@@ -1,11 +1,4 @@
-// Few queries in bfloat16 whose keys and values are in float8, for processors with tables of bytes.
+// Few queries beside keys and values in 8 bits, for processors with tables of bytes and 16-bit integer products.
 #define TILEWISE_ISA avx512_vbmi
 #define TILEWISE_VECTOR_BYTES 64
-#include "base/processor.h"
-#include "decode/decode.h"
-
-namespace tilewise::avx512_vbmi {
-
-bool few_queries(const Forward& f) { return DecodeKernel<NarrowPairs, FewRows<NarrowPairs>>(f).run(); }
-
-}  // namespace tilewise::avx512_vbmi
+#include "decode/by_type.h"

@@ -160,8 +160,10 @@ struct NarrowRows {
   }
 };
 
-inline Forward in_8_bits(const Instance& x, Stored stored, const NarrowRows& k, const NarrowRows& v) {
+inline Forward in_8_bits(const Instance& x, Stored stored, const NarrowRows& k, const NarrowRows& v,
+                         int byte_tables = -1) {
   Forward f = x.forward_args();
+  f.byte_tables = byte_tables;
   f.stored = stored, f.k = k.numbers, f.v = v.numbers, f.k_scales = k.factors, f.v_scales = v.factors;
   return f;
 }
@@ -191,10 +193,10 @@ inline void test_eight_bits(DType dtype) {
       const Naive truth(wide, dtype == DType::bf16);
       for (const Kernels* kernels : instruction_sets()) {
         const std::string what = std::string("8 bits, ") + kernels->name + ", " + c.text();
-        for (int dots : {-1, 0}) {
+        for (const auto& [dots, tables] : {std::pair{-1, -1}, {0, -1}, {0, 0}}) {
           for (auto& [name, tensor] : wide.results()) tensor->clear();
           for (auto& [name, tensor] : narrow.results()) tensor->clear();
-          Forward f = wide.forward_args(), g = in_8_bits(narrow, stored, k, v);
+          Forward f = wide.forward_args(), g = in_8_bits(narrow, stored, k, v, tables);
           f.dots = g.dots = dots, g.threads = 3;
           if (!kernels->forward(f) || !kernels->forward(g)) fail("out of memory");
           expect_near(narrow.out, truth.out, truth.out_room, "out of " + what);
@@ -210,12 +212,20 @@ inline void test_eight_bits(DType dtype) {
   }
 }
 
+// Every instruction set, with the tables of bytes that the processor has and without them.
+inline std::vector<std::pair<const Kernels*, int>> with_and_without_tables() {
+  std::vector<std::pair<const Kernels*, int>> found;
+  for (const Kernels* kernels : instruction_sets())
+    for (int byte_tables : {-1, 0}) found.emplace_back(kernels, byte_tables);
+  return found;
+}
+
 // A row has the bits that it has alone, and is exact where one number of its queries hides the others, which alone
 // count. What is not finite reaches its own outputs.
 inline void test_int8_rows(DType dtype) {
   constexpr int width = 72, large = 7;
   Case c = few(dtype, 5, 300, 4, 2, width, 40);
-  for (const Kernels* kernels : instruction_sets()) {
+  for (const auto& [kernels, tables] : with_and_without_tables()) {
     const std::string name = kernels->name;
     Instance x(c, Place::end);
     NarrowRows k(x.k, Stored::int8, 3, Place::end), v(x.v, Stored::int8, 4, Place::end);
@@ -225,7 +235,7 @@ inline void test_int8_rows(DType dtype) {
     });
     x.q.put(0, 1, 2, large, 4096);
     x.q.put(0, 2, 3, large, -3000);
-    const Forward f = in_8_bits(x, Stored::int8, k, v);
+    const Forward f = in_8_bits(x, Stored::int8, k, v, tables);
     if (!kernels->forward(f)) fail("out of memory");
     const Naive truth(x, dtype == DType::bf16);
     expect_near(x.out, truth.out, truth.out_room, "out of int8, " + name);
@@ -236,7 +246,7 @@ inline void test_int8_rows(DType dtype) {
     Instance alone(one, Place::end);
     for (i64 row = 0; row < c.queries; row++) {
       alone.q.each([&](i64 b, i64 h, i64 r, i64 d) { alone.q.put(b, h, r, d, x.q.get(b, h, row, d)); });
-      if (!kernels->forward(in_8_bits(alone, Stored::int8, k, v))) fail("out of memory");
+      if (!kernels->forward(in_8_bits(alone, Stored::int8, k, v, tables))) fail("out of memory");
       alone.out.each([&](i64 b, i64 h, i64 r, i64 d) {
         expect(alone.out.get(b, h, r, d) == x.out.get(b, h, row, d), "a row of int8 alone, " + name);
       });
@@ -264,12 +274,12 @@ inline void test_int8_rows(DType dtype) {
 
 // A NaN in a row, or as its scale, is one of the outputs that it reaches.
 inline void test_eight_bits_nan() {
-  for (const Kernels* kernels : instruction_sets()) {
+  for (const auto& [kernels, tables] : with_and_without_tables()) {
     for (i64 queries : {1, 20}) {
       Case c = few(DType::bf16, queries, 30, 2, 1, 40, 40);
       Instance x(c, Place::end);
       NarrowRows k(x.k, Stored::e4m3, 1, Place::end), v(x.v, Stored::e4m3, 2, Place::end);
-      const Forward f = in_8_bits(x, Stored::e4m3, k, v);
+      const Forward f = in_8_bits(x, Stored::e4m3, k, v, tables);
       v.bytes.data()[3 * 40 + 7] = 0xff;
       if (!kernels->forward(f)) fail("out of memory");
       x.out.each([&](i64 b, i64 h, i64 r, i64 d) {

@@ -16,7 +16,7 @@ import tilewise
 from tests.cases import drawn
 from tests.variants.drawn import Extents, run
 from tilewise.errors import InvalidArgument, InvalidType, TilewiseError
-from tilewise.variants.expr import Expr, decode, encode, kinds
+from tilewise.variants.expr import Expr, Graph, decode, encode, kinds
 from tilewise.variants.trace import trace_mask, trace_score
 
 B, H, M, N = 2, 3, 5, 7
@@ -154,6 +154,8 @@ def test_pythons_min_and_max_are_known() -> None:
     smallest = torch.minimum(torch.minimum(s, m), torch.tensor(2))
     expected = smallest + (n - m).clamp(min=0) * n.clamp(max=3)
     torch.testing.assert_close(value(expr, captured), expected, rtol=1e-12, atol=1e-12)
+    plain, _ = trace_mask(lambda b, h, m, n: (n < min(5, 3)) | (n >= max([1, -7], key=abs)))
+    assert plain == trace_mask(lambda b, h, m, n: (n < 3) | (n >= -7))[0]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -183,6 +185,13 @@ def test_functions_with_the_same_meaning_are_the_same_expression() -> None:
 
     assert trace_mask(windowed(8)) == trace_mask(windowed(8)) == trace_mask(spelled)
     assert trace_mask(windowed(8)) != trace_mask(windowed(9))
+
+
+def test_a_folded_zero_keeps_its_sign() -> None:
+    graph = Graph()
+    zero, two, minus = (graph.constant(each) for each in (0.0, 2.0, -3.0))
+    assert graph.apply("mul", zero, minus) == graph.constant(-0.0) != zero
+    assert graph.apply("mul", two, minus) == graph.constant(-6.0)
 
 
 def test_truth_values_are_spelled_as_in_c() -> None:

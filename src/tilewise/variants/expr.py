@@ -258,8 +258,6 @@ def _folded(fold: Callable[..., Constant], values: list[Constant | None]) -> Con
         found = fold(*values)
     except (ArithmeticError, ValueError):
         return None
-    if isinstance(found, float) and found == 0.0 and math.copysign(1.0, found) < 0.0:
-        return None  # see ``constant``
     if isinstance(found, int) and not -(2**_INT_BITS) <= found < 2**_INT_BITS:
         return None
     return found

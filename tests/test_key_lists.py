@@ -21,7 +21,7 @@ from tests.plain import attend
 from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
 from tilewise import KeyBlocks, masks, scores
 from tilewise.engine import shared_lists
-from tilewise.engine.key_lists import listed
+from tilewise.engine.key_lists import listed, page_size
 from tilewise.engine.shared_lists import rows_together
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
 
@@ -505,6 +505,11 @@ def test_derivatives_that_are_not_done() -> None:
         torch.func.grad(lambda x: tilewise.attention(x, k, v, keys=keys).sum())(q)
     with forward_ad.dual_level(), pytest.raises(Unsupported, match="forward-mode"):
         tilewise.attention(forward_ad.make_dual(q.detach(), torch.ones_like(q)), k, v, keys=keys)
+
+
+def test_a_page_has_a_whole_block_where_no_block_is_shorter() -> None:
+    pages = [page_size(16, keys, alone) for keys in (64, 65) for alone in (True, False)]
+    assert pages == [16, 1, 1, 1]
 
 
 @only_linux

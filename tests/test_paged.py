@@ -145,7 +145,15 @@ def test_a_block_mask_is_one_of_the_lengths() -> None:
         assert_same_bits(got, plain, "out")
     longer = torch.tensor([0, 300, 434, 434])
     other = BlockMask.of(mask, block=(16, 16), cu_seqlens_q=cu_q, cu_seqlens_k=longer)
-    with pytest.raises(InvalidArgument, match=r"^mask \(BlockMask\): got one for sequences of"):
+    words = (
+        r"^mask \(BlockMask\): got one for sequences of \[300, 134, 0\] keys; required: \[300, 133"
+    )
+    with pytest.raises(InvalidArgument, match=words):
+        tilewise.attention_paged(inputs.q, *paged, cu_q, mask=other, backend="tiled")
+    longer = torch.tensor([0, 64, 69, 101])
+    other = BlockMask.of(mask, block=(16, 16), cu_seqlens_q=longer, cu_seqlens_k=cu_k)
+    words = r"got one for sequences of \[64, 5, 32\] queries; required: \[64, 4, 33\]"
+    with pytest.raises(InvalidArgument, match=words):
         tilewise.attention_paged(inputs.q, *paged, cu_q, mask=other, backend="tiled")
     square = BlockMask.of(mask, 64, 300)
     with pytest.raises(InvalidArgument, match="required: one for a variable-length call"):

@@ -204,3 +204,6 @@ def test_a_refused_call_leaves_the_cache_as_it_was(paged: bool, window: int | No
             with pytest.raises(Unsupported, match="no sinks"):
                 step(x[:, 10:])
             assert len(cache) == 10
+            cache.truncate(10)  # which it is already
+            with pytest.raises(InvalidArgument, match=r"length: got 11; required: in \[0, 10\]"):
+                cache.truncate(11)

@@ -94,6 +94,18 @@ def test_pages_that_are_needed_at_most(page_size: int, window: int | None) -> No
         assert most <= cache.pages_for(first, total) <= most + (window is not None)
 
 
+def test_no_more_run_at_once_than_were_asked_for() -> None:
+    model, rows = byte_model(), []
+    step, caches = decoding.step(model), decoding.caches(model, pages=8, page_size=4)
+
+    def counted(tokens: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(tokens))
+        return step(tokens, *rest)
+
+    generate(counted, caches, [[1], [2], [3]], new_tokens=2, concurrent=2)
+    assert rows == [2, 2, 1, 1]
+
+
 def test_what_is_refused() -> None:
     model = byte_model()
     step, caches = decoding.step(model), decoding.caches(model, pages=4, page_size=4)

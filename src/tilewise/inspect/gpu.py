@@ -95,10 +95,11 @@ def forward_launches(
         family: a name of ``FAMILIES``.
         overrides: blocks in the place of the family's own.
     """
-    from tilewise.kernels.gpu.forward import attend, decode
+    from tilewise.kernels.gpu.forward import Forward, attend, decode
 
     make = decode.decode_launches if decodes(problem) else attend.forward_launches
-    return make(problem, operands, result, _config(family, overrides), _variant(problem, operands))
+    config, variant = _config(family, overrides), _variant(problem, operands)
+    return make(Forward(problem, operands, result, config, variant))
 
 
 def backward_launches(
@@ -124,19 +125,12 @@ def backward_launches(
         family: a name of ``FAMILIES``.
         overrides: blocks in the place of the family's own.
     """
-    from tilewise.kernels.gpu.backward import passes
+    from tilewise.kernels.gpu.backward import Upstream, backward_of, passes
 
-    return passes.backward_launches(
-        problem,
-        operands,
-        result,
-        *cotangents,
-        needs,
-        None,
-        grads,
-        _config(family, overrides),
-        _variant(problem, operands),
-    )
+    config, variant = _config(family, overrides), _variant(problem, operands)
+    incoming = Upstream(*cotangents)
+    call = backward_of(problem, operands, result, incoming, needs, config, variant)
+    return passes.backward_launches(call, grads)
 
 
 def listed_launches(
@@ -161,8 +155,8 @@ def listed_launches(
         overrides: blocks in the place of the family's own.
         forward: the forward pass in place of the backward.
     """
+    from tilewise.kernels.gpu.backward import Upstream, backward_of
     from tilewise.kernels.gpu.backward.listed import listed_launches as launches_of
-    from tilewise.kernels.gpu.backward.rows import Upstream
 
     keywords = read_keywords(mask, score, None, 0.0, None, None)
     (part,) = work_of(*lists_call(*inputs, keywords, lists), alone=True).parts
@@ -178,17 +172,16 @@ def listed_launches(
         torch.empty_like(x) if wanted else None
         for x, wanted in zip(operands.score_tensors, learned, strict=True)
     )
-    return launches_of(
+    call = backward_of(
         problem,
         operands,
         result,
         Upstream(torch.empty_like(result.out)),
         Needs(True, True, True, learned),
-        places,
-        Grads(torch.empty_like(operands.q), None, None, scores),
         _config(family, overrides),
         _variant(problem, operands),
     )
+    return launches_of(call, places, Grads(torch.empty_like(operands.q), None, None, scores))
 
 
 def cross_entropy_launches(

@@ -15,9 +15,11 @@ from tests.contract import assert_exact, assert_same_bits
 from tests.oracle import Sent, problem_of, refer_cached
 from tilewise.kernels.gpu import Launch, run
 from tilewise.kernels.gpu.backend import empty_result
+from tilewise.kernels.gpu.backward import Upstream, backward_of
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import Blocks, Config, Parts
 from tilewise.kernels.gpu.expressions import Variant, variant_of
+from tilewise.kernels.gpu.forward import Forward as ForwardPass
 from tilewise.kernels.gpu.forward.attend import forward_launches
 from tilewise.kernels.gpu.forward.decode import decode_launches
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics
@@ -44,7 +46,8 @@ def prepare_forward(
 ) -> tuple[Result, list[Launch]]:
     """A result that is still empty, and the launches that fill it."""
     result = empty_result(problem, operands.q, statistics)
-    todo = forward_launches(problem, operands, result, config, variant(problem, operands))
+    own = variant(problem, operands)
+    todo = forward_launches(ForwardPass(problem, operands, result, config, own))
     return result, todo
 
 
@@ -68,7 +71,8 @@ def decode(
     """The forward pass of few queries, in blocks of so many keys."""
     config = Config("interpreter", overrides=(("decode", Blocks(16, keys, 4, 1)),))
     result = empty_result(problem, operands.q, statistics)
-    run(decode_launches(problem, operands, result, config, variant(problem, operands)))
+    own = variant(problem, operands)
+    run(decode_launches(ForwardPass(problem, operands, result, config, own)))
     return result
 
 
@@ -100,9 +104,10 @@ def prepare_backward(
     )
     grads = Grads(q, k, v, captured, room(operands.sinks, needs.sinks))
     config = Config("interpreter", overrides=(("dq", blocks), ("dkdv", blocks)), parts=parts)
-    incoming = (sent.out, sent.lse, needs, sent.entropy)
+    upstream = Upstream(sent.out, sent.lse, sent.entropy)
     own = variant(problem, operands)
-    launches = backward_launches(problem, operands, result, *incoming, grads, config, own)
+    call = backward_of(problem, operands, result, upstream, needs, config, own)
+    launches = backward_launches(call, grads)
     # What host code did besides launches would not be done when a call is replayed.
     written = (*grads[:3], *captured, grads.sinks)
     assert all(x is None or x.is_meta or bool(x.isnan().all()) for x in written)

@@ -29,6 +29,7 @@ from tests.paged import in_pages
 from tilewise import BlockMask, masks, scores
 from tilewise.kernels.gpu.backend import GpuBackend, empty_result
 from tilewise.kernels.gpu.config import FAMILIES, Config, Splitting, config_for, decodes
+from tilewise.kernels.gpu.forward import Forward
 from tilewise.kernels.gpu.forward import decode as decoding
 from tilewise.kernels.gpu.forward.decode import decode_launches, empty_partials
 from tilewise.variants.program import Instr
@@ -254,7 +255,8 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
     problem, operands = problem_of(build(case).detached())
     own, meta = variant(problem, operands), on_meta(operands)
     result = empty_result(problem, meta.q, "top1")
-    todo = decode_launches(problem, meta, result, config_for(family), own)
+    call = Forward(problem, meta, result, config_for(family), own)
+    todo = decode_launches(call)
     assert [launch.kernel.__name__ for launch in todo] == [
         "attend_split",
         "merge_splits",
@@ -263,4 +265,4 @@ def test_launches_need_no_values(family: str, monkeypatch: pytest.MonkeyPatch) -
     assert [launch.grid for launch in todo] == [(4 * 2,), (4,), (4,)]
     assert todo[0].constants["FORM"].BM == todo[2].constants["FORM"].BM == 16
     short = problem._replace(keys=256)
-    assert len(decode_launches(short, meta, result, config_for(family), own)) == 2
+    assert len(decode_launches(call._replace(problem=short))) == 2

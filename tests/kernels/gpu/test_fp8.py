@@ -281,8 +281,8 @@ def test_what_is_launched(how: str) -> None:
     _, todo = prepare_forward(problem, operands, config)
     assert len(todo) == (1 if how == "halves" else 2)
     walk = todo[-1]
-    assert walk.arguments["inputs"][0].dtype is (torch.uint8 if how == "halves" else FLOAT8)
-    assert walk.arguments["per_head"][1].shape == (problem.batch, problem.heads)
+    assert walk.arguments["call"].inputs[0].dtype is (torch.uint8 if how == "halves" else FLOAT8)
+    assert walk.arguments["call"].per_head[1].shape == (problem.batch, problem.heads)
     assert walk.constants["FORM"].FOLDED is True
 
 

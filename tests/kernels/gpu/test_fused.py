@@ -30,7 +30,7 @@ from tests.kernels.gpu.test_hopper import (
 )
 from tests.oracle import Outcome, Sent, check_twice, problem_of, send
 from tilewise.kernels.gpu import Launch, config, run
-from tilewise.kernels.gpu.backward import fused, groups
+from tilewise.kernels.gpu.backward import Upstream, backward_of, fused, groups
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import UNPROVEN, Config
 from tilewise.kernels.gpu.expressions import variant_of
@@ -80,11 +80,10 @@ class Backward(NamedTuple):
 def _prepared(problem: Problem, operands: Operands, result: Result, sent: Sent) -> Backward:
     q, k, v = (torch.empty_like(each) for each in operands[:3])
     grads = Grads(q, k, v)
-    incoming = (sent.out, sent.lse, Needs(True, True, True), None)
+    incoming = Upstream(sent.out, sent.lse), Needs(True, True, True)
     own, chip = variant(problem, operands), asking(problem.head_dim)
-    *before, launch, after = backward_launches(
-        problem, operands, result, *incoming, grads, chip, own
-    )
+    call = backward_of(problem, operands, result, *incoming, chip, own)
+    *before, launch, after = backward_launches(call, grads)
     assert launch.kernel is groups.keys_in_groups
     assert after.kernel is fused.narrow_kernel
     return Backward(grads, before, launch, after)
@@ -198,8 +197,8 @@ IN_FUSED = [
     Fault("one turn early", "while added < before", "while added < before - 1"),
     Fault("turns never handed on", "turn, ordered(1)", "turn, ordered(0)"),
     Fault("handed on before it is written", "turn, ordered(1)", "turn, 1"),
-    Fault("order of the semaphore", "before = n0 // FORM.BLOCK_N -",
-          "before = (N - 1) // FORM.BLOCK_N - n0 // FORM.BLOCK_N -"),
+    Fault("order of the semaphore", "before = n0 // FORM.BN -",
+          "before = (N - 1) // FORM.BN - n0 // FORM.BN -"),
     Fault("nobody stores", "if before == 0:", "if before == -1:"),
     Fault("all store", "if before == 0:", "if before >= 0:"),
     Fault("turns of the first head", "(1 + (b * heads + h) * row_tiles", "(1 + h * 0 * row_tiles"),

@@ -20,6 +20,7 @@ from tests.kernels.gpu.passes import GQA, HALVES, NAN, prepare_forward, variant
 from tests.oracle import Outcome, Sent, check_twice, problem_of, send
 from tilewise import masks
 from tilewise.kernels.gpu import Launch, config, run
+from tilewise.kernels.gpu.backward import Upstream, backward_of
 from tilewise.kernels.gpu.backward import groups as keys
 from tilewise.kernels.gpu.backward.passes import backward_launches
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
@@ -133,9 +134,10 @@ def _served_keys(
 ) -> tuple[Grads, Launch]:
     """Gradients that hold NaN still, and the launch that fills them; what it needs has run."""
     grads = Grads(None, torch.full_like(operands.k, NAN), torch.full_like(operands.v, NAN))
-    incoming = (sent.out, sent.lse, Needs(False, True, True), None)
+    incoming = Upstream(sent.out, sent.lse), Needs(False, True, True)
     own = variant(problem, operands)
-    *before, launch = backward_launches(problem, operands, result, *incoming, grads, HOPPER, own)
+    call = backward_of(problem, operands, result, *incoming, HOPPER, own)
+    *before, launch = backward_launches(call, grads)
     assert launch.kernel is keys.keys_in_groups
     run(before)
     return grads, launch

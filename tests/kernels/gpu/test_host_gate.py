@@ -135,10 +135,13 @@ def test_the_chips_own_matrix_instruction() -> None:
     assert faults(GOOD, PRODUCTS, HOPPER, None) == ["mma instead of wgmma"]
     both = GOOD._replace(matrix={"mma": 1, "wgmma": 1})
     assert faults(both, PRODUCTS, HOPPER, None) == []
-    assert faults(GOOD._replace(tile={"BM": 32, "BN": 32}), PRODUCTS, HOPPER, None) == []
-    assert faults(GOOD._replace(tile={"BM": 16, "BN": 64}), PRODUCTS, HOPPER, None) == []
-    assert faults(GOOD._replace(tile={"BM": 64, "BN": 32}), PRODUCTS, HOPPER, None)
-    assert faults(GOOD._replace(tile={"BLOCK_M": 32, "BLOCK_N": 64}), PRODUCTS, HOPPER, None)
+    by_queries = GOOD._replace(kernel="attend")
+    assert faults(by_queries._replace(tile={"BM": 32, "BN": 32}), PRODUCTS, HOPPER, None) == []
+    assert faults(by_queries._replace(tile={"BM": 16, "BN": 64}), PRODUCTS, HOPPER, None) == []
+    assert faults(by_queries._replace(tile={"BM": 64, "BN": 32}), PRODUCTS, HOPPER, None)
+    assert faults(GOOD._replace(tile={"BM": 32, "BN": 64}), PRODUCTS, HOPPER, None)
+    listed = GOOD._replace(kernel="listed_key_kernel", tile={"BM": 64, "BN": 32})
+    assert faults(listed, PRODUCTS, HOPPER, None) == []
     assert faults(GOOD._replace(tile={}), PRODUCTS, HOPPER, None)
 
 

@@ -190,7 +190,7 @@ def test_tables_and_loads_of_every_form(name: str) -> None:
     )
     result = forward(problem, operands, BLOCKS[0])
     _, todo = prepare_backward(problem, operands, result, sent, BLOCKS[0])
-    names = ("line_kernel", "spread_pairs_kernel", "table_kernel")
+    names = ("line_kernel", "element_kernel")
     walks = [each for each in todo if each.kernel.__name__ in names]
     assert all(each.arguments["lists"][0] is not None for each in walks)
     assert len(walks) == {"scattered": 2, "buckets": 0}.get(name, 1)

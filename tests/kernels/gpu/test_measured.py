@@ -51,9 +51,8 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
         launches = list(launches)
         for each in launches:
             form = each.constants.get("FORM")
-            for queries, keys in (("BM", "BN"), ("BLOCK_M", "BLOCK_N")):
-                if hasattr(form, keys):
-                    found[each.kernel.__name__] = (getattr(form, queries), getattr(form, keys))
+            if form is not None:
+                found[each.kernel.__name__] = form.BM, form.BN
         return real(launches)
 
     monkeypatch.setattr(gpu, "run", run)

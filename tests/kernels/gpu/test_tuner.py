@@ -74,7 +74,7 @@ def test_what_is_not_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(launches: list[Launch]) -> int:
         run(launches)
-        out: torch.Tensor = launches[0].arguments["outputs"][0]
+        out: torch.Tensor = launches[0].arguments["call"].outputs[0]
         out[0, 0, 3, 1] += 0.01
         return 0
 

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from tilelab.common.tables import aligned, left_columns
 from tilewise.inspect.gpu import FAMILIES, Family, Launch
 
+# Kernels whose products have a row per query.
+_BY_QUERIES = frozenset({"attend", "attend_split", "describe", "attend_in_groups"})
+
 
 class Case(NamedTuple):
     """The launches of a pass."""
@@ -283,9 +286,11 @@ def _matrix_faults(record: Record, target: Target) -> list[str]:
     # Hopper's and Blackwell's own instructions take 64 rows; smaller products keep to the old ones.
     # Those of the forward pass have a row per query, those of the backward one per query or key.
     # Of key lists, where few keys are neighbours, it has one per key.
-    rows = record.tile.get("BM", max(record.tile.values(), default=64))
-    if record.kernel == "listed_key_kernel":
-        rows = record.tile["BLOCK_N"]
+    rows = max(record.tile.values(), default=64)
+    if record.kernel.split()[0] in _BY_QUERIES:
+        rows = record.tile["BM"]
+    elif record.kernel == "listed_key_kernel":
+        rows = record.tile["BN"]
     if target.family.unit not in record.matrix and rows >= 64:
         return [f"{'/'.join(record.matrix)} instead of {target.family.unit}"]
     return []

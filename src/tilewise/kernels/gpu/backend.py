@@ -287,6 +287,7 @@ class _Passes:
         self._replays, self._measured = Replays(), NOTHING
 
     def forward(self, operands: Operands, statistics: Statistics = "") -> Result:
+        from tilewise.kernels.gpu.forward import Forward
         from tilewise.kernels.gpu.forward.attend import forward_launches
         from tilewise.kernels.gpu.forward.decode import decode_launches
 
@@ -306,7 +307,9 @@ class _Passes:
                 config,
                 statistics,
                 (*operands, *result),
-                lambda: launches(problem, operands, result, config, self._functions(operands)),
+                lambda: launches(
+                    Forward(problem, operands, result, config, self._functions(operands))
+                ),
             )
         return result
 
@@ -319,6 +322,7 @@ class _Passes:
         needs: Needs,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
+        from tilewise.kernels.gpu.backward import Upstream, backward_of
         from tilewise.kernels.gpu.backward.passes import backward_launches
 
         with device_of(operands.q):
@@ -329,16 +333,16 @@ class _Passes:
                 needs,
                 (*operands, *result, grad_out, grad_lse, grad_entropy, *grads),
                 lambda: backward_launches(
-                    self._problem,
-                    operands,
-                    result,
-                    grad_out,
-                    grad_lse,
-                    needs,
-                    grad_entropy,
+                    backward_of(
+                        self._problem,
+                        operands,
+                        result,
+                        Upstream(grad_out, grad_lse, grad_entropy),
+                        needs,
+                        config,
+                        self._functions(operands),
+                    ),
                     grads,
-                    config,
-                    self._functions(operands),
                 ),
             )
         return grads
@@ -353,23 +357,21 @@ class _Passes:
         places: Places,
         grad_entropy: Tensor | None = None,
     ) -> Grads:
+        from tilewise.kernels.gpu.backward import Upstream, backward_of
         from tilewise.kernels.gpu.backward.listed import listed_launches
-        from tilewise.kernels.gpu.backward.rows import Upstream
 
         with device_of(operands.q):
             grads = _empty_grads(operands, needs._replace(k=False, v=False))
-            launches = listed_launches(
+            call = backward_of(
                 self._problem,
                 operands,
                 result,
                 Upstream(grad_out, grad_lse, grad_entropy),
                 needs,
-                places,
-                grads,
                 _config(self._problem),
                 self._functions(operands),
             )
-            gpu.run(launches)
+            gpu.run(listed_launches(call, places, grads))
         return grads
 
     def _launch(

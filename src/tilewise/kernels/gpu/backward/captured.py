@@ -37,8 +37,7 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.backward.gradients import Backward
-from tilewise.kernels.gpu.backward.rows import due_plane
+from tilewise.kernels.gpu.backward import Backward
 from tilewise.kernels.gpu.backward.shares import (
     diagonal_kernel,
     fold_kernel,
@@ -46,22 +45,16 @@ from tilewise.kernels.gpu.backward.shares import (
     pair_kernel,
 )
 from tilewise.kernels.gpu.backward.spread import (
+    element_kernel,
     factor_kernel,
     fold_table_kernel,
     number_kernel,
     spread_lines_kernel,
-    spread_pairs_kernel,
-    table_kernel,
 )
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.walk.lists import tile_lists
-from tilewise.kernels.gpu.walk.tiles import (
-    launch_of,
-    lists_of,
-    programs_of,
-    slots_of,
-)
-from tilewise.problem import Needs, Problem
+from tilewise.kernels.gpu.walk.tiles import launch_of, lists_of, programs_of, slots_of
+from tilewise.problem import Problem
 from tilewise.variants.expr import Expr, Node
 
 _LINE = 128
@@ -202,9 +195,9 @@ class _Load(NamedTuple):
 class _Captured:
     """Makes the launches of one backward pass."""
 
-    def __init__(self, call: Backward, partial: bool) -> None:
+    def __init__(self, call: Backward) -> None:
         self.call = call
-        self.due = 0 if partial else due_plane(call.upstream)
+        self.due = 0 if call.needs.partial else call.due_plane
         self.problem = call.problem
         self.blocks = _blocks(call)
         self.lists: dict[bool, tuple[Any, ...]] = {}
@@ -234,14 +227,31 @@ class _Captured:
         }
         return self.call.arguments() | arguments, constants
 
-    def _met(self, by_keys: bool) -> tuple[Any, ...]:
-        """Lists of the tiles that a walk along rows or columns meets."""
+    def _walk_along(
+        self, load: _Load, blocks: Blocks, by_keys: bool, **arguments: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As ``_walk``, of a walk along rows or columns: with the tiles that it meets."""
         problem, variant = self.problem, self.call.variant
         if by_keys not in self.lists:
             queries, keys, *_ = self.blocks
             found = tile_lists(problem, self.call.operands, variant.tables, queries, keys, by_keys)
             self.lists[by_keys] = lists_of(found)
-        return self.lists[by_keys]
+        walk = self._walk(load, blocks, lists=self.lists[by_keys], **arguments)
+        walk[1]["RANGE"] = variant.queries_of if by_keys else variant.keys_of
+        return walk
+
+    def _by_element(
+        self, load: _Load, blocks: Blocks, table: int = 0, **arguments: Any
+    ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+        """(grid, arguments, constants) of ``element_kernel``."""
+        problem = self.problem
+        tiles = slots_of(problem, problem.queries, blocks.queries)
+        nothing: dict[str, Any] = {"totals": None, "fixed": None, "factors": None, "elements": None}
+        arguments, constants = self._walk_along(
+            load, blocks, False, tiles=tiles, **nothing | arguments
+        )
+        constants |= {"INDEX": load.index, "TABLE": table}
+        return (programs_of(problem, problem.heads, tiles),), arguments, constants
 
     def _pairs(self, load: _Load, axes: dict[str, int]) -> Launch:
         arguments, constants = self._walk(load, self.blocks)
@@ -273,13 +283,10 @@ class _Captured:
         shape = (*outer, problem.heads, length)
         sums = torch.empty(shape, dtype=torch.float64, device=load.out.device)
         tiles = slots_of(problem, length, blocks.keys if by_keys else blocks.queries)
-        variant = self.call.variant
-        arguments, constants = self._walk(
-            load, blocks, sums=sums, sum_strides=_line_strides(sums), tiles=tiles
+        arguments, constants = self._walk_along(
+            load, blocks, by_keys, sums=sums, sum_strides=_line_strides(sums), tiles=tiles
         )
-        constants["RANGE"] = variant.queries_of if by_keys else variant.keys_of
         constants |= {"BY_KEYS": by_keys, "DUE": self.due}
-        arguments["lists"] = self._met(by_keys)
         grid = (programs_of(problem, problem.heads, tiles),)
         return sums, launch_of(line_kernel, grid, arguments, constants, blocks)
 
@@ -305,18 +312,14 @@ class _Captured:
         return launch_of(fold_kernel, (blocks * self._owners(axes),), arguments, constants)
 
     def _small_table(self, load: _Load) -> list[Launch]:
-        problem, elements = self.problem, load.out.numel()
+        elements = load.out.numel()
         table = max(16, triton.next_power_of_2(elements))
         # Of few warps, each thread has more of a tile than it has registers for beside the sums.
         blocks = self.blocks._replace(warps=max(self.blocks.warps, 8))
-        tiles = slots_of(problem, problem.queries, blocks.queries)
-        programs = programs_of(problem, problem.heads, tiles)
-        sums = torch.empty((programs, table), dtype=torch.float64, device=load.out.device)
-        arguments, constants = self._walk(load, blocks, sums=sums, tiles=tiles, elements=elements)
-        constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index, "TABLE": table}
-        arguments["lists"] = self._met(False)
-        walk = launch_of(table_kernel, (programs,), arguments, constants, blocks)
-        arguments = {"sums": sums, "out": load.out, "programs": programs, "elements": elements}
+        grid, arguments, constants = self._by_element(load, blocks, table, elements=elements)
+        sums = torch.empty((*grid, table), dtype=torch.float64, device=load.out.device)
+        walk = launch_of(element_kernel, grid, arguments | {"totals": sums}, constants, blocks)
+        arguments = {"sums": sums, "out": load.out, "programs": grid[0], "elements": elements}
         constants = {"TABLE": table, "BLOCK": _ELEMENTS, "ADD": load.add}
         return [walk, launch_of(fold_table_kernel, (elements,), arguments, constants)]
 
@@ -341,12 +344,7 @@ class _Captured:
         """(launches before it, the parts of the launch that spreads)."""
         problem, lines = self.problem, load.form.lines
         if lines == "pairs":
-            tiles = slots_of(problem, problem.queries, self.blocks.queries)
-            arguments, constants = self._walk(load, self.blocks, tiles=tiles)
-            constants |= {"RANGE": self.call.variant.keys_of, "INDEX": load.index}
-            arguments["lists"] = self._met(False)
-            grid = (programs_of(problem, problem.heads, tiles),)
-            return [], (spread_pairs_kernel, grid, arguments, constants, self.blocks)
+            return [], (element_kernel, *self._by_element(load, self.blocks), self.blocks)
         by_keys = lines == "columns"
         if lines == "diagonals":
             sums, launch, size, count = self._sums_of_diagonals(load)
@@ -423,20 +421,17 @@ def _number_launch(fixed: Tensor, factors: Tensor | None, out: Tensor, add: bool
     return launch_of(number_kernel, (-(-count // _ELEMENTS),), arguments, constants)
 
 
-def captured_launches(
-    call: Backward, needs: Needs, grads: tuple[Tensor | None, ...]
-) -> list[Launch]:
+def captured_launches(call: Backward, grads: tuple[Tensor | None, ...]) -> list[Launch]:
     """Return the launches that make the gradients of what the score captured.
 
     Args:
         call: the backward pass; the values of its rows are made by earlier launches.
-        needs: which of them are wanted, by slot, and whether the rows have other keys too.
         grads: by slot, contiguous and shaped as the lowered tensor: where they go. Every element
             is written.
     """
-    variant, problem = call.variant, call.problem
+    variant, problem, needs = call.variant, call.problem, call.needs
     biases = {instr.slots[0] for instr in problem.score if instr.op == "bias"}
-    maker = _Captured(call, needs.partial)
+    maker = _Captured(call)
     launches: list[Launch] = []
     for slot, (need, grad) in enumerate(zip(needs.score_tensors, grads, strict=True)):
         if not need or grad is None:

@@ -85,11 +85,11 @@ def place_in_turn(turns, tiles):
 @gluon.jit
 def rooms_for(sum_rows, KIND: gl.constexpr, FORM: gl.constexpr):
     """(dS, dQ, barriers) in shared memory: two sides of dS of both groups, and ROOMS of dQ."""
-    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    HALF: gl.constexpr = FORM.BN // GROUPS
     ROOMS: gl.constexpr = FORM.ROOMS
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, FORM.BLOCK_M], KIND)
-    DQ_SHAPE: gl.constexpr = [ROOMS, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM]
-    ds_s = gl.allocate_shared_memory(KIND, [2 * GROUPS, HALF, FORM.BLOCK_M], DS_LAYOUT)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, FORM.BM], KIND)
+    DQ_SHAPE: gl.constexpr = [ROOMS, 1, 1, FORM.BM, FORM.D]
+    ds_s = gl.allocate_shared_memory(KIND, [2 * GROUPS, HALF, FORM.BM], DS_LAYOUT)
     dq_s = gl.allocate_shared_memory(gl.float32, DQ_SHAPE, sum_rows.layout)
     ds_full, ended = barriers(2, GROUPS), barriers(1, GROUPS)
     dq_full, dq_empty = barriers(ROOMS, GROUPS if FORM.SHARED else 1), barriers(ROOMS, 1)
@@ -104,18 +104,18 @@ def add_queries(sums, shared, KEYS_OF: gl.constexpr, FORM: gl.constexpr):
     dq_s = memory[5]
     dq_full, dq_empty = bars[4][1:3]
     b, key_head, n0, M, N = place
-    row_tiles = (M + FORM.BLOCK_M - 1) // FORM.BLOCK_M
+    row_tiles = (M + FORM.BM - 1) // FORM.BM
     t = n0 * 0
     for member in range(group):
         h = key_head * group + member
-        walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
+        walk = counted(spans, lists, b, h, n0 // FORM.BN, FORM.BM)
         count = walk[1] + walk[2]
         added = count * 0 - 1
         for j in range(count):
-            m0 = tile_down(j, spans, count, FORM.BLOCK_M)
-            low = range_of(b, m0, M, N, captured, KEYS_OF, FORM.BLOCK_M, False)[0]
-            before = n0 // FORM.BLOCK_N - gl.maximum(low, 0) // FORM.BLOCK_N  # programs that add
-            turn = turns + (1 + (b * heads + h) * row_tiles + m0 // FORM.BLOCK_M)
+            m0 = tile_down(j, spans, count, FORM.BM)
+            low = range_of(b, m0, M, N, captured, KEYS_OF, FORM.BM, False)[0]
+            before = n0 // FORM.BN - gl.maximum(low, 0) // FORM.BN  # programs that add
+            turn = turns + (1 + (b * heads + h) * row_tiles + m0 // FORM.BM)
             here = t % FORM.ROOMS
             while added < before:
                 added = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
@@ -141,10 +141,10 @@ def by_keys(c: gl.constexpr, t, memory, FORM: gl.constexpr):
     """DS . k of a tile of queries, of 64 columns: all, or those of group ``c``; under way."""
     k_s, ds_s = memory[0], memory[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    part = gl.full([FORM.BLOCK_M, 64], 0.0, gl.float32, LAYOUT)
+    part = gl.full([FORM.BM, 64], 0.0, gl.float32, LAYOUT)
     for g in gl.static_range(GROUPS):
         ds = ds_s.index(t % 2 * GROUPS + g).permute((1, 0))
-        k = k_s.index(here_only(g)).reshape([FORM.BLOCK_N // GROUPS, FORM.HEAD_DIM])
+        k = k_s.index(here_only(g)).reshape([FORM.BN // GROUPS, FORM.D])
         if FORM.SHARED:
             k = k.slice(c * 64, 64, dim=1)
         part = warpgroup_mma(ds, k, part, use_acc=g > 0, is_async=True)
@@ -156,7 +156,7 @@ def leave(c: gl.constexpr, t, part, memory, bars, FORM: gl.constexpr):
     """Leave a part of dQ to the warp that adds it."""
     dq_full, dq_empty = bars[4][1:3]
     here = t % FORM.ROOMS
-    room = memory[5].index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
+    room = memory[5].index(here).reshape([FORM.BM, FORM.D])
     if FORM.SHARED:
         room = room.slice(c * 64, 64, dim=1)
     mbarrier.wait(dq_empty.index(here), ((t // FORM.ROOMS) & 1) ^ 1)
@@ -179,16 +179,16 @@ def here_only(number):
 
 @triton.jit(do_not_specialize=["heads", "queries", "tiles"])
 def narrow_kernel(sums, turns, grad_q, strides, heads, queries, tiles, scale,
-                  HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write dQ of a tile of queries: the sums, scaled; 0 where no program has added any."""
     program = tl.program_id(0)
     line, first = program // tiles, program % tiles * BLOCK
     b, h = line // heads, line % heads
     end = tl.where(tl.load(turns + 1 + program) > 0, queries, 0)
     head = head_of(sums, strides[0], b, h, 0)
-    values = load_tile(head, first, strides[0], 0, end, BLOCK, HEAD_DIM, HEAD_DIM, True, False)
+    values = load_tile(head, first, strides[0], 0, end, BLOCK, D, D, True, False)
     head = head_of(grad_q, strides[1], b, h, 0)
-    store_tile(head, first, strides[1], queries, values * scale, BLOCK, HEAD_DIM, HEAD_DIM)
+    store_tile(head, first, strides[1], queries, values * scale, BLOCK, D, D)
 
 
 class Sums(NamedTuple):
@@ -223,6 +223,6 @@ def narrow_launch(problem: Problem, sums: Sums, grad_q: Tensor, blocks: Blocks) 
         "tiles": slots,
         "scale": problem.scale,
     }
-    constants = {"HEAD_DIM": problem.head_dim, "BLOCK": blocks.queries}
+    constants = {"D": problem.head_dim, "BLOCK": blocks.queries}
     grid = (programs_of(problem, problem.heads, slots),)
     return launch_of(narrow_kernel, grid, arguments, constants, blocks._replace(warps=4, stages=1))

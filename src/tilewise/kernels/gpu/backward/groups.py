@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gpu import Launch
+from tilewise.kernels.gpu.backward import Backward
 from tilewise.kernels.gpu.backward.fused import (
     Sums,
     add_queries,
@@ -33,7 +34,7 @@ from tilewise.kernels.gpu.backward.fused import (
     place_in_turn,
     rooms_for,
 )
-from tilewise.kernels.gpu.backward.gradients import Backward, pair_gradients
+from tilewise.kernels.gpu.backward.gradients import pair_gradients
 from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.walk.groups import (
     GROUPS,
@@ -69,20 +70,20 @@ def _load(sources, shared, FORM: gl.constexpr):
     k_s, v_s, q_s, g_s = memory[:4]
     held, q_full, g_full, empty = bars[:4]
     b, key_head, n0 = place[:3]
-    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    HALF: gl.constexpr = FORM.BN // GROUPS
     for c in gl.static_range(GROUPS):
         fetch(k_rows, (b, key_head, n0 + c * HALF, 0), held.index(c), k_s.index(c))
         fetch(v_rows, (b, key_head, n0 + c * HALF, 0), held.index(c), v_s.index(c))
     t = n0 * 0
     for member in range(group):
         h = key_head * group + member
-        walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
+        walk = counted(spans, lists, b, h, n0 // FORM.BN, FORM.BM)
         count = walk[1] + walk[2]
         for j in range(count):
             if FORM.FUSED:
-                m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+                m0 = tile_down(j, spans, count, FORM.BM)
             else:
-                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+                m0 = tile_at(j, spans, walk, FORM.BM, FORM.LISTED)
             here = t % FORM.STAGES
             mbarrier.wait(empty.index(here), ((t // FORM.STAGES) & 1) ^ 1)
             fetch(q_rows, (b, h, m0, 0), q_full.index(here), q_s.index(here))
@@ -112,24 +113,24 @@ def _step(t, m0, totals, fixed, c: gl.constexpr, SEEN: gl.constexpr, SCORE: gl.c
     k_s, v_s, q_s, g_s = memory[:4]
     _, q_full, g_full, empty = bars[:4]
     S_LAYOUT: gl.constexpr = n.type.layout
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.HEAD_DIM, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    HALF: gl.constexpr = FORM.BN // GROUPS
     here = t % FORM.STAGES
     turn = (t // FORM.STAGES) & 1
-    if FORM.HEAD_DIM > 64:  # else the loop spills addresses
+    if FORM.D > 64:  # else the loop spills addresses
         own = here_only(c)
-        k = k_s.index(own).reshape([HALF, FORM.HEAD_DIM])
-        v = v_s.index(own).reshape([HALF, FORM.HEAD_DIM])
+        k = k_s.index(own).reshape([HALF, FORM.D])
+        v = v_s.index(own).reshape([HALF, FORM.D])
         M += here_only(0)
-    zeros = gl.full([HALF, FORM.BLOCK_M], 0.0, gl.float32, S_LAYOUT)
+    zeros = gl.full([HALF, FORM.BM], 0.0, gl.float32, S_LAYOUT)
     mbarrier.wait(q_full.index(here), turn)
-    q = q_s.index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
+    q = q_s.index(here).reshape([FORM.BM, FORM.D])
     products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(g_full.index(here), turn)
-    grad = g_s.index(here).reshape([FORM.BLOCK_M, FORM.HEAD_DIM])
+    grad = g_s.index(here).reshape([FORM.BM, FORM.D])
     by_value = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    m = m0 + gl.arange(0, FORM.BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]
+    m = m0 + gl.arange(0, FORM.BM, gl.SliceLayout(0, S_LAYOUT))[None, :]
     base = _of_rows(rows, m, M, float("inf"), MASKED)  # while the products run
     products, by_value = warpgroup_mma_wait(0, deps=[products, by_value])
     visible = None
@@ -196,41 +197,41 @@ def _sum(c: gl.constexpr, own, shared, SEEN: gl.constexpr, SCORE: gl.constexpr,
     k_s, v_s = memory[:2]
     held = bars[0]
     b, key_head, n0, M, N = place
-    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.BLOCK_M, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.HEAD_DIM, 16])
+    HALF: gl.constexpr = FORM.BN // GROUPS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.BM, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.D, 16])
     n = (n0 + c * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S_LAYOUT)))[:, None]
-    total_k = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
-    total_v = gl.full([HALF, FORM.HEAD_DIM], 0.0, gl.float32, D_LAYOUT)
+    total_k = gl.full([HALF, FORM.D], 0.0, gl.float32, D_LAYOUT)
+    total_v = gl.full([HALF, FORM.D], 0.0, gl.float32, D_LAYOUT)
     mbarrier.wait(held.index(c), 0)
-    k = k_s.index(c).reshape([HALF, FORM.HEAD_DIM])
-    v = v_s.index(c).reshape([HALF, FORM.HEAD_DIM])
+    k = k_s.index(c).reshape([HALF, FORM.D])
+    v = v_s.index(c).reshape([HALF, FORM.D])
     totals = (total_k, total_v)
     before = n0 * 0  # tiles of the heads that came before
     for member in range(group):
         h = key_head * group + member
         row_head = head_of(rows, row_strides, b, h, 0)
-        walk = counted(spans, lists, b, h, n0 // FORM.BLOCK_N, FORM.BLOCK_M)
+        walk = counted(spans, lists, b, h, n0 // FORM.BN, FORM.BM)
         count = walk[1] + walk[2]
         fixed = (k, v), memory, bars, (b, h, n, M, N), row_head, plane, scale, call
         if FORM.FUSED:
             j = count * 0
             for end in range(2):
-                masked, whole = masked_and_whole(end, spans, count, FORM.BLOCK_M)
+                masked, whole = masked_and_whole(end, spans, count, FORM.BM)
                 for _ in range(masked):
-                    m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+                    m0 = tile_down(j, spans, count, FORM.BM)
                     totals = _step(before + j, m0, totals, fixed, c, SEEN, SCORE, GAIN, True, FORM)
                     j += 1
                 for _ in range(whole):
-                    m0 = tile_down(j, spans, count, FORM.BLOCK_M)
+                    m0 = tile_down(j, spans, count, FORM.BM)
                     totals = _step(before + j, m0, totals, fixed, c, None, SCORE, GAIN, False, FORM)
                     j += 1
         else:
             for j in range(walk[1]):
-                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+                m0 = tile_at(j, spans, walk, FORM.BM, FORM.LISTED)
                 totals = _step(before + j, m0, totals, fixed, c, SEEN, SCORE, GAIN, True, FORM)
             for j in range(walk[1], count):
-                m0 = tile_at(j, spans, walk, FORM.BLOCK_M, FORM.LISTED)
+                m0 = tile_at(j, spans, walk, FORM.BM, FORM.LISTED)
                 totals = _step(before + j, m0, totals, fixed, c, None, SCORE, GAIN, False, FORM)
         before += count
     total_k, total_v = totals
@@ -260,7 +261,7 @@ def keys_in_groups(
     started, then for each head and tile of queries how many have added to it.
     """
     ST: gl.constexpr = FORM.STAGES
-    HALF: gl.constexpr = FORM.BLOCK_N // GROUPS
+    HALF: gl.constexpr = FORM.BN // GROUPS
     KIND: gl.constexpr = q_rows.dtype
     if FORM.FUSED:
         tile, line = place_in_turn(turns, tiles)
@@ -271,18 +272,18 @@ def keys_in_groups(
     key_heads = heads // group
     b = line // key_heads
     key_head = line % key_heads
-    n0 = tile * FORM.BLOCK_N
+    n0 = tile * FORM.BN
     low, full_low, full_high, high = range_of(
-        b, n0, queries, keys, call.captured, QUERIES_OF, FORM.BLOCK_N, True
+        b, n0, queries, keys, call.captured, QUERIES_OF, FORM.BN, True
     )
     if FORM.FUSED:
         # Keys beyond the last are zeros, and p of them may be infinite: their product is NaN in dQ.
-        full_high = gl.where(n0 + FORM.BLOCK_N > keys, 0, full_high)
-    spans = split_range(low, full_low, full_high, high, queries, FORM.BLOCK_M)
-    k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], k_rows.layout)
-    v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.HEAD_DIM], v_rows.layout)
-    q_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], q_rows.layout)
-    g_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BLOCK_M, FORM.HEAD_DIM], grad_rows.layout)
+        full_high = gl.where(n0 + FORM.BN > keys, 0, full_high)
+    spans = split_range(low, full_low, full_high, high, queries, FORM.BM)
+    k_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.D], k_rows.layout)
+    v_s = gl.allocate_shared_memory(KIND, [GROUPS, 1, 1, HALF, FORM.D], v_rows.layout)
+    q_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BM, FORM.D], q_rows.layout)
+    g_s = gl.allocate_shared_memory(KIND, [ST, 1, 1, FORM.BM, FORM.D], grad_rows.layout)
     held = barriers(GROUPS, 2)  # keys and values
     q_full, g_full, empty = barriers(ST, 1), barriers(ST, 1), barriers(ST, GROUPS)
     ds_s, dq_s, adding = None, None, None
@@ -326,9 +327,9 @@ class Form(NamedTuple):
     of its columns, which are all columns else, in turn.
     """
 
-    BLOCK_M: int
-    BLOCK_N: int
-    HEAD_DIM: int
+    BM: int
+    BN: int
+    D: int
     STAGES: int
     LISTED: bool
     FUSED: bool
@@ -340,7 +341,7 @@ class Form(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """The part of a ``backward.gradients.Call`` that ``pair_gradients`` reads."""
+    """The part of a ``backward.Call`` that ``pair_gradients`` reads."""
 
     captured: tuple[Any, ...]
 

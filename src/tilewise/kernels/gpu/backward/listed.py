@@ -27,21 +27,21 @@ from torch import Tensor
 
 from tilewise.kernels import Places
 from tilewise.kernels.gpu import Launch
+from tilewise.kernels.gpu.backward import Backward
 from tilewise.kernels.gpu.backward.captured import captured_launches
-from tilewise.kernels.gpu.backward.gradients import Backward, held_pair, key_step, numbers_of
-from tilewise.kernels.gpu.backward.passes import query_launch
-from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches
-from tilewise.kernels.gpu.config import Blocks, Config, listed_blocks
-from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.walk.tiles import (
-    head_of,
-    keys_in,
-    launch_of,
-    load_tile,
-    store_tile,
-    wide,
+from tilewise.kernels.gpu.backward.gradients import (
+    heads_at,
+    held_pair,
+    key_step,
+    numbers_of,
+    store_sums,
 )
-from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.kernels.gpu.backward.passes import query_launch
+from tilewise.kernels.gpu.backward.rows import row_launches
+from tilewise.kernels.gpu.config import Blocks, listed_blocks
+from tilewise.kernels.gpu.walk.forms import wide
+from tilewise.kernels.gpu.walk.tiles import COUNTS, head_of, keys_in, launch_of
+from tilewise.problem import Grads, Operands, Problem
 
 
 class Inverse(NamedTuple):
@@ -101,19 +101,7 @@ def _integer(most: int) -> torch.dtype:
     return torch.int32 if most < 2**31 else torch.int64
 
 
-@triton.jit(
-    do_not_specialize=[
-        "kv_heads",
-        "stored",
-        "tiles",
-        "units",
-        "queries",
-        "keys",
-        "row_tiles",
-        "plane",
-        "threshold",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def listed_key_kernel(
     call,
     memory,
@@ -143,21 +131,12 @@ def listed_key_kernel(
     ``stored`` counts the keys of a head in memory, ``keys`` the most of a list, ``row_tiles`` the
     tiles of a list's rows. Blocks of pairs are [keys, queries].
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
-    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
-    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
-    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
     k, v = memory
-    grad_k, grad_v = sums
-    k_strides, v_strides, grad_k_strides, grad_v_strides = strides
+    k_strides, v_strides = strides[:2]
     starts, order, inner, lengths = inverse
-    q, grad_out, rows = call.inputs[0], call.inputs[3], call.inputs[4]
-    q_strides, grad_out_strides, row_strides = call.strides[0], call.strides[3], call.strides[4]
     program = tl.program_id(0)
     line = program // tiles
-    n0 = program % tiles * BLOCK_N
+    n0 = program % tiles * FORM.BN
     outer, head = line // kv_heads, line % kv_heads
     place = starts + (tl.cast(line, tl.int64) * units + n0 // UNIT)
     first = tl.load(place)
@@ -166,14 +145,14 @@ def listed_key_kernel(
         return
     k_rows = (head_of(k, k_strides, outer, head, 0), k_strides, n0, 0, stored)
     v_rows = (head_of(v, v_strides, outer, head, 0), v_strides, n0, 0, stored)
-    own = held_pair((k_rows, v_rows), BLOCK_N, True, FORM)
+    own = held_pair((k_rows, v_rows), FORM.BN, True, FORM)
     numbers = numbers_of(call, threshold)
-    total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
-    total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
-    i = tl.arange(0, BLOCK_N)
+    total_k = tl.full([FORM.BN, FORM.D_PADDED], 0.0, tl.float32)
+    total_v = tl.full([FORM.BN, FORM.DV_PADDED], 0.0, tl.float32)
+    i = tl.arange(0, FORM.BN)
     for step in range(count):
         entry = tl.load(order + first + step // row_tiles)
-        m0 = step % row_tiles * BLOCK_M
+        m0 = step % row_tiles * FORM.BM
         b = (entry // keys).to(tl.int32)
         at = (entry % keys).to(tl.int32)
         N = keys_in(lengths, b, keys)
@@ -186,66 +165,35 @@ def listed_key_kernel(
             same = named[None, :] == (n0 + i)[:, None]
             n = tl.min(tl.where(same, listed[None, :], N), 1)  # N: it is not listed
         n = n[:, None]
-        row_heads = (
-            head_of(q, q_strides, b, 0, 0),
-            head_of(grad_out, grad_out_strides, b, 0, 0),
-            head_of(rows, row_strides, b, 0, 0),
-        )
+        row_heads = heads_at(call, b, 0, 0)
         owned = (b, b * 0, n, queries, N)
         fixed = sums, own, row_heads, owned, (0, queries), numbers, plane
         totals = (total_k, total_v)
         total_k, total_v = key_step(call, totals, fixed, m0, SCORE, GAIN, SEEN, True, FORM)
-    if grad_k is not None:
-        to = head_of(grad_k, grad_k_strides, outer, head, 0)
-        total_k = total_k * numbers[0] + load_tile(
-            to, n0, grad_k_strides, 0, stored, BLOCK_N, HEAD_DIM, HEAD_PADDED, True, True
-        )
-        store_tile(to, n0, grad_k_strides, stored, total_k, BLOCK_N, HEAD_DIM, HEAD_PADDED)
-    if grad_v is not None:
-        to = head_of(grad_v, grad_v_strides, outer, head, 0)
-        total_v = total_v + load_tile(
-            to, n0, grad_v_strides, 0, stored, BLOCK_N, VALUE_DIM, VALUE_PADDED, True, True
-        )
-        store_tile(to, n0, grad_v_strides, stored, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
+    place = (outer, head, 0)
+    totals = (total_k, total_v)
+    store_sums(totals, sums, strides[2:], place, n0, stored, numbers, True, FORM)
 
 
-def listed_launches(
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    upstream: Upstream,
-    needs: Needs,
-    places: Places,
-    grads: Grads,
-    config: Config,
-    variant: Variant,
-) -> list[Launch]:
+def listed_launches(call: Backward, places: Places, grads: Grads) -> list[Launch]:
     """Return the launches of a backward pass of key lists, for tensors on any device.
 
     Args:
-        problem: paged, a batch item for each list, of one head.
-        operands: with what.
-        result: what the forward pass gave for them.
-        upstream: the gradients that come in.
-        needs: which gradients are wanted.
+        call: the pass; its problem is paged, with a batch item of one head for each list.
         places: where keys lie, and the sums that their gradients are added to.
         grads: where those of q and of the score go; every element is written.
-        config: tiles and precision.
-        variant: the functions of mask and score.
     """
-    chosen = tuple([(name, listed_blocks(config, name, problem)) for name in ("dq", "dkdv")])
+    config, needs = call.config, call.needs
+    chosen = tuple([(name, listed_blocks(config, name, call.problem)) for name in ("dq", "dkdv")])
     config = config._replace(overrides=(*config.overrides, *chosen))
-    captured = any(needs.score_tensors)
-    planes = planes_of(upstream, captured)
-    rows = result.lse.new_empty((planes, *result.lse.shape))
-    launches = row_launches(problem, operands, result, upstream, None, rows, config)
-    call = Backward(problem, operands, upstream, config, variant, rows)
+    call = call._replace(config=config)
+    launches = row_launches(call, None)
     if places.grad_k is not None or places.grad_v is not None:
-        launches.append(_key_launch(call, places, config.blocks("dkdv", problem)))
+        launches.append(_key_launch(call, places, config.blocks("dkdv", call.problem)))
     if needs.q and grads.q is not None:
         launches.append(query_launch(call, grads.q))
-    if captured:
-        launches += captured_launches(call, needs, grads.score_tensors)
+    if any(needs.score_tensors):
+        launches += captured_launches(call, grads.score_tensors)
     return launches
 
 

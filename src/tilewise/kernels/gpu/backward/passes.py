@@ -29,22 +29,22 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
+from tilewise.kernels.gpu.backward import Backward
 from tilewise.kernels.gpu.backward.captured import captured_launches
 from tilewise.kernels.gpu.backward.gradients import (
-    COUNTS,
-    Backward,
-    held_pair,
+    heads_at,
+    key_side,
     key_step,
     keys_of_head,
     numbers_of,
+    query_side,
     query_step,
+    store_sums,
 )
-from tilewise.kernels.gpu.backward.rows import Upstream, planes_of, row_launches, row_values
-from tilewise.kernels.gpu.config import Config
-from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.replay import scratch
+from tilewise.kernels.gpu.backward.rows import row_launches
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
     described_pages,
     head_of,
     head_strides,
@@ -58,7 +58,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     walked,
     walks_of,
 )
-from tilewise.problem import Grads, Needs, Operands, Problem, Result
+from tilewise.problem import Grads
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -71,42 +71,34 @@ def query_kernel(
 
     ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
-    q, grad_out, rows = call.inputs[0], call.inputs[3], call.inputs[4]
-    q_strides, grad_out_strides, row_strides = call.strides[0], call.strides[3], call.strides[4]
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # under a causal mask the last tiles have the most to do
     b, h, begin, begin_k, M, N, m0 = line_place(
-        tile, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
+        tile, program // tiles, call.starts, batch, heads, queries, keys, FORM.BM, False
     )
     if m0 >= M:
         return
-    low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, BLOCK_M, False)
+    low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, FORM.BM, False)
     if FORM.BLIND:
         full_high = 0
-    spans = split_range(low, full_low, full_high, high, N, BLOCK_N)
-    walks = walks_of(spans, lists, b, h, m0 // BLOCK_M, BLOCK_N)
-    q_rows = (head_of(q, q_strides, b, h, begin), q_strides, m0, 0, M)
-    grad_rows = (head_of(grad_out, grad_out_strides, b, h, begin), grad_out_strides, m0, 0, M)
-    own = held_pair((q_rows, grad_rows), BLOCK_M, True, FORM)
+    spans = split_range(low, full_low, full_high, high, N, FORM.BN)
+    walks = walks_of(spans, lists, b, h, m0 // FORM.BM, FORM.BN)
+    own = query_side(call, plane, (b, h, begin, begin_k, M, N), m0, FORM)
     k_head, k_strides, pages = keys_of_head(call, 1, b, h // group, begin_k, FORM)
     v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
-    m = m0 + tl.arange(0, BLOCK_M)[:, None]
-    row = row_values(head_of(rows, row_strides, b, h, begin), plane, m, M, FORM.FOLD, FORM.ENTROPY)
+    m = m0 + tl.arange(0, FORM.BM)[:, None]
     numbers = numbers_of(call, threshold)
-    total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    total = tl.full([FORM.BM, FORM.D_PADDED], 0.0, tl.float32)
     k_side = (k_head, k_strides, described_pages(pages, k_rows, h // group))
     v_side = (v_head, v_strides, described_pages(pages, v_rows, h // group))
-    fixed = own, (k_side, v_side, low, high), (b, h, m, M, N), row, numbers
+    fixed = own, (k_side, v_side, low, high), (b, h, m, M, N), own[2], numbers
     total = walked(
-        call, total, fixed, walks, m, (b, h, M, N), call.captured, query_step, SCORE, GAIN, SEEN,
-        BLOCK_N, False, FORM,
+        call, total, fixed, walks, m, (b, h, M, N), query_step, SCORE, GAIN, SEEN, FORM.BN, False,
+        FORM,
     )  # fmt: skip
     head = head_of(grad_q, grad_q_strides, b, h, begin)
     total = total * numbers[0]
-    store_tile(head, m0, grad_q_strides, M, total, BLOCK_M, FORM.HEAD_DIM, HEAD_PADDED)
+    store_tile(head, m0, grad_q_strides, M, total, FORM.BM, FORM.D, FORM.D_PADDED)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -120,92 +112,45 @@ def key_kernel(
     ``grads`` are those of keys and values, of which one may be None. Blocks of pairs are
     [keys, queries].
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
-    HEAD_PADDED: tl.constexpr = FORM.HEAD_PADDED
-    VALUE_DIM: tl.constexpr = FORM.VALUE_DIM
-    VALUE_PADDED: tl.constexpr = FORM.VALUE_PADDED
-    q, k, v, grad_out, rows = call.inputs
-    q_strides, k_strides, v_strides, grad_out_strides, row_strides = call.strides
-    grad_k, grad_v = grads
-    grad_k_strides, grad_v_strides = grad_strides
     program = tl.program_id(0)
     tile = program % tiles
     b, key_head, begin, begin_k, M, N, n0 = line_place(
-        tile, program // tiles, call.starts, batch, heads // group, queries, keys, BLOCK_N, True
+        tile, program // tiles, call.starts, batch, heads // group, queries, keys, FORM.BN, True
     )
     if n0 >= N:
         return
-    low, full_low, full_high, high = range_of(b, n0, M, N, call.captured, QUERIES_OF, BLOCK_N, True)
+    low, full_low, full_high, high = range_of(b, n0, M, N, call.captured, QUERIES_OF, FORM.BN, True)
     if FORM.BLIND:
         full_high = 0
-    spans = split_range(low, full_low, full_high, high, M, BLOCK_M)
+    spans = split_range(low, full_low, full_high, high, M, FORM.BM)
 
-    k_rows = (head_of(k, k_strides, b, key_head, begin_k), k_strides, n0, 0, N)
-    v_rows = (head_of(v, v_strides, b, key_head, begin_k), v_strides, n0, 0, N)
-    own = held_pair((k_rows, v_rows), BLOCK_N, True, FORM)
-    n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    own = key_side(call, 1, (b, key_head, begin, begin_k, M, N), n0, FORM)
+    n = n0 + tl.arange(0, FORM.BN)[:, None]
     numbers = numbers_of(call, threshold)
-    total_k = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
-    total_v = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
+    total_k = tl.full([FORM.BN, FORM.D_PADDED], 0.0, tl.float32)
+    total_v = tl.full([FORM.BN, FORM.DV_PADDED], 0.0, tl.float32)
     for member in range(group):
         h = key_head * group + member
-        q_head = head_of(q, q_strides, b, h, begin)
-        grad_head = head_of(grad_out, grad_out_strides, b, h, begin)
-        row_head = head_of(rows, row_strides, b, h, begin)
-        walks = walks_of(spans, lists, b, h, n0 // BLOCK_N, BLOCK_M)
-        heads_of = (q_head, grad_head, row_head)
-        fixed = grads, own, heads_of, (b, h, n, M, N), (low, high), numbers, plane
+        walks = walks_of(spans, lists, b, h, n0 // FORM.BN, FORM.BM)
+        row_heads = heads_at(call, b, h, begin)
+        fixed = grads, own, row_heads, (b, h, n, M, N), (low, high), numbers, plane
         total_k, total_v = walked(
-            call, (total_k, total_v), fixed, walks, n, (b, h, M, N), call.captured, key_step, SCORE,
-            GAIN, SEEN, BLOCK_M, True, FORM,
+            call, (total_k, total_v), fixed, walks, n, (b, h, M, N), key_step, SCORE, GAIN, SEEN,
+            FORM.BM, True, FORM,
         )  # fmt: skip
-    if grad_k is not None:
-        head = head_of(grad_k, grad_k_strides, b, key_head, begin_k)
-        store_tile(
-            head, n0, grad_k_strides, N, total_k * numbers[0], BLOCK_N, HEAD_DIM, HEAD_PADDED
-        )
-    if grad_v is not None:
-        if FORM.DROPOUT:
-            total_v = total_v * numbers[1]
-        head = head_of(grad_v, grad_v_strides, b, key_head, begin_k)
-        store_tile(head, n0, grad_v_strides, N, total_v, BLOCK_N, VALUE_DIM, VALUE_PADDED)
+    place = (b, key_head, begin_k)
+    store_sums((total_k, total_v), grads, grad_strides, place, n0, N, numbers, False, FORM)
 
 
-def backward_launches(
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs: Needs,
-    grad_entropy: Tensor | None,
-    grads: Grads,
-    config: Config,
-    variant: Variant,
-) -> list[Launch]:
+def backward_launches(call: Backward, grads: Grads) -> list[Launch]:
     """Return the launches of a backward pass, for tensors on any device; no value is read.
 
-    Args:
-        problem: what was computed.
-        operands: with what.
-        result: what the forward pass gave for them.
-        grad_out: shaped as ``result.out``, any strides.
-        grad_lse: shaped as ``result.lse``, any strides, or None for zero.
-        needs: which gradients are wanted.
-        grad_entropy: shaped as ``result.entropy``, any strides, or None for zero.
-        grads: where the wanted ones go; every element is written.
-        config: tiles and precision.
-        variant: the functions of mask and score.
+    ``grads`` says where the wanted gradients go; every element is written.
     """
-    upstream = Upstream(grad_out, grad_lse, grad_entropy)
-    planes = planes_of(upstream, any(needs.score_tensors))
-    rows = scratch(result.lse, (planes, *result.lse.shape))
-    call = Backward(problem, operands, upstream, config, variant, rows)
-    fused, turns = _fused(call, needs, grads)
+    needs = call.needs
+    fused, turns = _fused(call, grads)
     grad_sinks = grads.sinks if needs.sinks else None
-    launches = row_launches(problem, operands, result, upstream, grad_sinks, rows, config, turns)
+    launches = row_launches(call, grad_sinks, turns)
     launches += fused
     if not fused and (needs.k or needs.v):
         wanted = (grads.k if needs.k else None, grads.v if needs.v else None)
@@ -213,14 +158,14 @@ def backward_launches(
     if not fused and needs.q and grads.q is not None:
         launches.append(query_launch(call, grads.q))
     if any(needs.score_tensors):
-        launches += captured_launches(call, needs, grads.score_tensors)
+        launches += captured_launches(call, grads.score_tensors)
     return launches
 
 
-def _fused(call: Backward, needs: Needs, grads: Grads) -> tuple[list[Launch], Tensor | None]:
+def _fused(call: Backward, grads: Grads) -> tuple[list[Launch], Tensor | None]:
     """Return the launches of the kernel of the whole backward, and what is to be 0 before it."""
     problem, (grad_q, grad_k, grad_v) = call.problem, grads[:3]
-    blocks = call.config.fused(problem)
+    blocks, needs = call.config.fused(problem), call.needs
     plain = call.upstream.entropy is None and not any(needs.score_tensors)
     if blocks is None or not plain or not all(needs[:3]):
         return [], None

@@ -8,15 +8,13 @@ of lse.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import Blocks, Config, padded
+from tilewise.kernels.gpu.backward import Backward, folds
+from tilewise.kernels.gpu.config import Blocks, padded
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
@@ -29,7 +27,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     programs_of,
     slots_of,
 )
-from tilewise.problem import Operands, Problem, Result
 
 # The power of two of an exponent below this is 0: see ``far`` of reference/tiles.py.
 FAR: tl.constexpr = tl.constexpr(-2000.0)
@@ -40,38 +37,10 @@ _WIDEST = 256  # of values of which a program's registers hold so many rows of t
 _SHARES = 256
 
 
-class Upstream(NamedTuple):
-    """The gradients that come in.
-
-    Args:
-        out: shaped as ``result.out``, any strides.
-        lse, entropy: shaped as ``result.lse``, any strides, or None for zero.
-    """
-
-    out: Tensor
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-def planes_of(upstream: Upstream, captured: bool) -> int:
-    """Return the count of numbers per row; one more if captured tensors have gradients."""
-    return due_plane(upstream) + captured
-
-
-def due_plane(upstream: Upstream) -> int:
-    """Return which of the numbers is what the gradients of a row's scores add up to."""
-    return 3 if upstream.entropy is None else 5
-
-
-def folds(problem: Problem) -> bool:
-    """Return whether the row sum goes into the exponent: its rounding is negligible for 16 bits."""
-    return problem.dtype is not torch.float32
-
-
 @triton.jit(do_not_specialize=["plane", "batch", "heads", "queries", "tiles"])
 def row_kernel(
     out, grad_out, stats, grad_lse, grad_entropy, sinks, cu_q, rows, shares, turns, strides, plane,
-    batch, heads, queries, tiles, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    batch, heads, queries, tiles, DV: tl.constexpr, DV_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, FOLD: tl.constexpr, DUE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -95,21 +64,17 @@ def row_kernel(
     o_head = head_of(out, out_strides, b, h, begin)
     g_head = head_of(grad_out, grad_out_strides, b, h, begin)
     if FOLD:
-        o = load_tile(o_head, first, out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True)
-        g = load_tile(
-            g_head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM, VALUE_PADDED, True, True
-        )
+        o = load_tile(o_head, first, out_strides, 0, M, BLOCK, DV, DV_PADDED, True, True)
+        g = load_tile(g_head, first, grad_out_strides, 0, M, BLOCK, DV, DV_PADDED, True, True)
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     else:
         # Summed as the walks sum grad_out . v: where a row has one key the two then cancel.
         all_pairs = tl.zeros([BLOCK, BLOCK], tl.float32)
-        for c in tl.static_range(0, VALUE_PADDED, CHUNK):
+        for c in tl.static_range(0, DV_PADDED, CHUNK):
             head = o_head + tl.cast(out_strides[3], tl.int64) * c
-            o = load_tile(head, first, out_strides, 0, M, BLOCK, VALUE_DIM - c, CHUNK, True, True)
+            o = load_tile(head, first, out_strides, 0, M, BLOCK, DV - c, CHUNK, True, True)
             head = g_head + tl.cast(grad_out_strides[3], tl.int64) * c
-            g = load_tile(
-                head, first, grad_out_strides, 0, M, BLOCK, VALUE_DIM - c, CHUNK, True, True
-            )
+            g = load_tile(head, first, grad_out_strides, 0, M, BLOCK, DV - c, CHUNK, True, True)
             all_pairs = tl.dot(g, tl.trans(o), all_pairs, input_precision=PRECISION)
         i = tl.arange(0, BLOCK)
         delta = tl.sum(tl.where(i[:, None] == i[None, :], all_pairs, 0.0), 1)
@@ -204,29 +169,18 @@ def row_values(rows, plane, m, M, FOLD: tl.constexpr, ENTROPY: tl.constexpr):
 
 
 def row_launches(
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    upstream: Upstream,
-    grad_sinks: Tensor | None,
-    rows: Tensor,
-    config: Config,
-    turns: Tensor | None = None,
+    call: Backward, grad_sinks: Tensor | None, turns: Tensor | None = None
 ) -> list[Launch]:
     """Return the launches that make the values of each row and, where wanted, the sinks' gradient.
 
     Args:
-        problem: what was computed.
-        operands: with what.
-        result: what the forward pass gave for them.
-        upstream: the gradients that come in.
-        grad_sinks: where that of the sinks goes, or None.
-        rows: float32 [planes, *lse.shape], where the values go; ``planes_of`` says how many.
-        config: of the walks.
+        call: the pass, with the memory of these values.
+        grad_sinks: where the gradient of the sinks goes, or None.
         turns: of ``fused.Sums``, to be set to zero.
     """
+    problem, operands, result, upstream = call[:4]
+    rows, due = call.rows, call.due_plane
     _, by_lse, by_entropy = upstream
-    due = due_plane(upstream)
     stats = result.stats.contiguous()
     width = padded(problem.value_dim)
     block = _BLOCK if folds(problem) and width <= _WIDEST else _SMALL_BLOCK
@@ -258,13 +212,13 @@ def row_launches(
         "tiles": slots,
     }
     constants = {
-        "VALUE_DIM": problem.value_dim,
-        "VALUE_PADDED": width,
+        "DV": problem.value_dim,
+        "DV_PADDED": width,
         "BLOCK": block,
         "CHUNK": min(_CHUNK, width),
         "FOLD": folds(problem),
         "DUE": due if due < rows.shape[0] else 0,
-        "PRECISION": config.precision,
+        "PRECISION": call.config.precision,
     }
     grid = (programs_of(problem, problem.heads, slots),)
     warps = 8 if block * width > _HELD else 4

@@ -6,45 +6,23 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu.backward.gradients import (
-    COUNTS,
-    held_pair,
-    keys_of_head,
+    key_side,
     numbers_of,
     pair_gradients,
     products_of,
-    row_gradients,
+    query_side,
+    whole_gradients,
 )
-from tilewise.kernels.gpu.backward.rows import row_values
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.parts import product_of
-from tilewise.kernels.gpu.walk.tiles import head_of, lengths_of, line_place, list_of, range_of
-
-
-@triton.jit
-def query_side(call, plane, place, m0, FORM: tl.constexpr):
-    """Return (q, grad_out, values of rows) of a tile of queries; arguments as for ``terms_of``.
-
-    Operands multiplied in parts are not loaded here: see ``held``.
-    """
-    b, h, begin, _, M, _ = place
-    inputs, strides = call.inputs, call.strides
-    q = (head_of(inputs[0], strides[0], b, h, begin), strides[0], m0, 0, M)
-    grad_out = (head_of(inputs[3], strides[3], b, h, begin), strides[3], m0, 0, M)
-    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
-    rows = head_of(inputs[4], strides[4], b, h, begin)
-    own = held_pair((q, grad_out), FORM.BLOCK_M, True, FORM)
-    return own[0], own[1], row_values(rows, plane, m, M, FORM.FOLD, FORM.ENTROPY)
-
-
-@triton.jit
-def key_side(call, group, place, n0, FORM: tl.constexpr):
-    """(k, v) of a tile of keys, as those of ``query_side``; arguments as for ``terms_of``."""
-    b, h, _, begin_k, _, N = place
-    k_head, k_strides, pages = keys_of_head(call, 1, b, h // group, begin_k, FORM)
-    v_head, v_strides, pages = keys_of_head(call, 2, b, h // group, begin_k, FORM)
-    k = (k_head, k_strides, n0, 0, N, pages)
-    v = (v_head, v_strides, n0, 0, N, pages)
-    return held_pair((k, v), FORM.BLOCK_N, True, FORM)
+from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
+    head_of,
+    lengths_of,
+    line_place,
+    list_of,
+    range_of,
+)
 
 
 @triton.jit
@@ -54,8 +32,8 @@ def seen_in(call, place, m0, n0, SEEN: tl.constexpr, SKIPS: tl.constexpr, FORM: 
     ``pairs`` are (b, h, m, n, M, N). Without SKIPS every tile is met.
     """
     b, h, _, _, M, N = place
-    m = m0 + tl.arange(0, FORM.BLOCK_M)[:, None]
-    n = n0 + tl.arange(0, FORM.BLOCK_N)[None, :]
+    m = m0 + tl.arange(0, FORM.BM)[:, None]
+    n = n0 + tl.arange(0, FORM.BN)[None, :]
     visible = shown(b, h, m, n, M, N, call.captured[0], call.captured[1], SEEN)
     met = True
     if SKIPS:
@@ -75,12 +53,12 @@ def terms_of(
     FACTOR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return the shares of a tile of pairs, ``[BLOCK_M, BLOCK_N]``; 0 for those that do not attend.
+    """Return the shares of a tile of pairs, ``[BM, BN]``; 0 for those that do not attend.
 
     ``call`` is a ``Call``, ``q_side`` of ``query_side``, ``k_side`` of
     ``key_side``, ``numbers`` of ``numbers_of``, ``pairs`` of ``seen_in``.
     """
-    products = products_of(q_side, k_side, FORM.BLOCK_M, FORM.BLOCK_N, FORM)
+    products = products_of(q_side, k_side, FORM.BM, FORM.BN, FORM)
     _, terms = pair_gradients(
         call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, True, FORM
     )
@@ -91,7 +69,7 @@ def terms_of(
 def elements_of(call, q_side, k_side, numbers, pairs, INDEX: tl.constexpr, FORM: tl.constexpr):
     """Return which element of the captured tensor each pair of a tile names."""
     # A load may be indexed by the score; where none is, this product is left out.
-    scores = product_of(q_side[0], k_side[0], FORM.BLOCK_M, FORM.BLOCK_N, FORM.HEAD_DIM, FORM)
+    scores = product_of(q_side[0], k_side[0], FORM.BM, FORM.BN, FORM.D, FORM)
     b, h, m, n, M, N = pairs
     return INDEX(scores * numbers[0], b, h, m, n, M, N, call.captured[2], call.captured[3])
 
@@ -144,8 +122,8 @@ def line_kernel(
     the sum of the gradients of its scores; 0 where it is not known, and nothing is corrected.
     """
     program = tl.program_id(0)
-    BLOCK: tl.constexpr = FORM.BLOCK_N if BY_KEYS else FORM.BLOCK_M
-    OTHER: tl.constexpr = FORM.BLOCK_M if BY_KEYS else FORM.BLOCK_N
+    BLOCK: tl.constexpr = FORM.BN if BY_KEYS else FORM.BM
+    OTHER: tl.constexpr = FORM.BM if BY_KEYS else FORM.BN
     b, h, begin, begin_k, M, N, first = line_place(
         program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK, BY_KEYS
     )
@@ -176,12 +154,13 @@ def line_kernel(
             if met:
                 k_side = key_side(call, group, place, n0, FORM)
                 products = products_of(q_side, k_side, BLOCK, OTHER, FORM)
-                shares, plain, weights = row_gradients(
-                    call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, FORM
+                scores, p, ds, _, factor = whole_gradients(
+                    call, products, q_side[2], numbers, pairs, visible, SCORE, FACTOR, True, FORM
                 )
-                total += shares.to(tl.float64)
-                gathered += plain.to(tl.float64)
-                weight += weights.to(tl.float64)
+                hidden = scores == float("-inf")
+                total += tl.sum(tl.where(hidden, 0.0, ds * factor), 1).to(tl.float64)
+                gathered += tl.sum(tl.where(hidden, 0.0, ds), 1).to(tl.float64)
+                weight += tl.sum(tl.where(hidden, 0.0, p * factor), 1).to(tl.float64)
         if DUE > 0:
             values = head_of(call.inputs[4], call.strides[4], b, h, begin) + DUE * plane
             over = (gathered - tl.load(values + i, mask=i < length, other=0.0)) * weight
@@ -242,7 +221,7 @@ def fold_kernel(
         tl.store(to, whole.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "rows", "columns", "row_tiles", "column_tiles"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "columns"])
 def pair_kernel(
     call, out, out_strides, batch, heads, group, queries, keys, rows, columns, row_tiles,
     column_tiles, plane, threshold, SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr,
@@ -253,11 +232,9 @@ def pair_kernel(
     The sum is compensated: what a float32 loses is carried along. ``out_strides`` are along
     (b, h, m, n); ``rows`` and ``columns`` are the sizes of ``out`` along m and n.
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
-    n0 = program % column_tiles * BLOCK_N
-    m0 = program // column_tiles % row_tiles * BLOCK_M
+    n0 = program % column_tiles * FORM.BN
+    m0 = program // column_tiles % row_tiles * FORM.BM
     line = program // column_tiles // row_tiles
     kept_h = line % heads if KEEP_H else 0
     kept_b = line // heads if KEEP_H else line
@@ -266,8 +243,8 @@ def pair_kernel(
     first_h = kept_h
     last_h = kept_h + 1 if KEEP_H else heads
     numbers = numbers_of(call, threshold)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.full([FORM.BM, FORM.BN], 0.0, tl.float32)
+    lost = tl.full([FORM.BM, FORM.BN], 0.0, tl.float32)
     for batch_item in range(first_b, last_b):
         b = program * 0 + batch_item
         begin, begin_k, M, N = lengths_of(b, call.starts, queries, keys)
@@ -280,8 +257,8 @@ def pair_kernel(
                 k_side = key_side(call, group, place, n0, FORM)
                 terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
                 total, lost = compensated(total, lost, terms)
-    m = m0 + tl.arange(0, BLOCK_M)
-    n = n0 + tl.arange(0, BLOCK_N)
+    m = m0 + tl.arange(0, FORM.BM)
+    n = n0 + tl.arange(0, FORM.BN)
     to = out + tl.cast(out_strides[0], tl.int64) * kept_b
     to = to + tl.cast(out_strides[1], tl.int64) * kept_h
     to = to + m[:, None].to(tl.int64) * out_strides[2]
@@ -294,7 +271,7 @@ def pair_kernel(
         tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "row_tiles"])
+@triton.jit(do_not_specialize=COUNTS)
 def diagonal_kernel(
     call, sums, batch, heads, group, queries, keys, tiles, row_tiles, plane, threshold,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, FORM: tl.constexpr,
@@ -304,7 +281,7 @@ def diagonal_kernel(
     ``sums`` is float64 [B, Hq, tiles, 2 * BLOCK]: of a diagonal of tiles its ``m - n`` from
     ``1 - BLOCK`` to ``BLOCK - 1``, counted from that of the tiles' first pairs. Tiles are square.
     """
-    BLOCK: tl.constexpr = FORM.BLOCK_M
+    BLOCK: tl.constexpr = FORM.BM
     program = tl.program_id(0)
     column_tiles = tiles + 1 - row_tiles
     offset = program % tiles - (column_tiles - 1)

@@ -14,17 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.gpu.backward.gradients import COUNTS, numbers_of
-from tilewise.kernels.gpu.backward.shares import (
-    elements_of,
-    key_side,
-    query_side,
-    seen_in,
-    step_of,
-    terms_of,
-    walk_from,
-)
-from tilewise.kernels.gpu.walk.tiles import head_of, line_place
+from tilewise.kernels.gpu.backward.gradients import key_side, numbers_of, query_side
+from tilewise.kernels.gpu.backward.shares import elements_of, seen_in, step_of, terms_of, walk_from
+from tilewise.kernels.gpu.walk.tiles import COUNTS, head_of, line_place
 
 # Sums stay below 2**62, also where a logarithm is rounded to the next integer.
 _BITS: tl.constexpr = tl.constexpr(60)
@@ -33,41 +25,49 @@ _LARGEST_POWER: tl.constexpr = tl.constexpr(120)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def spread_pairs_kernel(
-    call, totals, fixed, factors, lists, batch, heads, group, queries, keys, tiles, plane,
+def element_kernel(
+    call, totals, fixed, factors, lists, batch, heads, group, queries, keys, tiles, elements, plane,
     threshold, SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
-    INDEX: tl.constexpr, FORM: tl.constexpr,
+    INDEX: tl.constexpr, TABLE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Adds every share of a tile of rows to its element of ``fixed``.
 
-    Without ``fixed``, puts the sum of their absolute values into ``totals``.
+    Without ``fixed``, puts into ``totals`` the sum of their absolute values, or with a TABLE the
+    sum of each of ``elements``: float64 [programs, TABLE], TABLE a power of two.
     """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
     program = tl.program_id(0)
     b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
+        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, FORM.BM, False
     )
     place = (b, h, begin, begin_k, M, N)
     numbers = numbers_of(call, threshold)
-    total = tl.zeros([BLOCK_M], tl.float64)
+    columns = tl.arange(0, TABLE if TABLE > 0 else FORM.BM)
+    total = tl.zeros_like(columns).to(tl.float64)
     if m0 < M:
-        walk = walk_from(call, place, m0, lists, RANGE, BLOCK_M, BLOCK_N, False)
+        walk = walk_from(call, place, m0, lists, RANGE, FORM.BM, FORM.BN, False)
         q_side = query_side(call, plane, place, m0, FORM)
         for step in range(walk[1]):
-            n0 = step_of(step, walk, lists, BLOCK_N)
+            n0 = step_of(step, walk, lists, FORM.BN)
             pairs, visible, met = seen_in(call, place, m0, n0, SEEN, FORM.SKIPS, FORM)
             if met:
                 k_side = key_side(call, group, place, n0, FORM)
                 terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
-                if fixed is None:
+                if fixed is None and TABLE == 0:
                     total += tl.sum(tl.abs(terms), 1).to(tl.float64)
                 else:
-                    element = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
-                    whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
-                    # Relaxed: no program reads here what others add.
-                    tl.atomic_add(fixed + element, whole, mask=whole != 0, sem="relaxed")
-    if fixed is None:
+                    named = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
+                    if TABLE > 0:
+                        for element in range(elements):
+                            found = tl.sum(tl.where(named == element, terms, 0.0), 1, True)
+                            found = tl.sum(found, 0)
+                            total += tl.where(columns == element, found, 0.0).to(tl.float64)
+                    else:
+                        whole = tl.floor(terms * tl.load(factors) + 0.5).to(tl.int64)
+                        # Relaxed: no program reads here what others add.
+                        tl.atomic_add(fixed + named, whole, mask=whole != 0, sem="relaxed")
+    if TABLE > 0:
+        tl.store(totals + program.to(tl.int64) * TABLE + columns, total)
+    elif fixed is None:
         tl.store(totals + program, tl.sum(total, 0))
 
 
@@ -94,7 +94,7 @@ def spread_lines_kernel(
     origin, diagonals, INDEX: tl.constexpr, BY_KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``spread_pairs_kernel``, for the sums of rows, of columns or of diagonals.
+    """Do as ``element_kernel``, for the sums of rows, of columns or of diagonals.
 
     DIAGONAL is 0, or the size of the tiles that gave the sums; ``origin`` is then the line whose
     ``m - n`` is 0.
@@ -159,43 +159,6 @@ def number_kernel(fixed, factors, out, count, BLOCK: tl.constexpr, ADD: tl.const
     if ADD:
         value += tl.load(out + i, mask=inside, other=0.0).to(tl.float64)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=[*COUNTS, "elements"])
-def table_kernel(
-    call, sums, lists, batch, heads, group, queries, keys, tiles, elements, plane, threshold,
-    SCORE: tl.constexpr, FACTOR: tl.constexpr, SEEN: tl.constexpr, RANGE: tl.constexpr,
-    INDEX: tl.constexpr, TABLE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Sums of the shares of a tile of rows by the element that they name.
-
-    ``sums`` is float64 [programs, TABLE]; TABLE is ``elements`` or more, a power of two.
-    """
-    BLOCK_M: tl.constexpr = FORM.BLOCK_M
-    BLOCK_N: tl.constexpr = FORM.BLOCK_N
-    program = tl.program_id(0)
-    b, h, begin, begin_k, M, N, m0 = line_place(
-        program % tiles, program // tiles, call.starts, batch, heads, queries, keys, BLOCK_M, False
-    )
-    place = (b, h, begin, begin_k, M, N)
-    numbers = numbers_of(call, threshold)
-    columns = tl.arange(0, TABLE)
-    total = tl.zeros([TABLE], tl.float64)
-    if m0 < M:
-        walk = walk_from(call, place, m0, lists, RANGE, BLOCK_M, BLOCK_N, False)
-        q_side = query_side(call, plane, place, m0, FORM)
-        for step in range(walk[1]):
-            n0 = step_of(step, walk, lists, BLOCK_N)
-            pairs, visible, met = seen_in(call, place, m0, n0, SEEN, FORM.SKIPS, FORM)
-            if met:
-                k_side = key_side(call, group, place, n0, FORM)
-                terms = terms_of(call, q_side, k_side, numbers, pairs, visible, SCORE, FACTOR, FORM)
-                named = elements_of(call, q_side, k_side, numbers, pairs, INDEX, FORM)
-                for element in range(elements):
-                    found = tl.sum(tl.where(named == element, terms, 0.0), 1, keep_dims=True)
-                    found = tl.sum(found, 0)
-                    total += tl.where(columns == element, found, 0.0).to(tl.float64)
-    tl.store(sums + program.to(tl.int64) * TABLE + columns, total)
 
 
 @triton.jit(do_not_specialize=["programs", "elements"])

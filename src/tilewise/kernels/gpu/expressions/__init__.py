@@ -165,32 +165,21 @@ def _variant(
     ranges |= {name: Interval(0, outer - 1) for name in "bh"}
     leaves = tuple(ranges.items())
     found = Variant()
-    if mask:
-        source = Source(mask_ranks, exactly_sized(mask), leaves)
-        found = found._replace(
-            seen=_function("seen", _OF_MASK, body(mask_expression(mask), source)),
-            keys_of=_function(
-                "keys_of",
-                _OF_QUERIES,
-                range_lines(mask, mask_ranks, of_keys=True, largest=largest),
-            ),
-            queries_of=_function(
-                "queries_of",
-                _OF_KEYS,
-                range_lines(mask, mask_ranks, of_keys=False, largest=largest),
-            ),
-            tables=_tables(mask),
-        )
     if score:
         stages = [_stage(steps, score_ranks, leaves, score) for steps in _stages_of(fitted(score))]
-        whole = stages[0] if len(stages) == 1 else _chained(stages)
-        found = whole._replace(
-            seen=found.seen,
-            keys_of=found.keys_of,
-            queries_of=found.queries_of,
-            tables=found.tables,
-        )
-    return found
+        found = stages[0] if len(stages) == 1 else _chained(stages)
+    if not mask:
+        return found
+    source = Source(mask_ranks, exactly_sized(mask), leaves)
+    keys, queries = (
+        range_lines(mask, mask_ranks, of_keys=of_keys, largest=largest) for of_keys in (True, False)
+    )
+    return found._replace(
+        seen=_function("seen", _OF_MASK, body(mask_expression(mask), source)),
+        keys_of=_function("keys_of", _OF_QUERIES, keys),
+        queries_of=_function("queries_of", _OF_KEYS, queries),
+        tables=_tables(mask),
+    )
 
 
 def _stages_of(program: Program) -> list[Program]:

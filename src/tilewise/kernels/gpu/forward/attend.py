@@ -13,16 +13,8 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
-from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.forward import (
-    arguments_of,
-    finishing_of,
-    form_of,
-    functions_of,
-    head_scales,
-    scalars_of,
-)
+from tilewise.kernels.gpu.config import FAMILIES, Blocks
+from tilewise.kernels.gpu.forward import Forward
 from tilewise.kernels.gpu.forward.online import (
     absorb,
     nothing_seen,
@@ -46,6 +38,7 @@ from tilewise.kernels.gpu.walk.float8 import (
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import drawing
 from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
     described_pages,
     head_of,
     keys_at,
@@ -61,33 +54,15 @@ from tilewise.kernels.gpu.walk.tiles import (
     walked,
     walks_of,
 )
-from tilewise.problem import Operands, Problem, Result
+from tilewise.problem import Problem
 
 _CACHED_BYTES = 32 << 20  # of keys and values, which heads that run together may share a cache for
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "heads",
-        "group",
-        "queries",
-        "keys",
-        "last_page",
-        "tiles",
-        "section",
-        "drop_below",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def attend(
-    inputs,
-    outputs,
-    per_head,
-    per_row,
-    sequences,
+    call,
     lists,
-    strides,
-    captured,
     k_rows,
     v_rows,
     batch,
@@ -98,7 +73,6 @@ def attend(
     last_page,
     tiles,
     section,
-    scalars,
     drop_below,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
@@ -111,28 +85,23 @@ def attend(
     a program without one ends. Strides are (b, h, row, column). With pages (PAGE is not 0) the
     lengths of sequences are their ``key_lengths``, and ``keys`` is the most that these may be.
 
-    Tensors and floats come in tuples: see ``arguments_of``, ``lists_of`` and ``scalars_of``.
-    Integers do not, because Triton would specialize those in a tuple, and compile anew for a batch
-    of 1 or 16.
-    ``k_rows`` and ``v_rows`` are those of ``page_rows``.
+    ``call`` is a ``Call``, ``lists`` are those of ``lists_of``, ``k_rows`` and ``v_rows`` those of
+    ``page_rows``.
     """
-    BM: tl.constexpr = FORM.BM
-    BN: tl.constexpr = FORM.BN
-    DV_PADDED: tl.constexpr = FORM.DV_PADDED
-    q, k, v = inputs
-    out, lse, row_max, row_sum = outputs
-    sinks, q_scale, k_scale, v_scale = per_head
-    cu_q, cu_k, block_table, key_lengths = sequences
-    q_strides, k_strides, v_strides, out_strides = strides
-    scale, keep_factor, seed = scalars
+    q, k, v = call.inputs
+    out, lse, row_max, row_sum = call.outputs
+    sinks, q_scale, k_scale, v_scale = call.per_head
+    cu_q, cu_k, block_table, key_lengths = call.sequences
+    q_strides, k_strides, v_strides, out_strides = call.strides
+    scale, keep_factor, seed = call.numbers
     lines = heads if cu_q is not None else batch * heads
     tile, line = slot_of(tl.program_id(0), tiles, section, lines, FORM.REVERSED)
     b, h, begin_q, begin_k, M, N, m0 = line_place(
-        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
+        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, FORM.BM, False
     )
     if m0 >= M:
         return
-    m = m0 + tl.arange(0, BM)
+    m = m0 + tl.arange(0, FORM.BM)
     b_k, pages, N = keys_at(block_table, key_lengths, b, N, keys, last_page, FORM.PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     begin_v = begin_k
@@ -146,19 +115,19 @@ def attend(
 
     drawn = drawing(seed)
     own = m[:, None]
-    low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
+    low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, FORM.BM, False)
     k_pages = described_pages(pages, k_rows, h // group)
     v_pages = described_pages(pages, v_rows, h // group)
-    k_side = scaled_side(k_head, k_strides, k_pages, per_row[0], h // group)
-    v_side = scaled_side(v_head, v_strides, v_pages, per_row[1], h // group)
-    spans = split_range(low, full_low, full_high, high, N, BN)
-    walks = walks_of(spans, lists, b, h, m0 // BM, BN)
+    k_side = scaled_side(k_head, k_strides, k_pages, call.per_row[0], h // group)
+    v_side = scaled_side(v_head, v_strides, v_pages, call.per_row[1], h // group)
+    spans = split_range(low, full_low, full_high, high, N, FORM.BN)
+    walks = walks_of(spans, lists, b, h, m0 // FORM.BM, FORM.BN)
     sides = (k_side, v_side, low, high)
     state = nothing_seen(FORM)
     fixed = (q_tile, sides, (b, h, own, M, N), (scale, drawn, drop_below))
     acc, top, total = walked(
-        captured, state, fixed, walks, own, (b, h, M, N), captured, absorb, SCORE, None, SEEN, BN,
-        False, FORM,
+        call, state, fixed, walks, own, (b, h, M, N), absorb, SCORE, None, SEEN, FORM.BN, False,
+        FORM,
     )  # fmt: skip
 
     sink = None if sinks is None else tl.load(sinks + h)
@@ -169,7 +138,9 @@ def attend(
         of_values = tl.load(v_scale + b * (heads // group) + h // group)
         weight = tl.where(total == 0, 0.0, weight * of_values)
     out_head = head_of(out, out_strides, b, h, begin_q)
-    store_tile(out_head, m0, out_strides, M, acc * weight[:, None], BM, FORM.DV, DV_PADDED)
+    store_tile(
+        out_head, m0, out_strides, M, acc * weight[:, None], FORM.BM, FORM.DV, FORM.DV_PADDED
+    )
     at = tl.cast(line, tl.int64) * queries + begin_q + m
     store_numbers((lse, row_max, row_sum), at, m < M, numbers, total)
 
@@ -182,67 +153,51 @@ class Grid(NamedTuple):
     programs: int
 
 
-def forward_launches(
-    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
-) -> list[Launch]:
-    """Return the launches that fill a result; nothing here reads a tensor's values.
-
-    Args:
-        problem: what to compute.
-        operands: with what; cu_seqlens on the same device.
-        result: with memory for everything that is wanted; statistics are asked for by theirs.
-        config: of the chip.
-        variant: the functions of the problem's mask and score.
-    """
+def forward_launches(call: Forward) -> list[Launch]:
+    """Return the launches that fill a result; nothing here reads a tensor's values."""
+    problem, config, variant = call.problem, call.config, call.variant
     blocks = config.blocks("forward", problem)
-    alone = _in_groups(problem, operands, result, config, variant)
-    if alone and result.entropy is None:
+    alone = _in_groups(call)
+    if alone and call.result.entropy is None:
         return alone
     fp8 = fp8_products(problem, config.family)
-    operands = with_codes(operands, fp8, stored_form(problem, config.family))
+    operands = with_codes(call.operands, fp8, stored_form(problem, config.family))
     before: list[Launch] = []
     transposed = wants_transposed(fp8, config.family)
     if transposed:
         operands, before = transpose_values(problem, operands, blocks)
+    call = call._replace(operands=operands)
     grid = _grid(problem, blocks)
-    lists = lists_of(tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys))
-    shared = {**arguments_of(problem, operands, result), "lists": lists}
+    lists = tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)
+    shared = {**call.arguments(), "lists": lists_of(lists)}
     arguments = {
         **shared,
         **page_rows(problem, operands, config, "forward"),
         "tiles": grid.tiles,
         "section": grid.section,
-        **scalars_of(problem, operands),
     }
-    functions = functions_of(variant)
-    bare = form_of(problem, operands, config, variant, blocks, fp8)
-    form = bare._replace(
-        **finishing_of(problem, operands, variant),
-        REVERSED=_grows(problem),
-        TRANSPOSED=transposed,
-    )
-    if any(scale is not None for scale in head_scales(problem, operands)[:2]):
-        form = form._replace(FOLDED=variant.score is None)  # ``folded`` makes it positive
-    constants = {**functions, "FORM": form}
+    bare = call.form("forward", blocks, fp8)
+    # Signs of scales go to the queries, see ``folded``.
+    in_exponent = bare.FOLDED or (call.is_scaled() and variant.score is None)
+    form = bare._replace(FOLDED=in_exponent, REVERSED=_grows(problem), TRANSPOSED=transposed)
+    constants = {**call.functions(), "FORM": form}
     walk = launch_of(attend, (grid.programs,), arguments, constants, blocks)
     launches = alone or [*before, walk]
-    if result.entropy is not None:
-        launches.append(statistics_launch(problem, result, shared, functions, bare, blocks))
+    if call.result.entropy is not None:
+        launches.append(statistics_launch(call, shared, bare, blocks))
     return launches
 
 
-def _in_groups(
-    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
-) -> list[Launch]:
+def _in_groups(call: Forward) -> list[Launch]:
     """Return the launches of the Gluon kernel of the pass, where there is one for the call."""
+    problem, config = call.problem, call.config
     blocks = config.in_groups("forward", problem)
     if blocks is None:
         return []
     from tilewise.kernels.gpu.forward.groups import attend_launch
 
     section, grows = _grid(problem, blocks).section, _grows(problem)
-    memory = FAMILIES[config.family].unit == "tcgen05"
-    return attend_launch(problem, operands, result, variant, blocks, section, grows, memory)
+    return attend_launch(call, blocks, section, grows, FAMILIES[config.family].unit == "tcgen05")
 
 
 def _grid(problem: Problem, blocks: Blocks) -> Grid:

@@ -28,31 +28,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import Blocks, Config, Splitting, padded
-from tilewise.kernels.gpu.expressions import Variant
-from tilewise.kernels.gpu.forward import (
-    arguments_of,
-    finishing_of,
-    form_of,
-    functions_of,
-    head_scales,
-    scalars_of,
-)
-from tilewise.kernels.gpu.forward.online import (
-    absorb,
-    nothing_seen,
-    settled,
-    store_numbers,
-)
+from tilewise.kernels.gpu.config import Blocks, Splitting, padded
+from tilewise.kernels.gpu.forward import Forward
+from tilewise.kernels.gpu.forward.online import absorb, nothing_seen, settled, store_numbers
 from tilewise.kernels.gpu.forward.statistics import statistics_launch
 from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.descriptors import page_rows
 from tilewise.kernels.gpu.walk.float8 import decoded, fp8_products, stored_form, with_codes
+from tilewise.kernels.gpu.walk.forms import Form
 from tilewise.kernels.gpu.walk.pairs import LOG2E, drawing
 from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
     described_pages,
     head_of,
-    head_strides,
     keys_at,
     keys_in,
     launch_of,
@@ -62,7 +50,7 @@ from tilewise.kernels.gpu.walk.tiles import (
     walked,
     walks_of,
 )
-from tilewise.problem import Operands, Problem, Result
+from tilewise.problem import Problem, Result
 
 _WIDE_VALUE = 128  # from where on a program that holds all splits of a row needs more warps
 
@@ -95,11 +83,10 @@ def split_size(N, SPLITTING: tl.constexpr):
     return size, tl.maximum(1, (N + size - 1) // size)
 
 
-@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "rows", "slots"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows"])
 def merge_splits(
     outputs, sinks, v_scale, key_lengths, partials, out_strides, heads, group, queries, keys, rows,
-    slots, scale, keep_factor, FOLDED: tl.constexpr, DROPOUT: tl.constexpr, DV: tl.constexpr,
-    DV_PADDED: tl.constexpr, SPLITTING: tl.constexpr,
+    slots, scale, keep_factor, SPLITTING: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Merge one row of the result. Rows of a sequence of one split are there already."""
     out, lse, row_max, row_sum = outputs
@@ -121,51 +108,48 @@ def merge_splits(
     total = tl.load(numbers + stride, mask=split < splits, other=0.0)
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    moved = (top - base) * (scale * LOG2E if FOLDED else LOG2E)
+    moved = (top - base) * (scale * LOG2E if FORM.FOLDED else LOG2E)
     weight = tl.math.exp2(moved)
     whole = tl.sum(weight * total, 0)
 
-    columns = tl.arange(0, DV_PADDED)
-    places = partial_out + (first + split)[:, None] * DV + columns[None, :]
+    columns = tl.arange(0, FORM.DV_PADDED)
+    places = partial_out + (first + split)[:, None] * FORM.DV + columns[None, :]
     met = (split < splits) & (total != 0)
-    some = tl.load(places, mask=met[:, None] & (columns < DV)[None, :], other=0.0)
+    some = tl.load(places, mask=met[:, None] & (columns < FORM.DV)[None, :], other=0.0)
     acc = tl.sum(some * weight[:, None], 0)
 
     sink = None if sinks is None else tl.load(sinks + h)
-    factor, numbers_of_row = settled(highest, whole, sink, scale, keep_factor, FOLDED, DROPOUT)
+    factor, numbers_of_row = settled(
+        highest, whole, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT
+    )
     if v_scale is not None:
         kv_heads = heads // group
         factor = tl.where(whole == 0, 0.0, factor * tl.load(v_scale + b * kv_heads + h // group))
     to = head_of(out, out_strides, b, h, m) + columns.to(tl.int64) * out_strides[3]
-    tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < DV)
+    tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < FORM.DV)
     store_numbers((lse, row_max, row_sum), row, row < rows, numbers_of_row, whole)
 
 
 def _merge_launch(
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    partials: _Partials,
-    variant: Variant,
-    splitting: Splitting,
-    shared: dict[str, Any],
+    call: Forward, partials: _Partials, splitting: Splitting, form: Form, shared: dict[str, Any]
 ) -> Launch:
-    """The launch that fills a result from what its splits left; ``shared`` are ``arguments_of``."""
+    """The launch that fills a result from what its splits left; ``shared`` of ``arguments``."""
     rows, slots = partials.out.shape[:2]
+    given, problem = shared["call"], call.problem
     arguments: dict[str, Any] = {
-        "outputs": (result.out, result.lse, *result.stats[:2]),
-        "sinks": operands.sinks,
-        "v_scale": head_scales(problem, operands)[2],
-        "key_lengths": operands.key_lengths,
+        "outputs": given.outputs,
+        "sinks": given.per_head[0],
+        "v_scale": given.per_head[3],
+        "key_lengths": call.operands.key_lengths,
         "partials": tuple(partials),
-        "out_strides": head_strides(result.out, problem),
+        "out_strides": given.strides[3],
         **{name: shared[name] for name in ("heads", "group", "queries", "keys")},
         "rows": rows,
         "slots": slots,
         "scale": problem.scale,
-        "keep_factor": 1.0 / (1.0 - problem.dropout_p),
+        "keep_factor": given.numbers[1],
     }
-    constants = {**finishing_of(problem, operands, variant), "SPLITTING": splitting}
+    constants = {"SPLITTING": splitting, "FORM": form}
     warps = 4 if padded(problem.value_dim) <= _WIDE_VALUE else 8
     return launch_of(merge_splits, (rows,), arguments, constants, Blocks(1, 1, warps, 1))
 
@@ -177,28 +161,10 @@ def rows_of(base, strides, h, m):
     return (base + offset)[:, None]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "kv_heads",
-        "group",
-        "queries",
-        "keys",
-        "last_page",
-        "blocks",
-        "slots",
-        "drop_below",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def attend_split(
-    inputs,
-    outputs,
-    per_head,
-    per_row,
-    sequences,
+    call,
     partials,
-    strides,
-    captured,
     k_rows,
     v_rows,
     batch,
@@ -209,7 +175,6 @@ def attend_split(
     last_page,
     blocks,
     slots,
-    scalars,
     drop_below,
     SEEN: tl.constexpr,
     SCORE: tl.constexpr,
@@ -223,17 +188,13 @@ def attend_split(
     There are ``slots`` for splits; a program without one ends. Strides are (b, h, row, column).
     ``k_rows`` and ``v_rows`` are those of ``page_rows``.
     """
-    BM: tl.constexpr = FORM.BM
-    BN: tl.constexpr = FORM.BN
-    D_PADDED: tl.constexpr = FORM.D_PADDED
-    DV_PADDED: tl.constexpr = FORM.DV_PADDED
-    q, k, v = inputs
-    out, lse, row_max, row_sum = outputs
-    sinks, q_scale, k_scale, v_scale = per_head
-    _, _, block_table, key_lengths = sequences
+    q, k, v = call.inputs
+    out, lse, row_max, row_sum = call.outputs
+    sinks, q_scale, k_scale, v_scale = call.per_head
+    _, _, block_table, key_lengths = call.sequences
     partial_out, partial_numbers = partials
-    scale, keep_factor, seed = scalars
-    q_strides, k_strides, v_strides, out_strides = strides
+    scale, keep_factor, seed = call.numbers
+    q_strides, k_strides, v_strides, out_strides = call.strides
     program = tl.program_id(0)
     block = program % blocks
     split = program // blocks % slots
@@ -244,17 +205,17 @@ def attend_split(
     size, splits = split_size(N, SPLITTING)
     if split >= splits:
         return
-    row = block * BM + tl.arange(0, BM)
+    row = block * FORM.BM + tl.arange(0, FORM.BM)
     of_group = tl.minimum(row // M, group - 1)
     h, m = kv_head * group + of_group, row - of_group * M  # what is beyond the last row has m >= M
-    columns = tl.arange(0, D_PADDED)
+    columns = tl.arange(0, FORM.D_PADDED)
     rows = rows_of(q + tl.cast(q_strides[0], tl.int64) * b, q_strides, h, m)
     places = rows + columns[None, :].to(tl.int64) * q_strides[3]
     q_tile = tl.load(places, mask=(m < M)[:, None] & (columns < FORM.D)[None, :], other=0.0)
     q_tile = decoded(q_tile, FORM)
     if FORM.TAIL > 0:
         columns = tl.arange(0, FORM.TAIL_PADDED)
-        places = rows + (D_PADDED + columns)[None, :].to(tl.int64) * q_strides[3]
+        places = rows + (FORM.D_PADDED + columns)[None, :].to(tl.int64) * q_strides[3]
         inside = (m < M)[:, None] & (columns < FORM.TAIL)[None, :]
         q_tile = (q_tile, tl.load(places, mask=inside, other=0.0))
     if q_scale is not None:  # rows of a block may be of several heads
@@ -269,25 +230,27 @@ def attend_split(
     end = tl.minimum(begin + size, N)
     low, full_low, full_high, high = begin, begin, end, end
     if KEYS_OF is not None:
-        low, full_low, full_high, high = KEYS_OF(b, M * 0, M, M, N, captured[0], captured[1])
+        low, full_low, full_high, high = KEYS_OF(
+            b, M * 0, M, M, N, call.captured[0], call.captured[1]
+        )
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
     k_head = head_of(k, k_strides, b_k, kv_head, 0)
     v_head = head_of(v, v_strides, b_k, kv_head, 0)
     k_pages = described_pages(pages, k_rows, kv_head)
     v_pages = described_pages(pages, v_rows, kv_head)
-    k_side = scaled_side(k_head, k_strides, k_pages, per_row[0], kv_head)
-    v_side = scaled_side(v_head, v_strides, v_pages, per_row[1], kv_head)
+    k_side = scaled_side(k_head, k_strides, k_pages, call.per_row[0], kv_head)
+    v_side = scaled_side(v_head, v_strides, v_pages, call.per_row[1], kv_head)
     sides = (k_side, v_side, low, high)
-    spans = split_range(low, full_low, full_high, high, end, BN)
-    walks = walks_of(spans, (None, None, None), b, kv_head, 0, BN)
+    spans = split_range(low, full_low, full_high, high, end, FORM.BN)
+    walks = walks_of(spans, (None, None, None), b, kv_head, 0, FORM.BN)
     state = nothing_seen(FORM)
     fixed = (q_tile, sides, (b, row_heads, own, M, N), numbers)
     acc, top, total = walked(
-        captured, state, fixed, walks, own, (b, row_heads, M, N), captured, absorb, SCORE, None,
-        SEEN, BN, False, FORM,
+        call, state, fixed, walks, own, (b, row_heads, M, N), absorb, SCORE, None, SEEN, FORM.BN,
+        False, FORM,
     )  # fmt: skip
 
-    columns = tl.arange(0, DV_PADDED)
+    columns = tl.arange(0, FORM.DV_PADDED)
     inside = m < M
     kept_columns = inside[:, None] & (columns < FORM.DV)[None, :]
     at = (tl.cast(b, tl.int64) * (kv_heads * group) + h) * M + m
@@ -313,28 +276,22 @@ def attend_split(
         tl.store(partial_out + at[:, None] * FORM.DV + columns[None, :], acc, mask=seen)
 
 
-def decode_launches(
-    problem: Problem, operands: Operands, result: Result, config: Config, variant: Variant
-) -> list[Launch]:
+def decode_launches(call: Forward) -> list[Launch]:
     """Return the launches that fill a decode result; nothing here reads a tensor's values.
 
-    Args:
-        problem: one of which ``config.decodes`` is true.
-        operands: with what.
-        result: with memory for everything that is wanted; statistics are asked for by theirs.
-        config: of the chip.
-        variant: the functions of the problem's mask and score.
+    ``config.decodes`` is true of its problem.
     """
-    unlisted = variant._replace(tables=())
+    problem, config = call.problem, call.config
     fp8 = fp8_products(problem, config.family, whole_walk=False)
-    operands = with_codes(operands, fp8, stored_form(problem, config.family))
+    operands = with_codes(call.operands, fp8, stored_form(problem, config.family))
+    call = call._replace(operands=operands, variant=call.variant._replace(tables=()))
     tiles = config.blocks("decode", problem)
     splitting = config.splitting()
     count = splitting.splits_within if problem.page_size else splitting.splits
     slots = count(problem.keys)
-    shared, functions = arguments_of(problem, operands, result), functions_of(unlisted)
+    shared = call.arguments()
     blocks = -(-shared["group"] * problem.queries // tiles.queries)
-    partials = empty_partials(problem, result, slots)
+    partials = empty_partials(problem, call.result, slots)
     # The kernel has registers for no division: it is told the heads of keys.
     own = {name: value for name, value in shared.items() if name != "heads"}
     arguments = {
@@ -344,18 +301,14 @@ def decode_launches(
         **page_rows(problem, operands, config, "decode"),
         "blocks": blocks,
         "slots": slots,
-        **scalars_of(problem, operands),
     }
-    bare = form_of(problem, operands, config, unlisted, tiles, fp8)
-    form = bare._replace(**finishing_of(problem, operands, variant), PART=0)
-    constants = {**functions, "SPLITTING": splitting, "FORM": form}
+    form = call.form("decode", tiles, fp8)
+    constants = {**call.functions(), "SPLITTING": splitting, "FORM": form}
     programs = blocks * slots * problem.kv_heads * problem.batch
     launches = [launch_of(attend_split, (programs,), arguments, constants, tiles)]
     if slots > 1:
-        launches.append(
-            _merge_launch(problem, operands, result, partials, variant, splitting, shared)
-        )
-    if result.entropy is not None:
+        launches.append(_merge_launch(call, partials, splitting, form, shared))
+    if call.result.entropy is not None:
         shared |= {"lists": lists_of(None)}
-        launches.append(statistics_launch(problem, result, shared, functions, bare, tiles))
+        launches.append(statistics_launch(call, shared, form, tiles))
     return launches

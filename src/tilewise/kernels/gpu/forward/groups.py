@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.expressions import Variant, captures
-from tilewise.kernels.gpu.forward import blackwell, finishing_of, head_scales
+from tilewise.kernels.gpu.expressions import captures
+from tilewise.kernels.gpu.forward import Forward, blackwell
 from tilewise.kernels.gpu.forward.online import scaled_scores, settled, store_numbers, weighed
 from tilewise.kernels.gpu.walk.float8 import (
     LOWERED,
@@ -52,6 +52,7 @@ from tilewise.kernels.gpu.walk.groups import (
 from tilewise.kernels.gpu.walk.lists import tile_lists
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
     launch_of,
     lists_of,
     programs_of,
@@ -60,7 +61,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     slots_of,
     split_range,
 )
-from tilewise.problem import Operands, Problem, Result
 from tilewise.variants.float8 import FLOAT8
 
 
@@ -286,7 +286,7 @@ def _attend_rows(c, own, bars, SEEN: gl.constexpr, FORM: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "queries", "keys", "tiles", "section", "lines"])
+@gluon.jit(do_not_specialize=COUNTS)
 def attend_in_groups(
     q_rows, k_rows, v_rows, out_rows, outputs, per_head, lists, captured, heads, group, queries,
     keys, tiles, section, lines, scale, SEEN: gl.constexpr, KEYS_OF: gl.constexpr,
@@ -361,14 +361,10 @@ def attend_in_groups(
 
 
 class Form(NamedTuple):
-    """The constants of ``attend_in_groups``: see ``forward.Form``.
+    """The constants of ``attend_in_groups``: what ``walk.forms.Form`` has too is as there.
 
     Args:
-        D: the width of queries, keys and values.
-        BM, BN: queries and keys of a tile.
         STAGES: tiles in a ring of shared memory.
-        FOLDED: scores are kept in units of the bare product q.k.
-        REVERSED: the last tiles come first.
         LISTED: tiles are listed, see ``walk.lists``.
         TENSOR_MEMORY: scores and sums lie in tensor memory, see ``forward.blackwell``.
         EIGHT: operands are float8, and values transposed, see ``walk.float8``.
@@ -386,27 +382,18 @@ class Form(NamedTuple):
 
 
 def attend_launch(
-    problem: Problem,
-    operands: Operands,
-    result: Result,
-    variant: Variant,
-    blocks: Blocks,
-    section: int,
-    grows: bool,
-    tensor_memory: bool,
+    call: Forward, blocks: Blocks, section: int, grows: bool, tensor_memory: bool
 ) -> list[Launch]:
     """Return the launches of the forward pass; none where a tensor can have no descriptor.
 
     Args:
-        problem: what to compute.
-        operands: with what.
-        result: with memory for everything that is wanted.
-        variant: the functions of the problem's mask and score.
+        call: the pass.
         blocks: of ``Config.in_groups``.
         section: lines of a section of the grid, see ``tiles.slot_of``.
         grows: whether the last tiles have the most keys.
         tensor_memory: whether the chip has it, and no wgmma.
     """
+    problem, operands, result, _, variant = call
     half, width, eight = blocks.queries // GROUPS.value, problem.head_dim, problem.dtype is FLOAT8
     before: list[Launch] = []
     values = operands.v, blocks.keys, width
@@ -424,14 +411,12 @@ def attend_launch(
         return []
     slots = slots_of(problem, problem.queries, blocks.queries)
     lists = tile_lists(problem, operands, variant.tables, blocks.queries, blocks.keys)
-    scales = head_scales(problem, operands)
-    # Those of q and k belong to the exponent too: ``folded`` makes them positive.
-    scaled = any(scale is not None for scale in scales[:2])
-    in_exponent = scaled or finishing_of(problem, operands, variant)["FOLDED"]
+    # Scales of q and k belong to the exponent too: ``folded`` makes them positive.
+    in_exponent = call.is_scaled() or call.folds()
     arguments = {
         **rows,
         "outputs": (result.lse, result.stats[0], result.stats[1]),
-        "per_head": (operands.sinks, *scales),
+        "per_head": (operands.sinks, *call.head_scales()),
         "lists": lists_of(lists),
         "captured": tuple(captures(operands.mask_tensors)),
         "heads": problem.heads,

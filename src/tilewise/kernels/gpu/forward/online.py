@@ -14,11 +14,7 @@ import triton.language as tl
 from tilewise.kernels.gpu.walk.float8 import RAISED, decoded, widened
 from tilewise.kernels.gpu.walk.pairs import LOG2E, kept, shown
 from tilewise.kernels.gpu.walk.parts import product_in_parts, rows_of
-from tilewise.kernels.gpu.walk.tiles import (
-    load_keys,
-    load_tile,
-    row_scales,
-)
+from tilewise.kernels.gpu.walk.tiles import load_keys, load_tile, row_scales
 
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
@@ -100,26 +96,13 @@ def scores_of_block(
     if FORM.PART == 0:
         left = before_tail(q, FORM)
         width: tl.constexpr = FORM.D - FORM.TAIL
-        k = load_keys(
-            side, n0, low, high, FORM.BN, width, left.shape[1], MASKED, FORM.WIDE, FORM.PAGE
-        )
+        k = load_keys(side, n0, low, high, FORM.BN, width, left.shape[1], MASKED, FORM)
         k = widened(k, left.dtype, FORM)
         products = tl.dot(left, tl.trans(k), input_precision=FORM.PRECISION)
         if FORM.TAIL > 0:
             tile = k
             after = (tail_from(side[0], side[1], FORM), side[1], side[2])
-            k = load_keys(
-                after,
-                n0,
-                low,
-                high,
-                FORM.BN,
-                FORM.TAIL,
-                FORM.TAIL_PADDED,
-                MASKED,
-                FORM.WIDE,
-                FORM.PAGE,
-            )
+            k = load_keys(after, n0, low, high, FORM.BN, FORM.TAIL, FORM.TAIL_PADDED, MASKED, FORM)
             k = widened(k, left.dtype, FORM)
             products = tl.dot(q[1], tl.trans(k), products, input_precision=FORM.PRECISION)
         if FORM.STORED != "":
@@ -137,12 +120,10 @@ def scores_of_block(
 @triton.jit
 def nothing_seen(FORM: tl.constexpr):
     """The state of rows that ``absorb`` has met no block of: (output, maximum, sum)."""
-    BM: tl.constexpr = FORM.BM
-    DV_PADDED: tl.constexpr = FORM.DV_PADDED
     return (
-        tl.zeros([BM, DV_PADDED], tl.float32),
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
+        tl.full([FORM.BM, FORM.DV_PADDED], 0.0, tl.float32),
+        tl.full([FORM.BM], float("-inf"), tl.float32),
+        tl.full([FORM.BM], 0.0, tl.float32),
     )
 
 
@@ -177,7 +158,7 @@ def weighed(
 
 @triton.jit
 def absorb(
-    captured,
+    call,
     state,
     fixed,
     n0,
@@ -199,7 +180,7 @@ def absorb(
     scale, drawn, drop_below = numbers
     EIGHT: tl.constexpr = (FORM.FP8 == "short") | (FORM.FP8 == "whole")
     scores, k = scores_of_block(
-        q, k_side, n0, low, high, place, scale, captured, SEEN, SCORE, MASKED, FORM
+        q, k_side, n0, low, high, place, scale, call.captured, SEEN, SCORE, MASKED, FORM
     )
     guarded: tl.constexpr = MASKED or SCORE is not None
     p, fade, top, total = weighed(
@@ -221,9 +202,7 @@ def absorb(
             row = (n0 + tl.arange(0, FORM.BN))[:, None]
             v = tl.where((row >= low) & (row < high), v, tl.zeros_like(v))
     else:
-        v = load_keys(
-            v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM.WIDE, FORM.PAGE
-        )
+        v = load_keys(v_side, n0, low, high, FORM.BN, FORM.DV, acc.shape[1], MASKED, FORM)
         kind = before_tail(q, FORM).dtype if FORM.STORED != "" else v.dtype
         v = widened(v, kind, FORM)
         if FORM.STORED != "":

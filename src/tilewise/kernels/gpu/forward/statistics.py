@@ -20,16 +20,13 @@ import triton.language as tl
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import Blocks
-from tilewise.kernels.gpu.forward import Form
-from tilewise.kernels.gpu.forward.online import (
-    beside_sink,
-    queries_at,
-    scores_of_block,
-    tops,
-)
+from tilewise.kernels.gpu.forward import Forward
+from tilewise.kernels.gpu.forward.online import beside_sink, queries_at, scores_of_block, tops
 from tilewise.kernels.gpu.walk.float8 import scaled_for
+from tilewise.kernels.gpu.walk.forms import Form
 from tilewise.kernels.gpu.walk.pairs import LN2, LOG2E
 from tilewise.kernels.gpu.walk.tiles import (
+    COUNTS,
     head_of,
     keys_at,
     launch_of,
@@ -42,7 +39,6 @@ from tilewise.kernels.gpu.walk.tiles import (
     walked,
     walks_of,
 )
-from tilewise.problem import Problem, Result
 
 FAR: tl.constexpr = tl.constexpr(-2000.0)  # an exponent whose power of two is 0, but finite
 NEVER: tl.constexpr = tl.constexpr(2147483647)
@@ -51,7 +47,7 @@ OF_NAN: tl.constexpr = tl.constexpr(-2147483648)
 
 @triton.jit
 def describe_block(
-    captured,
+    call,
     state,
     fixed,
     n0,
@@ -66,7 +62,7 @@ def describe_block(
     top, total, moment, top_key = state
     n = (n0 + tl.arange(0, FORM.BN))[None, :]
     scores, _ = scores_of_block(
-        q, side, n0, low, high, place, scale, captured, SEEN, SCORE, MASKED, FORM
+        q, side, n0, low, high, place, scale, call.captured, SEEN, SCORE, MASKED, FORM
     )
     best = tl.max(scores, 1)  # a chip's maximum leaves NaN out
     if FORM.NAMED:
@@ -110,50 +106,47 @@ def of_rows(top, total, moment, sink, scale, FOLDED: tl.constexpr):
     return natural, mean, tl.where(dead, 0.0, tl.log(whole) - LN2 * mean)
 
 
-@triton.jit(do_not_specialize=["batch", "heads", "group", "queries", "keys", "last_page", "tiles"])
+@triton.jit(do_not_specialize=COUNTS)
 def describe(
-    inputs, outputs, per_head, per_row, sequences, lists, strides, captured, batch, heads, group,
-    queries, keys, last_page, tiles, scale, SEEN: tl.constexpr, SCORE: tl.constexpr,
-    KEYS_OF: tl.constexpr, FORM: tl.constexpr,
+    call, lists, batch, heads, group, queries, keys, last_page, tiles, SEEN: tl.constexpr,
+    SCORE: tl.constexpr, KEYS_OF: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Statistics of a block of BM queries of one head; arguments as of ``attend``.
 
-    But ``outputs`` are row_mean, max_logit, entropy and top_key.
+    But ``outputs`` of the call are row_mean, max_logit, entropy and top_key.
     """
-    BM: tl.constexpr = FORM.BM
-    BN: tl.constexpr = FORM.BN
-    q, k = inputs[:2]
-    row_mean, max_logit, entropy, top_key = outputs
-    sinks, q_scale, k_scale = per_head[:3]
-    cu_q, cu_k, block_table, key_lengths = sequences
-    q_strides, k_strides = strides[:2]
+    q, k = call.inputs[:2]
+    row_mean, max_logit, entropy, top_key = call.outputs
+    sinks, q_scale, k_scale = call.per_head[:3]
+    cu_q, cu_k, block_table, key_lengths = call.sequences
+    q_strides, k_strides = call.strides[:2]
     tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h, begin_q, begin_k, M, N, m0 = line_place(
-        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, BM, False
+        tile, line, (cu_q, cu_k, None), batch, heads, queries, keys, FORM.BM, False
     )
     if m0 >= M:
         return
-    m = m0 + tl.arange(0, BM)
+    m = m0 + tl.arange(0, FORM.BM)
     b_k, pages, N = keys_at(block_table, key_lengths, b, N, keys, last_page, FORM.PAGE)
     k_head = head_of(k, k_strides, b_k, h // group, begin_k)
     q_tile = queries_at(head_of(q, q_strides, b, h, begin_q), q_strides, m0, M, FORM)
-    scale = scaled_for(scale, q_scale, k_scale, b, h, heads, group)
+    scale = scaled_for(call.numbers[0], q_scale, k_scale, b, h, heads, group)
 
     state = (
-        tl.full([BM], float("-inf"), tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.zeros([BM], tl.float32),
-        tl.full([BM], NEVER, tl.int32),
+        tl.full([FORM.BM], float("-inf"), tl.float32),
+        tl.full([FORM.BM], 0.0, tl.float32),
+        tl.full([FORM.BM], 0.0, tl.float32),
+        tl.full([FORM.BM], NEVER, tl.int32),
     )
-    low, full_low, full_high, high = range_of(b, m0, M, N, captured, KEYS_OF, BM, False)
-    side = scaled_side(k_head, k_strides, pages, per_row[0], h // group)
-    spans = split_range(low, full_low, full_high, high, N, BN)
-    walks = walks_of(spans, lists, b, h, m0 // BM, BN)
+    low, full_low, full_high, high = range_of(b, m0, M, N, call.captured, KEYS_OF, FORM.BM, False)
+    side = scaled_side(k_head, k_strides, pages, call.per_row[0], h // group)
+    spans = split_range(low, full_low, full_high, high, N, FORM.BN)
+    walks = walks_of(spans, lists, b, h, m0 // FORM.BM, FORM.BN)
     own = m[:, None]
     fixed = (q_tile, side, low, high, (b, h, own, M, N), scale)
     top, total, moment, first_key = walked(
-        captured, state, fixed, walks, own, (b, h, M, N), captured, describe_block, SCORE, None,
-        SEEN, BN, False, FORM,
+        call, state, fixed, walks, own, (b, h, M, N), describe_block, SCORE, None, SEEN, FORM.BN,
+        False, FORM,
     )  # fmt: skip
     sink = None if sinks is None else tl.load(sinks + h)
     highest, mean, spread = of_rows(top, total, moment, sink, scale, FORM.FOLDED)
@@ -167,29 +160,23 @@ def describe(
 
 
 def statistics_launch(
-    problem: Problem,
-    result: Result,
-    arguments: dict[str, Any],
-    functions: dict[str, Any],
-    form: Form,
-    blocks: Blocks,
+    call: Forward, arguments: dict[str, Any], form: Form, blocks: Blocks
 ) -> Launch:
     """Return the launch that fills the statistics of a result, which has memory for them.
 
     Args:
-        problem: what to compute.
-        result: of the walk of the output.
-        arguments: of that walk, as ``arguments_of`` gives them, and its ``lists``.
-        functions: of ``functions_of``.
-        form: of ``form_of``.
+        call: with the result of the walk of the output.
+        arguments: of that walk, as ``Forward.arguments`` gives them, and its ``lists``.
+        form: of ``Forward.form``.
         blocks: of queries and keys.
     """
+    problem, result = call.problem, call.result
     tiles = slots_of(problem, problem.queries, blocks.queries)
-    arguments = arguments | {
-        "outputs": (result.stats[2], result.max_logit, result.entropy, result.top_key),
-        "tiles": tiles,
-        "scale": problem.scale,
-    }
-    constants = {**functions, "FORM": form._replace(NAMED=result.top_key is not None)}
+    outputs = (result.stats[2], result.max_logit, result.entropy, result.top_key)
+    given = arguments["call"]._replace(outputs=outputs)
+    arguments = {name: each for name, each in arguments.items() if name != "drop_below"}
+    arguments |= {"call": given, "tiles": tiles}
+    part = call.config.part("forward", problem)
+    form = form._replace(NAMED=result.top_key is not None, PART=part)
     programs = programs_of(problem, problem.heads, tiles)
-    return launch_of(describe, (programs,), arguments, constants, blocks)
+    return launch_of(describe, (programs,), arguments, call.functions() | {"FORM": form}, blocks)

@@ -12,16 +12,14 @@ from torch import Tensor
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.expressions import Variant, captures
 from tilewise.kernels.gpu.walk.pairs import shown
-from tilewise.kernels.gpu.walk.tiles import launch_of, lengths_of
+from tilewise.kernels.gpu.walk.tiles import COUNTS, launch_of, lengths_of
 from tilewise.problem import Operands, Problem
 from tilewise.reference.programs import Grid
 
 _PIECE = 64
 
 
-@triton.jit(
-    do_not_specialize=["queries", "keys", "heads", "rows", "columns", "block_queries", "block_keys"]
-)
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "columns", "block_queries", "block_keys"])
 def cover_rectangles(
     table,
     cu_q,

@@ -80,14 +80,7 @@ def _kept(
     tables: tuple[Table, ...],
     sizes: tuple[int, int, bool],
 ) -> TileLists:
-    """Return the lists that are kept, or make them.
-
-    Args:
-        sources: the lengths of the call, each a tensor or None, then a tensor for each table.
-        problem: as ``tile_lists`` takes it.
-        tables: as well.
-        sizes: ``queries``, ``keys`` and ``by_keys`` of ``tile_lists``.
-    """
+    """Return the lists that are kept, or make them; arguments are as ``tile_lists`` hands them."""
     covers = sources[3:]
     device = covers[0].device
     on_gpu = device.type == "cuda"

@@ -24,7 +24,7 @@ def rows_of(
     head, strides, first, low, high = side[0], side[1], side[2], side[3], side[4]
     if len(side) > 5 and FORM.PAGE > 0:
         keys = (head, strides, side[5])
-        tile = load_keys(keys, first, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE, FORM.PAGE)
+        tile = load_keys(keys, first, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM)
     else:
         tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE)
     return tile

@@ -15,14 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
-from tilewise.kernels.gpu.config import Blocks, padded
-from tilewise.kernels.gpu.expressions import Variant
+from tilewise.kernels.gpu.config import Blocks
 from tilewise.kernels.gpu.walk.lists import TileLists
 from tilewise.kernels.gpu.walk.pairs import shown
 from tilewise.problem import START, Operands, Problem
 from tilewise.reference.philox import seed_tensor
-from tilewise.variants.program import Program
 
+# What is counted, by name: no kernel is compiled anew for a count of 1, or a multiple of 16.
+COUNTS = [
+    *("batch", "heads", "kv_heads", "group", "queries", "keys", "tiles", "section", "lines"),
+    *("last_page", "row_tiles", "column_tiles", "slots", "blocks", "plane", "stored", "units"),
+    *("elements", "threshold", "drop_below"),
+]
 MET: tl.constexpr = tl.constexpr(32)  # tiles looked at together: one for each lane of a warp
 
 
@@ -158,25 +162,24 @@ def load_keys(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Load rows ``first`` and on of the keys or the values of a head, as ``load_tile`` does.
 
-    ``side`` is (head, strides, pages). If PAGE is 0, rows follow one another from ``head`` on, and
-    ``pages`` is unused. Otherwise ``pages`` (made by ``keys_at``) gives the page of PAGE rows that
-    holds a row. Pages are ``strides[0]`` apart, and ``head`` is where the rows of page 0 begin. If
+    ``side`` is (head, strides, pages). If FORM.PAGE is 0, rows follow one another from ``head`` on,
+    and ``pages`` is unused. Otherwise ``pages`` (made by ``keys_at``) gives the page of PAGE rows
+    that holds a row. Pages are ``strides[0]`` apart; ``head`` is where those of page 0 begin. If
     MASKED, entries for rows outside of [low, high) are not read. ``first`` is a multiple of BLOCK.
     ``pages`` with a descriptor (``described_pages``) are read by it.
     ``side`` may have one more part: scales, see ``row_scales``.
     """
     head, strides = side[0], side[1]
-    if PAGE == 0:
-        tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
-    elif PAGE % BLOCK == 0:  # one page has all of the tile
-        within = first % PAGE
+    if FORM.PAGE == 0:
+        tile = load_tile(head, first, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE)
+    elif FORM.PAGE % BLOCK == 0:  # one page has all of the tile
+        within = first % FORM.PAGE
         before = first - within
-        page = page_of(side[2], first // PAGE, first < high, MASKED)
+        page = page_of(side[2], first // FORM.PAGE, first < high, MASKED)
         head += page * strides[0]
         low -= before
         high -= before
@@ -184,14 +187,16 @@ def load_keys(
             tile = side[2][2].load([page.to(tl.int32), side[2][3], within, 0])
             tile = tile.reshape(BLOCK, PADDED)
         else:
-            tile = load_tile(head, within, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, WIDE)
+            tile = load_tile(
+                head, within, strides, low, high, BLOCK, WIDTH, PADDED, MASKED, FORM.WIDE
+            )
     else:
         rows = first + tl.arange(0, BLOCK)
         columns = tl.arange(0, PADDED)
         inside = (rows >= low) & (rows < high)
-        page = page_of(side[2], rows // PAGE, inside, MASKED)
-        places = head + (page * strides[0] + (rows % PAGE).to(tl.int64) * strides[2])[:, None]
-        if WIDE:
+        page = page_of(side[2], rows // FORM.PAGE, inside, MASKED)
+        places = head + (page * strides[0] + (rows % FORM.PAGE).to(tl.int64) * strides[2])[:, None]
+        if FORM.WIDE:
             places = places + columns[None, :].to(tl.int64) * strides[3]
         else:
             places = places + columns[None, :] * strides[3]
@@ -439,7 +444,7 @@ def met_at(tiles, j):
 
 @triton.jit
 def walked(
-    call, state, fixed, walks, own, place, captured, STEP: tl.constexpr, SCORE: tl.constexpr,
+    call, state, fixed, walks, own, place, STEP: tl.constexpr, SCORE: tl.constexpr,
     GAIN: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -457,7 +462,7 @@ def walked(
             state = STEP(call, state, fixed, first, SCORE, GAIN, None, False, FORM)
     if FORM.SKIPS:
         for base in range(0, partial[1], MET):
-            tiles, met = met_from(base, partial, own, place, captured, SEEN, BLOCK, BY_KEYS)
+            tiles, met = met_from(base, partial, own, place, call.captured, SEEN, BLOCK, BY_KEYS)
             for j in range(met):
                 first = block_start(met_at(tiles, j), partial, True, BLOCK)
                 state = STEP(call, state, fixed, first, SCORE, GAIN, SEEN, True, FORM)
@@ -540,43 +545,3 @@ def lists_of(lists: TileLists | None) -> tuple[Any, ...]:
     if lists is None:
         return None, None, None
     return lists.order, lists.counts, (*lists.numbers(), lists.order.shape[3])
-
-
-def knows_whole_tiles(problem: Problem, variant: Variant) -> bool:
-    """Return whether a walk may find tiles of which the mask is known to hide nothing."""
-    return _has_whole_ranges(problem.mask) or any(table.whole for table in variant.tables)
-
-
-def _has_whole_ranges(mask: Program) -> bool:
-    """Return whether ``expressions/text.py`` knows a range of pairs that a mask shows all of."""
-    stack = [True]
-    for instr in mask:
-        if instr.op in ("and", "or"):
-            second, first = stack.pop(), stack.pop()
-            stack.append(first and second if instr.op == "and" else first or second)
-        elif instr.op == "not":
-            stack[-1] = False
-        elif instr.op != "tiles":
-            stack.append(instr.op in ("band", "below"))
-    return stack.pop()
-
-
-def meets_empty_tiles(problem: Problem, variant: Variant) -> bool:
-    """Return whether a walk may meet a tile in which no pair attends; it must read none of it.
-
-    Two bands may have no pair in common in any row, although their ranges overlap. Tiles that a
-    table lists are judged by the table's own rectangles.
-    """
-    bands = sum(instr.op == "band" for instr in problem.mask)
-    exact = bands < 2 and all(instr.op in ("band", "below", "and") for instr in problem.mask)
-    return not exact and not any(table.whole for table in variant.tables)
-
-
-def wide(tensors: tuple[Tensor, ...], problem: Problem, blocks: Blocks) -> bool:
-    """Return whether an offset within a tile may take more than 31 bits."""
-    most = max(blocks.queries, blocks.keys)
-    return any(
-        (most - 1) * row + (padded(tensor.shape[-1]) - 1) * column >= 2**31
-        for tensor in tensors
-        for _, _, row, column in [head_strides(tensor, problem)]
-    )

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+_EIGHT = "float8 full"  # a problem of no row, named to be run
 FAMILY, CHIP = os.environ.get("STUB_FAMILY", "sm_90"), "a chip that is not there"
 _SOURCE = Path(__file__).with_name("driver_stub.c")
 
@@ -132,6 +133,23 @@ def _accuracy(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], partial[
             return partial(attend, setting, inputs.build(case), backward=True)
 
         yield job, made
+    if _EIGHT in names:
+        yield _EIGHT, partial(_eight_bits, outcomes.quantised)
+
+
+def _eight_bits(quantised: Callable[..., Any]) -> partial[Any]:
+    """A forward call of float8, with scales."""
+    import torch
+
+    import tilewise
+
+    given = [quantised(torch.randn(1, 2, 160, 64)) for _ in range(3)]
+
+    def call(*tensors: Any) -> Any:
+        scales = dict(zip(("q_scale", "k_scale", "v_scale"), tensors[3:], strict=True))
+        return tilewise.attention(*tensors[:3], **scales, backend="gpu")
+
+    return partial(call, *(x for x, _ in given), *(scale for _, scale in given))
 
 
 def _problems(stub: Stub, names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -143,6 +143,7 @@ def test_a_call_is_replayed(tmp_path: Path) -> None:
         "bfloat16 one row, long keys",
         "bfloat16 layout of tiles",
         "bfloat16 table of tiles",
+        "float8 full",
     )
     said = launched(tmp_path, "replays", *names)
     check_replays(said)

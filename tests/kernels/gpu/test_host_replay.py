@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.replay import Replays, renewed
 from tilewise.problem import Operands
 from tilewise.validation import dense_problem
+from tilewise.variants.float8 import FLOAT8
 
 
 class _Kernel:
@@ -124,6 +126,46 @@ def test_sources_are_given_tensors(kept: list[Tensor]) -> None:
     calls.run(torch.ones(4))
     calls.run(torch.ones(4))
     assert calls.hosted == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_transposed_values_are_memory_of_each_call(packed: bool) -> None:
+    """Of float8: the launch that transposes and the one that reads take the same memory, made anew.
+
+    The next call of this form runs no host code for that.
+    """
+    pytest.importorskip("triton")
+    from tilewise.kernels.gpu.config import Blocks
+    from tilewise.kernels.gpu.walk.float8 import transpose_values
+
+    kernel, replays, turned = _Kernel(), Replays(), []
+    shape = (100, 2, 64) if packed else (1, 2, 100, 64)
+    calls = [torch.zeros(2, *shape, dtype=FLOAT8).unbind() for _ in range(2)]
+    nothing: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "sinks": None}
+    problem = dense_problem(*[torch.zeros(1, 2, 100, 64)] * 3, mask=(), score=(), **nothing)
+    problem = problem._replace(dtype=FLOAT8, layout="varlen" if packed else "dense")
+
+    def launches(v: Tensor) -> list[Launch]:
+        cu = torch.tensor([0, 100]) if packed else None
+        operands = Operands(v, v, v, cu_seqlens_k=cu)
+        read, (before,) = transpose_values(problem, operands, Blocks(64, 64, 4, 1))
+        turned.append(read.v)
+        mine, made = before.arguments["v"], before.arguments["transposed"]
+        return [
+            Launch(kernel, (1,), {"x": mine, "made": (made,)}, {}),
+            Launch(kernel, (1,), {"x": made, "made": (read.v, 7)}, {}),
+        ]
+
+    for k, v in calls:  # parts of one memory, and v of it
+        replays.run("place", (k, v), partial(launches, v))
+    assert len(turned) == 1
+    for (_, v), (mine, (made,)), (read, (again, _)) in zip(
+        calls, kernel.given[::2], kernel.given[1::2], strict=True
+    ):
+        assert mine == v.data_ptr()
+        assert made == read == again
+    # The first call's is alive still, and not the second's.
+    assert kernel.given[1][0] == turned[0].data_ptr() != kernel.given[3][0]
 
 
 def test_lists_of_tiles_follow_their_table() -> None:

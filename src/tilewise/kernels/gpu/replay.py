@@ -262,7 +262,9 @@ class _Known:
         if isinstance(argument, Tensor):
             number = self.places.get(id(argument))
             if number is None:  # a view
-                (number,) = self._owners[argument.untyped_storage()._cdata]
+                owners, start = self._owners[argument.untyped_storage()._cdata], argument.data_ptr()
+                # Of several in one memory, as parts of qkv, it is of one that begins where it does.
+                (number,) = [n for n in owners if self.tensors[n].data_ptr() == start][:1] or owners
             return _Slot(number, argument.data_ptr() - self.tensors[number].data_ptr())
         if isinstance(argument, tuple):
             parts = [self.slotted(each) for each in argument]

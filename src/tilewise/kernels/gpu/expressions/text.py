@@ -169,9 +169,11 @@ class _Writer:
         if op == "pow" and number in _POWERS:
             return _POWERS[float(number)]
         if op == "div" and number is not None:
-            inverse = _inverse(float(number))
-            if inverse is not None and (_is_power(float(number)) or self._is_smoothed(place)):
-                return f"{{0}} * {inverse!r}"
+            divisor = float(number)
+            mild = 2.0**-60 < abs(divisor) < 2.0**60  # the inverse is far from the ends of float32
+            exact = abs(math.frexp(divisor)[0]) == 0.5  # a power of two
+            if mild and (exact or self._is_smoothed(place)):
+                return f"{{0}} * {1.0 / divisor!r}"
         return OPS[op].forms[last.kind].triton
 
     def _is_smoothed(self, place: int) -> bool:
@@ -261,16 +263,6 @@ def _divisor(value: _Value) -> dict[str, int]:
     if value.node.op != "const_int" or number is None or number <= 0 or int(number).bit_count() > 1:
         return {}
     return {"power": int(number).bit_length() - 1, "ones": int(number) - 1}
-
-
-def _inverse(number: float) -> float | None:
-    """``1 / number`` where it is far from the ends of float32; else None."""
-    return 1.0 / number if 2.0**-60 < abs(number) < 2.0**60 else None
-
-
-def _is_power(number: float) -> bool:
-    """Return whether it is a power of two: its inverse is exact."""
-    return abs(math.frexp(number)[0]) == 0.5
 
 
 def range_lines(

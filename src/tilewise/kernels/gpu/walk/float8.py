@@ -39,6 +39,7 @@ from torch import Tensor
 
 from tilewise.kernels.gpu import Launch
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, padded
+from tilewise.kernels.gpu.replay import scratch
 from tilewise.kernels.gpu.walk.tiles import (
     head_of,
     head_strides,
@@ -231,10 +232,10 @@ def transpose_values(
     aligned = -(-problem.keys // _ALIGNED.value) * _ALIGNED.value
     if problem.layout == "dense":
         length = -(-aligned // blocks.keys) * blocks.keys
-        transposed = v.new_empty((*v.shape[:2], v.shape[3], length)).transpose(2, 3)
+        transposed = scratch(v, (*v.shape[:2], v.shape[3], length)).transpose(2, 3)
     else:
         length = aligned + _ALIGNED.value * problem.batch + blocks.keys
-        transposed = v.new_empty((*v.shape[1:], length)).permute(2, 0, 1)
+        transposed = scratch(v, (*v.shape[1:], length)).permute(2, 0, 1)
     slots = slots_of(problem, problem.keys, _ROWS)
     arguments = {
         "v": v.view(torch.uint8),

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tilewise.errors", "tilewise.folders", "tilewise.loading", "tilewise.torch_private"),
     ("tilewise.checks",),
     ("tilewise.chips", "tilewise.variants"),
-    ("tilewise.problem",),
+    ("tilewise.float8", "tilewise.problem"),
     ("tilewise.validation",),
     ("tilewise.reference",),
     ("tilewise.plan",),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tilewise import nn
 
 # Imported when they are asked for: they take as long as a quarter of the rest.
-_LATER = ("distributed", "nn", "serving")
+_LATER = ("distributed", "float8", "nn", "serving")
 
 #: The version of the package.
 __version__ = "0.1.0"
@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``nn``, ``serving``, and ``sdpa`` of ``tilewise.compat.sdpa``."""
+    """Import ``nn``, ``serving`` and so on, and ``sdpa`` of ``tilewise.compat.sdpa``."""
     if name in _LATER:
         return import_module(f"{__name__}.{name}")
     if name == "sdpa":

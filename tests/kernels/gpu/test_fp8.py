@@ -32,7 +32,7 @@ from tests.kernels.gpu.passes import (
 from tests.kernels.gpu.test_decode import SHORT
 from tests.oracle import problem_of
 from tilelab.cases.dense import dense
-from tilewise import masks, scores
+from tilewise import float8, masks, scores
 from tilewise.engine.call import with_scales
 from tilewise.kernels.gpu.config import FAMILIES, Blocks, Config
 from tilewise.problem import Operands, Problem, Result, Statistics
@@ -296,3 +296,14 @@ def test_a_capped_score_and_a_table(how: str) -> None:
     wanted = tilewise.attention(q, k, v, **keywords, q_scale=torch.tensor(-2.0), backend="tiled")
     torch.testing.assert_close(got.lse, wanted.lse)
     torch.testing.assert_close(got.out, wanted.out, rtol=0.1, atol=0.05)
+
+
+def test_incoherent_queries_and_keys(how: str) -> None:
+    """Operands as ``tilewise.float8`` gives them, with an outlier in the keys."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 24) for n in (37, 45, 45))
+    k[..., 3] *= 30
+    rounded = float8.quantised(q, k, v, incoherent_qk=True)
+    scales = Scales(*rounded[3:])
+    problem, operands = _of(rounded.q, rounded.k, rounded.v, 24**-0.5, scales)
+    _check(problem, operands, BLOCKS[0])

@@ -86,7 +86,8 @@ def split_size(N, SPLITTING: tl.constexpr):
 @triton.jit(do_not_specialize=[*COUNTS, "rows"])
 def merge_splits(
     outputs, sinks, v_scale, key_lengths, partials, out_strides, heads, group, queries, keys, rows,
-    slots, scale, keep_factor, SPLITTING: tl.constexpr, FORM: tl.constexpr,
+    slots, scale, keep_factor, FOLDED: tl.constexpr, DROPOUT: tl.constexpr, DV: tl.constexpr,
+    DV_PADDED: tl.constexpr, SPLITTING: tl.constexpr,
 ):  # fmt: skip
     """Merge one row of the result. Rows of a sequence of one split are there already."""
     out, lse, row_max, row_sum = outputs
@@ -108,25 +109,23 @@ def merge_splits(
     total = tl.load(numbers + stride, mask=split < splits, other=0.0)
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    moved = (top - base) * (scale * LOG2E if FORM.FOLDED else LOG2E)
+    moved = (top - base) * (scale * LOG2E if FOLDED else LOG2E)
     weight = tl.math.exp2(moved)
     whole = tl.sum(weight * total, 0)
 
-    columns = tl.arange(0, FORM.DV_PADDED)
-    places = partial_out + (first + split)[:, None] * FORM.DV + columns[None, :]
+    columns = tl.arange(0, DV_PADDED)
+    places = partial_out + (first + split)[:, None] * DV + columns[None, :]
     met = (split < splits) & (total != 0)
-    some = tl.load(places, mask=met[:, None] & (columns < FORM.DV)[None, :], other=0.0)
+    some = tl.load(places, mask=met[:, None] & (columns < DV)[None, :], other=0.0)
     acc = tl.sum(some * weight[:, None], 0)
 
     sink = None if sinks is None else tl.load(sinks + h)
-    factor, numbers_of_row = settled(
-        highest, whole, sink, scale, keep_factor, FORM.FOLDED, FORM.DROPOUT
-    )
+    factor, numbers_of_row = settled(highest, whole, sink, scale, keep_factor, FOLDED, DROPOUT)
     if v_scale is not None:
         kv_heads = heads // group
         factor = tl.where(whole == 0, 0.0, factor * tl.load(v_scale + b * kv_heads + h // group))
     to = head_of(out, out_strides, b, h, m) + columns.to(tl.int64) * out_strides[3]
-    tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < FORM.DV)
+    tl.store(to, (acc * factor).to(out.dtype.element_ty), mask=columns < DV)
     store_numbers((lse, row_max, row_sum), row, row < rows, numbers_of_row, whole)
 
 
@@ -149,7 +148,9 @@ def _merge_launch(
         "scale": problem.scale,
         "keep_factor": given.numbers[1],
     }
-    constants = {"SPLITTING": splitting, "FORM": form}
+    # Not the form: of all blocks it is the same code.
+    names = ("FOLDED", "DROPOUT", "DV", "DV_PADDED")
+    constants = {"SPLITTING": splitting, **{name: getattr(form, name) for name in names}}
     warps = 4 if padded(problem.value_dim) <= _WIDE_VALUE else 8
     return launch_of(merge_splits, (rows,), arguments, constants, Blocks(1, 1, warps, 1))
 

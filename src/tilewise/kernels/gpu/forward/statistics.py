@@ -177,6 +177,8 @@ def statistics_launch(
     arguments = {name: each for name, each in arguments.items() if name != "drop_below"}
     arguments |= {"call": given, "tiles": tiles}
     part = call.config.part("forward", problem)
-    form = form._replace(NAMED=result.top_key is not None, PART=part)
+    # It reads no values and drops nothing: no other code for these.
+    form = form._replace(PART=part, DV=0, DV_PADDED=0, DROPOUT=False)
+    form = form._replace(NAMED=result.top_key is not None)
     programs = programs_of(problem, problem.heads, tiles)
     return launch_of(describe, (programs,), arguments, call.functions() | {"FORM": form}, blocks)

@@ -272,6 +272,9 @@ def test_sizes(sizes: Sizes) -> None:
     found = call.run("cpu")
     assert bool((found["out"] == 0).all())
     assert bool((found["lse"] == -math.inf).all())
+    gradients = [value for name, value in found.items() if name not in ("out", "lse")]
+    assert gradients
+    assert not any(value.any() for value in gradients)
 
 
 @pytest.mark.parametrize("query_block", [1, 8])

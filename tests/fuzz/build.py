@@ -36,6 +36,7 @@ class Call:
     sinks: Tensor | None
     starts: tuple[Tensor, Tensor] | None
     pages: Paged | None
+    lists: Tensor | None
     seed: int
     grad_out: Tensor
     grad_lse: Tensor
@@ -50,6 +51,8 @@ class Call:
             found["sinks"] = self.sinks
         if self.pages is not None:
             found |= {"k_pages": self.pages.k_pages, "v_pages": self.pages.v_pages}
+        if self.lists is not None:
+            found["lists"] = self.lists
         return found
 
 
@@ -84,6 +87,25 @@ class _Draw:
         if table.wide and dtype != torch.float64:
             dtype = torch.float32
         return lay(values, dtype, table.layout, self.heap)
+
+    def lists(self) -> Tensor:
+        """Of each row: places in any order, some of them none (-1), some more than once."""
+        case = self.case
+        places = -(-case.keys // case.list_block)
+        sizes = case.batch, 1 if case.lists_shared else case.kv_heads, case.queries, case.listed
+        drawn = torch.randint(-1, places, sizes, generator=self.generator("lists"))
+        kind = torch.int32 if case.values % 2 else torch.int64
+        return lay(drawn.double(), kind, PLAIN, self.heap)
+
+
+def seen(case: Case, lists: Tensor) -> Tensor:
+    """Whether a list of its row has a key: [B, Hq, M, N]."""
+    batch, heads, rows, _ = lists.shape
+    places = -(-case.keys // case.list_block)
+    found = torch.zeros(batch, heads, rows, places + 1, dtype=torch.bool)
+    found.scatter_(-1, torch.where(lists < 0, places, lists).long(), value=True)
+    keys = found[..., :places].repeat_interleave(case.list_block, -1)[..., : case.keys]
+    return keys.repeat_interleave(case.heads // heads, 1)
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -132,9 +154,10 @@ def build(case: Case, heap: Heap | None = None) -> Call:
     pages = None
     if case.page_size and starts is not None and case.sequences:
         pages = _paged(case, k, v, starts[1], heap)
+    lists = draw.lists() if case.listed else None
     seed = case.values * 2654435761 % 2**63
     return Call(
-        q, k, v, tables, sinks, starts, pages, seed, grad_out, grad_lse, grad_entropy, leaves
+        q, k, v, tables, sinks, starts, pages, lists, seed, grad_out, grad_lse, grad_entropy, leaves
     )
 
 
@@ -179,6 +202,10 @@ def attend(case: Case, call: Call, more: dict[str, Any]) -> Any:
         return tilewise.attention_paged(call.q, *call.pages, call.starts[0], **given)
     if call.starts is not None:
         return tilewise.attention_varlen(call.q, call.k, call.v, *call.starts, **given)
+    if call.lists is not None:
+        given["keys"] = call.lists
+        if case.list_block > 1:
+            given["keys"] = tilewise.KeyBlocks(call.lists, case.list_block)
     return tilewise.attention(call.q, call.k, call.v, **given)
 
 

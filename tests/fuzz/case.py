@@ -116,7 +116,8 @@ class Case:
     one over pages; batch, queries and keys then follow from it. ``grads`` names which of q, k, v
     and sinks want a gradient; tables say it themselves. ``layouts`` are those of q, k, v and of the
     gradient that is sent into the output. ``second`` differentiates the gradients again, along a
-    random direction. ``values`` seeds every number.
+    random direction. ``listed`` gives each row a list of so many places: blocks of ``list_block``
+    keys, of each key head or (``lists_shared``) of all heads. ``values`` seeds every number.
     """
 
     values: int = 0
@@ -145,6 +146,9 @@ class Case:
     entropy_grad: bool = False
     stats: str = ""
     second: bool = False
+    listed: int = 0
+    list_block: int = 1
+    lists_shared: bool = False
 
     def __repr__(self) -> str:
         changed = [

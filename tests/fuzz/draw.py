@@ -127,6 +127,13 @@ def draw(seed: int) -> Case:
     second = differentiated and small and dtype != "float64" and not entropy_grad
     second = second and random.random() < 0.05
     place = random.randrange(len(ISAS))
+    dropout_p = 0.0 if page_size else random.choice((0.0, 0.0, 0.0, 0.1, 0.6))
+    gain = random.choice(gains)
+    listed, list_block, lists_shared = 0, 1, False
+    if not (packed or dropout_p or second) and random.random() < 0.25:
+        list_block = random.choice((1, 1, 3, 16, 64))
+        listed = random.randint(1, min(80, 2 + n // list_block))
+        lists_shared = random.random() < 0.4
     return Case(
         values=seed % 1_000_003,
         dtype=dtype,
@@ -145,8 +152,8 @@ def draw(seed: int) -> Case:
         tables=tuple(trees.tables),
         sinks=sinks,
         scale=_scale(random, dtype),
-        dropout_p=0.0 if page_size else random.choice((0.0, 0.0, 0.0, 0.1, 0.6)),
-        gain=random.choice(gains),
+        dropout_p=dropout_p,
+        gain=gain,
         layouts=(
             _layout(random, rank, False),
             _layout(random, rank, True),
@@ -158,5 +165,8 @@ def draw(seed: int) -> Case:
         entropy_grad=entropy_grad,
         stats=stats,
         second=second,
+        listed=listed,
+        list_block=list_block,
+        lists_shared=lists_shared,
         isa=ISAS[place],
     )

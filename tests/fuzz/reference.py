@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tests.extended import extended
-from tests.fuzz.build import Call, differentiate, keywords
+from tests.fuzz.build import Call, differentiate, keywords, seen
 from tests.fuzz.case import Case, Node
 from tests.oracle import asked
 from tests.plain import attend, attend_packed, joined
+from tilewise import masks
 from tilewise.variants.values import as_mask, as_score
 
 
@@ -97,15 +98,17 @@ def _rows(case: Case, call: Call, tensors: Tensors) -> tuple[Sequence[Tensor], l
             s = meaning(node, s, *places).to(s.dtype).expand(s.shape)
         return s
 
-    def mask(*places: Any) -> Tensor:
-        assert case.mask is not None
-        return meaning(case.mask, None, *places)
+    def mask(b: Any, h: Any, m: Any, n: Any) -> Tensor:
+        found = torch.ones((), dtype=torch.bool)
+        if case.mask is not None:
+            found = meaning(case.mask, None, b, h, m, n)
+        return found if call.lists is None else found & seen(case, call.lists)[b, h, m, n]
 
     q, k, v = tensors.q, tensors.k, tensors.v
     keywords: dict[str, Any] = {
         "scale": case.scale,
         "score": score,
-        "mask": None if case.mask is None else mask,
+        "mask": None if case.mask is None and call.lists is None else mask,
         "sinks": tensors.sinks,
         "dropout": (case.dropout_p, call.seed),
     }
@@ -149,6 +152,9 @@ def wider(case: Case, call: Call) -> Outcome:
     given = call.operands() | leaves
     tables = [given[f"t{i}"] for i in range(len(call.tables))]
     said = keywords(case, replace(call, tables=tables))
+    if call.lists is not None:
+        listed = masks.dense(seen(case, call.lists))
+        said["mask"] = as_mask(said["mask"]) & listed if "mask" in said else listed
     problem, operands = asked(
         call.q,
         call.k,

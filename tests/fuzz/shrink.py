@@ -65,6 +65,8 @@ def candidates(case: Case) -> Iterator[Case]:
             if (changes.get("heads", smaller) if name == "heads" else 0) % case.kv_heads:
                 continue
             yield resized(case, changes)
+    for smaller in smaller_numbers(case.listed, 1):
+        yield replace(case, listed=smaller)
     if case.mask is not None:
         for tree in smaller_trees(case.mask):
             yield replace(case, mask=tree)

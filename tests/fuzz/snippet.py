@@ -77,6 +77,15 @@ def snippet(case: Case) -> str:
                 table.how == "holes"
             )
         lines += _placed(name, table.sizes, table.layout)
+    if case.listed:
+        list_heads = 1 if case.lists_shared else kv_heads
+        sizes_of_lists = case.batch, list_heads, case.queries, case.listed
+        kind, places = ("int64", "int32")[case.values % 2], -(-case.keys // case.list_block)
+        lines += [
+            f"drawn = torch.Generator().manual_seed(zlib.crc32(b'{case.values} lists'))",
+            f"lists = torch.randint(-1, {places}, {sizes_of_lists}, generator=drawn)",
+            f"lists = lists.to(torch.{kind})",
+        ]
     learned = [*case.grads, *[f"t{i}" for i in sorted(case.used()) if case.tables[i].grad]]
     lines += [f"{name}.requires_grad_()" for name in learned]
     return "\n".join([*lines, *_called(case, learned)]) + "\n"
@@ -99,6 +108,9 @@ def _called(case: Case, learned: list[str]) -> list[str]:
         words.append(f"mask={case.mask.source()}")
     if case.scores:
         words.append(f"score=[{', '.join(node.source() for node in case.scores)}]")
+    if case.listed:
+        blocks = f"tilewise.KeyBlocks(lists, {case.list_block})"
+        words.append(f"keys={blocks if case.list_block > 1 else 'lists'}")
     words += [f"scale={case.scale}"] if case.scale is not None else []
     words += ["sinks=sinks"] if case.sinks else []
     if case.dropout_p:

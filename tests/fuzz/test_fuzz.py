@@ -63,6 +63,8 @@ def test_the_draws_cover_what_there_is() -> None:
         lambda c: c.mask is not None and "~" in c.mask.source(),
         lambda c: any("where" in node.source() for node in c.scores),
         lambda c: len(c.scores) == 3,
+        lambda c: c.listed and c.grads and c.list_block == 1,
+        lambda c: c.listed and c.mask is not None and c.list_block > 1,
     ):
         assert sum(bool(wanted(case)) for case in cases) >= 3
     operations = " ".join(n.source() for c in cases for n in (*c.scores, c.mask) if n is not None)
@@ -302,7 +304,12 @@ def test_layouts_hold_the_values_and_nan_between() -> None:
     assert expanded[1, :, 3].equal(values[0, :, 0])
 
 
-def test_a_printed_script_makes_the_same_call(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "lists", [{}, {"listed": 2}, {"listed": 2, "list_block": 3, "lists_shared": True}]
+)
+def test_a_printed_script_makes_the_same_call(
+    lists: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     node = Node("score", "scores.bias(t0)", (), "s + at(t0, b, h, m, n)")
     case = Case(
         values=5,
@@ -317,6 +324,7 @@ def test_a_printed_script_makes_the_same_call(capsys: pytest.CaptureFixture[str]
         tables=(Table("float", (3, 4), grad=True),),
         grads=("q",),
         layouts=(Layout((1, 0, 2)), Layout(), Layout((0, 2, 1)), Layout()),
+        **lists,
     )
     names: dict[str, Any] = {}
     before = torch.get_num_threads(), tilewise._core.isa_active()

@@ -108,7 +108,7 @@ def test_losses_and_gradients_are_exact(name: str, dtype: torch.dtype, isa: str)
     naive = with_gradients(plain(leaves, targets, weights, **options), leaves)
     hidden, weight, *bias = leaves
     found = tilewise.linear_cross_entropy(
-        hidden, weight, targets, *bias, token_weights=weights, **options
+        hidden, weight, targets, bias[0] if bias else None, token_weights=weights, **options
     )
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     names = ("loss", "grad hidden", "grad weight", "grad bias")
@@ -201,6 +201,17 @@ def test_a_gradient_may_be_torchs_zeros_without_memory() -> None:
     losses = tilewise.linear_cross_entropy(hidden, weight, targets, bias, reduction="none")
     found = torch.autograd.grad(losses.sgn().sum(), (hidden, weight, bias))
     assert not any(each.any() for each in found)
+
+
+def test_options_may_follow_in_their_order() -> None:
+    leaves, targets, _ = operands(torch.float64)
+    hidden, weight, bias = leaves
+    found = tilewise.linear_cross_entropy(
+        hidden, weight, targets, bias, "sum", -100, 0.1, 1e-3, 5.0
+    )
+    named: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
+    call = hidden, weight, targets, bias
+    assert found == tilewise.linear_cross_entropy(*call, reduction="sum", **named)
 
 
 def test_leading_dimensions_and_int32_targets() -> None:
@@ -343,8 +354,8 @@ def test_torch_compile_gives_the_same_bits(dtype: torch.dtype, reduction: Any) -
 
 def test_meta_tensors_give_shapes() -> None:
     (hidden, weight, _), targets, _ = operands(torch.float32)
-    meta = (each.to("meta") for each in (hidden, weight, targets))
-    found = tilewise.linear_cross_entropy(*meta, reduction="none")
+    hidden, weight, targets = (each.to("meta") for each in (hidden, weight, targets))
+    found = tilewise.linear_cross_entropy(hidden, weight, targets, reduction="none")
     assert (found.shape, found.dtype, found.device.type) == (targets.shape, torch.float32, "meta")
 
 

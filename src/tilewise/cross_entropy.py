@@ -64,13 +64,13 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
-    *,
-    token_weights: Tensor | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    *,
+    token_weights: Tensor | None = None,
     return_nll: bool = False,
     block_tokens: int | None = None,
 ) -> Any:
@@ -110,12 +110,12 @@ def linear_cross_entropy(
         weight: [V, D], on the same device, of the same dtype or float32 beside 16 bits.
         targets: int64 or int32 [...]: words below V, or ``ignore_index``.
         bias: [V], of a dtype that weight may have, or None.
-        token_weights: floating [...], constants; None for 1 each.
         reduction: ``"mean"``, ``"sum"`` of ``w_t loss_t``, or ``"none"`` for these one by one.
         ignore_index: a target whose token has loss 0 and no gradient.
         label_smoothing: e, 0 to 1.
         z_loss: the factor of ``lse^2``, 0 or more.
         softcap: c, above 0; None for none.
+        token_weights: floating [...], constants; None for 1 each.
         return_nll: return ``lse - z_y`` too, reduced as the loss is: a constant.
         block_tokens: tokens whose logits are in memory at once, or with weights in 16 bits as many
             logits as theirs; None chooses.

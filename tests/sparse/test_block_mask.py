@@ -293,6 +293,7 @@ def test_one_table_where_one_serves_all() -> None:
         (masks.causal(), (1, 1)),
         (masks.document(ids[0]), (1, 1)),
         (masks.document(ids), (4, 1)),
+        (masks.document(ids[:1]), (1, 1)),
         (masks.lengths(torch.tensor([1, 2, 3, 4])), (4, 1)),
         (lambda b, h, m, n: ids[b, m] == ids[b, n], (4, 1)),
         (lambda b, h, m, n: m // (h + 1) == n, (1, 6)),
@@ -301,6 +302,8 @@ def test_one_table_where_one_serves_all() -> None:
     ]
     for mask, apart in cases:
         assert BlockMask.of(mask, 9, **many).covers.shape[:2] == apart
+    two = BlockMask.of(masks.document(ids[:2]), 9, batch=2, heads=6)
+    assert two.covers.shape[:2] == (2, 1)
 
 
 def test_memory_is_of_tiles() -> None:

@@ -133,9 +133,27 @@ def test_a_final_loss_of_another_text_is_noted(changes: dict[str, Any], words: s
 
 
 def test_the_whole_text_is_the_same_at_every_context() -> None:
-    whole = config_of(**{"evaluation.final_stride": 16})
+    whole = config_of(**{"evaluation.final_stride": 64})
     longer = Arm(name="lion", changes={"model.context": 128, "evaluation.final_stride": 128})
     assert verdict(experiment_of(longer, baseline=whole)).arms[0].notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"evaluation.final_stride": 64}, True),
+        ({"evaluation.final_stride": 4}, True),
+        ({"model.context": 128}, True),
+        ({"model.context": 128, "evaluation.final_stride": 128}, True),
+        ({"evaluation.windows": 7}, False),
+    ],
+)
+def test_another_stride_is_other_windows(changes: dict[str, Any], noted: bool) -> None:
+    """A smaller stride lowers the loss: it puts more text before each token that is scored."""
+    overlapping = config_of(**{"evaluation.final_stride": 8})
+    experiment = experiment_of(Arm(name="lion", changes=changes), baseline=overlapping)
+    notes = verdict(experiment).arms[0].notes
+    assert any("of other windows of the held-out text" in note for note in notes) == noted
 
 
 def test_another_model_or_evaluation_cannot_start_with_the_same_loss() -> None:

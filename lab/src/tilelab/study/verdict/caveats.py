@@ -146,10 +146,15 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
 
 def _scored(config: RunConfig) -> tuple[int | str, ...]:
-    """Return a key of the tokens that the final evaluation scores; empty for all of them."""
-    if config.evaluation.final_stride:
-        return ()
-    return config.evaluation.windows, config.model.context, *_tokens(config)
+    """Return a key of the tokens that the final evaluation scores, and of what is before them.
+
+    Empty where it reads all of the text once, in windows of the model's own context. Such arms
+    score the same tokens, however long their contexts are.
+    """
+    stride, context = config.evaluation.final_stride, config.model.context
+    if stride:
+        return () if stride == context else ("stride", stride, context)
+    return config.evaluation.windows, context, *_tokens(config)
 
 
 def _tokens(config: RunConfig) -> tuple[str, int]:

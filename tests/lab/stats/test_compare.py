@@ -28,16 +28,6 @@ from numpy.typing import NDArray
 
 from tests.conftest import ROOT
 from tilelab import stats
-from tilelab.stats.decide import (
-    Comparison,
-    Judged,
-    Rules,
-    decided,
-    look_by_look,
-    look_levels,
-    others_of,
-)
-from tilelab.stats.values import SeedResult
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.records.events import RunRecord
@@ -79,6 +69,35 @@ def test_arms_are_decided_together() -> None:
     assert more == stats.more_seeds([0.05, -0.05, 0.0], 0.02, 0.05 / 5, 0.8)
     higher = stats.compare(BASE, arms["good"], smallest_effect=0.02, higher_is_better=True)
     assert higher.label == "worse"
+
+
+def test_groups_step_down_together() -> None:
+    """Holm over all arms, by hand: the smallest p-value times 3, the next times 2, and so on."""
+    clear, weak = moved(-0.099, -0.1, -0.101), moved(-0.05, -0.062, -0.038)
+    options: dict[str, Any] = {"baseline": BASE, "smallest_effect": 0.001}
+    first = stats.Group(arms={"clear": clear}, **options)
+    second = stats.Group(arms={"weak": weak, "wide": moved(0.05, -0.05, 0.0)}, **options)
+    found = stats.compare_groups({"one": first, "two": second})
+    raw = {arm: each.p_value or 0.0 for group in found.values() for arm, each in group.items()}
+    assert raw["clear"] < raw["weak"] < raw["wide"]
+    assert found["one"]["clear"].p_holm == pytest.approx(3 * raw["clear"])
+    assert found["two"]["weak"].p_holm == pytest.approx(2 * raw["weak"])
+    assert found["two"]["wide"].p_holm == pytest.approx(raw["wide"])
+    apart = stats.compare_all(BASE, second.arms, smallest_effect=0.001, others=1)
+    assert apart["weak"].p_holm == pytest.approx(3 * raw["weak"]), "others are not rejected"
+    assert (apart["weak"].label, found["two"]["weak"].label) == ("undecided", "better")
+    assert apart["wide"].more_seeds == found["two"]["wide"].more_seeds, "at Holm's first step"
+
+    more = stats.compare_groups({"one": first, "two": second}, others=2)
+    assert more["one"]["clear"].p_holm == pytest.approx(5 * raw["clear"])
+    looks = stats.Group(arms={"clear": clear}, looks=(2, 3), **options)
+    beside = stats.compare_groups({"looks": looks, "two": second})
+    assert beside["two"] == apart, "looks are not known to the others"
+    assert beside["looks"] == stats.compare_all(
+        BASE, {"clear": clear}, smallest_effect=0.001, looks=(2, 3), others=2
+    )
+    with pytest.raises(InvalidArgument, match="groups: got none; required: a group or more"):
+        stats.compare_groups({})
 
 
 def test_effects_of_a_factorial() -> None:
@@ -147,7 +166,7 @@ def test_an_incomplete_comparison_is_not_tested() -> None:
 
 
 def test_the_example_of_the_package() -> None:
-    assert doctest.testmod(stats) == (0, 5)
+    assert doctest.testmod(stats) == (0, 9)
 
 
 def test_it_needs_no_torch() -> None:
@@ -160,12 +179,7 @@ def test_it_needs_no_torch() -> None:
     assert done.stdout.split("\n")[:2] == ["undecided", ""]
 
 
-# A call corrects over its own arms: not the studies that are corrected as a whole.
-STORED = [
-    archive
-    for archive in sorted((ROOT / "benchmarks/studies").glob("*/records.tar.gz"))
-    if read_study(archive.parent).study.correction == "experiment"
-]
+STORED = sorted((ROOT / "benchmarks/studies").glob("*/records.tar.gz"))
 
 
 @pytest.mark.parametrize("archive", STORED, ids=lambda path: path.parent.name)
@@ -174,12 +188,23 @@ def test_the_verdicts_of_stored_studies(tmp_path: Path, archive: Path) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
     records, folder = read_records(tmp_path), archive.parent
-    stages, _ = unfolded(read_study(folder).study, records)
-    sections = (folder / "report.md").read_text().partition("## Evidence")[0].split("\n### ")[1:]
+    study = read_study(folder).study
+    stages, _ = unfolded(study, records)
+    verdicts = (folder / "report.md").read_text().partition("## Verdicts")[2]
+    sections = verdicts.partition("## Evidence")[0].split("\n### ")[1:]
     assert len(sections) == len(stages) > 0
+    groups = {each.name: group_of(each, records) for each, _ in stages}
+    if study.correction == "study":
+        decided_by = stats.compare_groups(groups)
+    else:
+        decided_by = {
+            name: stats.compare_groups({name: each})[name] for name, each in groups.items()
+        }
     for (experiment, _), section in zip(stages, sections, strict=True):
-        printed, found = rows_of(section), verdicts_of(experiment, records)
-        assert list(printed) == list(found) != []
+        printed, found = rows_of(section), decided_by[experiment.name]
+        controls = [arm.name for arm in experiment.arms if arm.kind == "control"]
+        assert list(printed) == [*found, *controls]
+        assert found
         for arm, verdict in found.items():
             assert_printed(verdict, printed[arm])
 
@@ -215,7 +240,9 @@ def numbers(cell: str) -> list[tuple[float, float]]:
 
 def assert_printed(verdict: stats.Verdict, cells: list[str]) -> None:
     label, effect, interval, p, seeds = cells
-    assert label[2:] == verdict.label
+    words_of = label[2:].removesuffix(", not learnt")
+    equal = words_of.endswith(", equal losses")
+    assert ("no difference" if equal else words_of) == verdict.label
     assert p == words.p_value(verdict.p_holm)
     more = re.search(r"needs ([\d,]+) more", seeds)
     assert (int(more[1].replace(",", "")) if more else None) == verdict.more_seeds
@@ -227,8 +254,8 @@ def assert_printed(verdict: stats.Verdict, cells: list[str]) -> None:
         assert value == pytest.approx(said, abs=within)
 
 
-def verdicts_of(experiment: Experiment, records: dict[str, RunRecord]) -> dict[str, stats.Verdict]:
-    """The verdicts on the arms of an experiment, from its runs' last metrics."""
+def group_of(experiment: Experiment, records: dict[str, RunRecord]) -> stats.Group:
+    """The arms of an experiment by its runs' last metrics; controls are in no family."""
 
     def runs(arm: str) -> dict[int, RunRecord]:
         names = {seed: f"{experiment.name}/{arm}/seed-{seed}" for seed in experiment.seeds}
@@ -240,11 +267,12 @@ def verdicts_of(experiment: Experiment, records: dict[str, RunRecord]) -> dict[s
     def weights(arm: str) -> list[str]:
         return [each.weights_sha256 for each in runs(arm).values()]
 
-    base, others = experiment.baseline_name, [arm.name for arm in experiment.arms]
+    base = experiment.baseline_name
+    others = [arm.name for arm in experiment.arms if arm.kind != "control"]
     metric, rule = METRICS[experiment.metric], experiment.sequential
-    return stats.compare_all(
-        values(base),
-        {arm: values(arm) for arm in others},
+    return stats.Group(
+        baseline=values(base),
+        arms={arm: values(arm) for arm in others},
         smallest_effect=experiment.smallest_effect,
         seeds=experiment.seeds,
         higher_is_better=metric.higher_is_better,
@@ -254,6 +282,7 @@ def verdicts_of(experiment: Experiment, records: dict[str, RunRecord]) -> dict[s
         looks=() if rule is None else rule.looks,
         rho=2.0 if rule is None else rule.rho,
         systems=[arm.name for arm in experiment.arms if arm.kind == "systems"],
+        error=experiment.error,
         identical=[arm for arm in others if weights(arm) == weights(base)],
     )
 
@@ -289,24 +318,14 @@ class Drawn:
         """Of the baseline, then of every arm."""
         return [{at: float(each) for at, each in enumerate(row)} for row in self.values]
 
-    def judged(self, **options: Any) -> dict[str, stats.Verdict]:
+    def group(self, **options: Any) -> stats.Group:
         base, *arms = self.by_seed
         named = {f"a{at}": values for at, values in enumerate(arms)}
-        return stats.compare_all(base, named, **{"smallest_effect": SMALLEST, **options})
+        return stats.Group(baseline=base, arms=named, **{"smallest_effect": TINY, **options})
 
-    @property
-    def comparisons(self) -> list[Comparison]:
-        base, *arms = self.values
-        return [
-            Comparison(
-                "training",
-                [
-                    SeedResult(at, "done", float(one), float(other), float(one - other), False)
-                    for at, (one, other) in enumerate(zip(row, base, strict=True))
-                ],
-            )
-            for row in arms
-        ]
+    def judged(self, **options: Any) -> dict[str, stats.Verdict]:
+        group = self.group(**{"smallest_effect": SMALLEST, **options})
+        return stats.compare_groups({"": group})[""]
 
 
 def drawn(sds: Sequence[float], seeds: int, effect_sd: float = 0.0) -> Iterator[Drawn]:
@@ -383,29 +402,20 @@ def test_any_wrong_verdict_of_a_study_is_rare(real: float) -> None:
     """Two experiments that step down together, and one with looks; some have real effects."""
     wrong = 0
     sizes = {"one": UNEQUAL, "two": (1.0,) * 5, "looks": UNEQUAL[:4]}
-    family = sum(len(each) - 1 for each in sizes.values())
     rng = np.random.default_rng(18)
     for _ in range(STUDIES):
         studies = {name: Drawn(rng, sds, LOOKS[-1], 0.0) for name, sds in sizes.items()}
         if real:
             for each in studies.values():
                 each.values[1] += real  # the first arm of each
-        compared = {name: each.comparisons for name, each in studies.items()}
+        groups = {
+            name: each.group(looks=LOOKS if name == "looks" else ())
+            for name, each in studies.items()
+        }
         wrong += any(
-            each.decision.label in WRONG
-            for found in together(compared, family)
-            for each in found[1 if real else 0 :]
+            verdict.label in WRONG
+            for found in stats.compare_groups(groups).values()
+            for verdict in list(found.values())[1 if real else 0 :]
         )
     print(f"\nfamily-wise error of a study {wrong / STUDIES:.4f}")
     assert wrong / STUDIES <= most()
-
-
-def together(compared: dict[str, list[Comparison]], family: int) -> list[list[Judged]]:
-    """Decide a study of three experiments, as the judge does."""
-    rules = Rules("", TINY, 0.95, 0.8, family)
-    joint = {name: decided(compared[name], rules) for name in ("one", "two")}
-    others = others_of(joint, len(compared["looks"]))
-    found = [decided(compared[name], rules, others[name]) for name in joint]
-    levels = look_levels(LOOKS, 2.0, rules.alpha)
-    rest = family - len(compared["looks"])
-    return [*found, look_by_look(compared["looks"], rules, LOOKS, levels, rest)]

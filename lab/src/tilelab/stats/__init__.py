@@ -7,8 +7,10 @@
 >>> print(f"{verdict.label}: {verdict.reason}")
 better: -0.111 nats [-0.127, -0.095] (Holm p 0.0011).
 
-``compare_all`` takes several arms, ``interactions_of`` and ``factorial_effects`` tell what choices
-do together, ``detectable``, ``seeds_for_difference`` and ``seeds_for_equivalence`` plan.
+``compare_all`` takes several arms, ``compare_groups`` several baselines with their arms as one
+family of tests, as the judge of a study does. ``interactions_of`` and ``factorial_effects`` tell
+what choices do together, ``detectable``, ``seeds_for_difference`` and ``seeds_for_equivalence``
+plan.
 
 Values are a mapping, seed -> metric after the last step. A run that diverged has None or a number
 that is not finite. A seed that is not in the mapping has no run yet.
@@ -21,18 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from tilelab.stats.decide import (
-    NO_OTHERS,
     Comparison,
     Judged,
     Rules,
     decided,
     look_by_look,
     look_levels,
+    others_of,
 )
 from tilelab.stats.factorial import check, factor_effects, interactions
 from tilelab.stats.paired import (
@@ -68,6 +70,7 @@ __all__ = [
     "ErrorUsed",
     "FactorEffect",
     "Factorial",
+    "Group",
     "Interaction",
     "Interval",
     "Look",
@@ -78,6 +81,7 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_all",
+    "compare_groups",
     "critical_t",
     "detectable",
     "equivalence",
@@ -103,6 +107,25 @@ class Factorial(NamedTuple):
     factors: tuple[str, ...]
     generators: Mapping[str, tuple[str, ...]] = {}
     order: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Arms of one baseline, for ``compare_groups``; the fields are arguments of ``compare_all``."""
+
+    baseline: Values
+    arms: Mapping[str, Values]
+    smallest_effect: float
+    seeds: Sequence[int] | None = None
+    higher_is_better: bool = False
+    unit: str = ""
+    confidence: float = 0.95
+    power: float = 0.8
+    looks: Sequence[int] = ()
+    rho: float = 2.0
+    systems: Collection[str] = ()
+    identical: Collection[str] = ()
+    error: Literal["own", "pooled"] = "own"
 
 
 def compare(
@@ -169,36 +192,76 @@ def compare_all(
         error: ``"pooled"`` takes one error for all arms where their variances allow it, which
             ``Verdict.error`` says. It goes neither with looks nor with systems arms.
         others: comparisons of other baselines that share the family: each counts as one that is not
-            rejected.
+            rejected. ``compare_groups`` steps down over them too, which rejects more.
 
     Raises:
         InvalidArgument: an argument that is out of range, or names an arm that is not there.
     """
-    every = _seeds_of(baseline, arms, seeds)
-    rules = _rules(smallest_effect, confidence, power, unit, higher_is_better, len(arms) + others)
-    rules = replace(rules, error=error)
-    if error not in ("own", "pooled"):
-        raise invalid("error", repr(error), "'own' or 'pooled'")
+    group = Group(
+        baseline=baseline,
+        arms=arms,
+        smallest_effect=smallest_effect,
+        seeds=seeds,
+        higher_is_better=higher_is_better,
+        unit=unit,
+        confidence=confidence,
+        power=power,
+        looks=looks,
+        rho=rho,
+        systems=systems,
+        identical=identical,
+        error=error,
+    )
+    return compare_groups({"": group}, others=others)[""]
+
+
+def compare_groups(
+    groups: Mapping[str, Group], *, others: int = 0
+) -> dict[str, dict[str, Verdict]]:
+    """Return the verdicts of several groups that are one family of tests: group -> arm -> verdict.
+
+    Holm's adjustment steps down over the arms of all groups together. A group with looks decides
+    by its own values: it takes the arms of the other groups as not rejected, and so do they its
+    arms.
+
+    Args:
+        groups: name -> group; 1 or more.
+        others: further comparisons of the family, which count as not rejected.
+
+    Raises:
+        InvalidArgument: as ``compare_all``.
+
+    >>> small = {0: 3.214, 1: 3.198, 2: 3.221}, {"muon": {0: 3.101, 1: 3.094, 2: 3.105}}
+    >>> large = {0: 2.91, 1: 2.9, 2: 2.93}, {"muon": {0: 2.85, 1: 2.84, 2: 2.86}}
+    >>> groups = {
+    ...     name: Group(baseline=baseline, arms=arms, smallest_effect=0.02)
+    ...     for name, (baseline, arms) in {"small": small, "large": large}.items()
+    ... }
+    >>> for name, found in compare_groups(groups).items():
+    ...     print(name, found["muon"].label, f"{found['muon'].p_holm:.4f}")
+    small better 0.0021
+    large better 0.0028
+    """
+    if not groups:
+        raise invalid("groups", "none", "a group or more")
     if others < 0:
         raise invalid("others", str(others), "0 or more")
-    if error == "pooled" and (looks or systems):
-        required = "own: looks and systems arms have no error in common"
-        raise invalid("error", "pooled with looks or systems arms", required)
-    for argument, names in (("systems", systems), ("identical", identical)):
-        unknown = sorted(set(names) - set(arms))
-        if unknown:
-            raise invalid(argument, repr(unknown[0]), f"arms: {', '.join(arms)}")
-    lost = tuple(seed for seed in every if _status(baseline, seed) == "diverged")
-    comparisons = [
-        Comparison(
-            "systems" if name in systems else "training",
-            _paired_up(baseline, values, every, name in identical),
-            lost,
-        )
-        for name, values in arms.items()
-    ]
-    judged = _judged(comparisons, rules, looks, rho, len(every), others)
-    return {name: each.verdict(name) for name, each in zip(arms, judged, strict=True)}
+    size = others + sum(len(each.arms) for each in groups.values())
+    known = {name: (_comparisons(each), _rules_of(each, size)) for name, each in groups.items()}
+    joint = [name for name, each in groups.items() if not each.looks]
+    several = len(joint) > 1  # else there is nothing to test first
+    tests = {name: decided(*known[name]) if several else [] for name in joint}
+    rest = others_of(tests, size - sum(len(groups[name].arms) for name in joint))
+    found = {}
+    for name, group in groups.items():
+        comparisons, rules = known[name]
+        if group.looks:
+            judged = _looked(group, comparisons, rules, size - len(comparisons))
+        else:
+            judged = decided(comparisons, rules, rest[name])
+        named = zip(group.arms, judged, strict=True)
+        found[name] = {arm: each.verdict(arm) for arm, each in named}
+    return found
 
 
 def interactions_of(
@@ -256,16 +319,34 @@ def factorial_effects(
     return factor_effects(design, _all_paired_up(baseline, arms, every), every, rules, lost)
 
 
-def _judged(
-    comparisons: Sequence[Comparison],
-    rules: Rules,
-    looks: Sequence[int],
-    rho: float,
-    count: int,
-    others: int,
+def _comparisons(group: Group) -> list[Comparison]:
+    """Check a group, and return the comparison of each arm."""
+    every = _seeds_of(group.baseline, group.arms, group.seeds)
+    if group.error not in ("own", "pooled"):
+        raise invalid("error", repr(group.error), "'own' or 'pooled'")
+    if group.error == "pooled" and (group.looks or group.systems):
+        required = "own: looks and systems arms have no error in common"
+        raise invalid("error", "pooled with looks or systems arms", required)
+    for argument, names in (("systems", group.systems), ("identical", group.identical)):
+        unknown = sorted(set(names) - set(group.arms))
+        if unknown:
+            raise invalid(argument, repr(unknown[0]), f"arms: {', '.join(group.arms)}")
+    lost = tuple(seed for seed in every if _status(group.baseline, seed) == "diverged")
+    return [
+        Comparison(
+            "systems" if name in group.systems else "training",
+            _paired_up(group.baseline, values, every, name in group.identical),
+            lost,
+        )
+        for name, values in group.arms.items()
+    ]
+
+
+def _looked(
+    group: Group, comparisons: Sequence[Comparison], rules: Rules, others: int
 ) -> list[Judged]:
-    if not looks:
-        return decided(comparisons, rules, NO_OTHERS.and_unknown(others, others))
+    looks, rho = group.looks, group.rho
+    count = len(_seeds_of(group.baseline, group.arms, group.seeds))
     grows = all(one < other for one, other in pairwise(looks))
     if not grows or looks[0] < 2 or looks[-1] != count:
         raise invalid("looks", str(tuple(looks)), f"2 or more, growing, up to {count} seeds")
@@ -274,6 +355,18 @@ def _judged(
         required = f"a number above 0 that gives each look a level above {_LEAST_LEVEL:g}"
         raise invalid("rho", str(rho), required)
     return look_by_look(comparisons, rules, looks, levels, others)
+
+
+def _rules_of(group: Group, family: int) -> Rules:
+    rules = _rules(
+        group.smallest_effect,
+        group.confidence,
+        group.power,
+        group.unit,
+        group.higher_is_better,
+        family,
+    )
+    return replace(rules, error=group.error)
 
 
 def _rules(

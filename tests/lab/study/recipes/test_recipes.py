@@ -20,7 +20,7 @@ from tilelab.study.ask.config import (
 from tilelab.study.need import gpu_need, need
 from tilelab.study.plan import planned
 from tilelab.study.recipes.arms import plain_attention_bytes
-from tilelab.study.verdict.detect import check_designs
+from tilelab.study.verdict.detect import check_designs, designs_of, sensitivity
 from tilelab.study.verdict.stages import combined
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
@@ -327,6 +327,29 @@ def test_the_ladder_climbs_from_300_kilobytes_to_30_megabytes() -> None:
     assert list(shorter.rungs) == ["0.3MB", "1MB", "3MB"]
     with pytest.raises(InvalidArgument, match="one of 3, 10, 30"):
         recipes.find("ladder").study(longest=5.0)
+
+
+@pytest.mark.parametrize("name", ["ladder", "laptop", "wikitext"])
+def test_a_design_detects_what_its_stored_spread_lets_it(name: str) -> None:
+    check_designs(STUDIES[name])
+    for each, family in designs_of(STUDIES[name]):
+        planned = sensitivity(each, family, [known(each.spread)], pooled=each.error == "pooled")
+        assert known(planned.detectable) <= each.smallest_effect * (1 + 1e-5)
+        if not each.alone:
+            assert known(planned.detectable) > 0.8 * each.smallest_effect, "a finer one would do"
+
+
+def test_ladders_have_the_spreads_of_their_own_text() -> None:
+    for longest in (3.0, 10.0):
+        check_designs(recipes.find("ladder").study(longest=longest))
+    known_text, other = (
+        recipes.find("ladder").study(source=source) for source in ("stdlib", "a/file.txt")
+    )
+    assert {each.spread for each, _ in designs_of(other)} == {None}
+    precision, length, size = known_text.experiments
+    assert (len(precision.seeds), len(length.seeds), len(size.seeds)) == (7, 3, 5)
+    smallest = [each.smallest_effect for each in length.rungs.values()]
+    assert smallest == sorted(smallest, reverse=True), "long runs tell smaller effects apart"
 
 
 def test_gpu30_fits_its_chip_and_trains_seven_runs() -> None:

@@ -73,6 +73,28 @@ def test_a_spread_says_what_is_detected_and_every_cure_cures() -> None:
     refusal(change(planned, {"smallest_effect": 0.9 * cures["smallest_effect"]}))
 
 
+def test_without_a_spread_the_effect_is_in_units_of_it() -> None:
+    (line,) = plan_lines(study_of(experiment_of("lion", "wsd", smallest_effect=0.01)))
+    times = detectable(1.0, 3, 0.05 / 2, 0.8)
+    assert f"detects {times:.1f} times the spread of paired differences with power 80 %" in line
+    said = known(re.search(r"it detects 0.01 bits per byte.* only if the spread is ([\d.]+)", line))
+    assert float(said[1]) == pytest.approx(0.01 / times, rel=0.05)
+    check_designs(study_of(experiment_of("lion", "wsd", smallest_effect=1e-6)))
+    (line,) = plan_lines(study_of(experiment_of("lion", seeds=(0,))))
+    assert line == "optimizers: One seed: nothing is tested."
+
+
+def test_a_pooled_plan_says_what_own_errors_detect() -> None:
+    pooled = experiment_of("lion", "wsd", "muon", error="pooled", spread=0.001)
+    (line,) = plan_lines(study_of(pooled))
+    one, other = (detectable(0.001, 3, 0.05 / 3, 0.8, arms) for arms in (3, 1))
+    assert f"detects {one:.2g} bits per byte" in line
+    own = f"needs |t| > {critical_t(3, 3, 0.05):.1f} and detects {other:.2g}."
+    assert line.endswith(f"If the variances of the arms differ, it {own}")
+    (line,) = plan_lines(study_of(change(pooled, {"error": "own"})))
+    assert "variances" not in line
+
+
 def test_spreads_of_any_size_have_a_mean() -> None:
     experiment = experiment_of("lion", "wsd")
     found = sensitivity(experiment, Family(2), [3e200, 4e200], pooled=False)

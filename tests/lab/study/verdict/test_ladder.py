@@ -25,7 +25,7 @@ from tests.lab.study.records_of import (
     work,
 )
 from tilelab.common.svg import house_style
-from tilelab.study.ask.config import Arm, Confirm, Experiment, Halving, Ladder, Sweep
+from tilelab.study.ask.config import Arm, Confirm, Experiment, Halving, Ladder, Sweep, change
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
 from tilelab.study.report.ladders import ladder_of
@@ -33,6 +33,7 @@ from tilelab.study.verdict.judge import judge, unfolded
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.result import ArmVerdict, LadderVerdict
 from tilelab.study.verdict.text import signed
+from tilewise.errors import InvalidArgument
 
 WSD = Arm(name="wsd", changes={"schedule.name": "wsd"})
 DROP = Arm(name="drop", changes={"model.dropout.residual": 0.1})
@@ -82,6 +83,20 @@ def test_a_rung_may_have_multiples_of_its_own() -> None:
     assert experiment.rungs["10"].candidates("wsd") == (1e-3, 2e-3, 4e-3)
     assert experiment.rungs["40"].candidates("wsd") == (0.5e-3, 1e-3, 2e-3)
     assert chosen(experiment, best_at(1.6e-3, 0.8e-3))["40"]["baseline"] == 0.8e-3
+
+
+def test_a_rung_may_have_a_spread_and_a_smallest_effect_of_its_own() -> None:
+    own: dict[str, Any] = {"spread": {"10": 0.02}, "smallest_effect": {"10": 0.09, "20": 0.001}}
+    experiment = laddered(**own)
+    smallest = experiment.smallest_effect
+    assert [each.spread for each in experiment.rungs.values()] == [0.02, None, None, None]
+    found = [each.smallest_effect for each in experiment.rungs.values()]
+    assert found == [0.09, smallest, smallest, smallest], "the larger of both"
+    raised = change(experiment, {"smallest_effect": 0.1})
+    assert {each.smallest_effect for each in raised.rungs.values()} == {0.1}
+    assert {each.spread for each in change(laddered(), {"spread": 0.01}).rungs.values()} == {0.01}
+    with pytest.raises(InvalidArgument, match=r"ladder.spread.*one of both"):
+        change(experiment, {"spread": 0.01})
 
 
 def test_runs_have_their_rungs_length_and_value() -> None:
@@ -224,6 +239,9 @@ def test_noise_widens_what_is_foretold() -> None:
         ({"shared": ("lion",)}, "ladder.shared"),
         ({"last": {"baseline": "wsd"}}, "ladder.last"),
         ({"multiples": {"20": (1, 2)}}, "ladder.multiples.*of the tuned rungs"),
+        ({"spread": {"7": 0.1}}, "ladder.spread"),
+        ({"spread": {"10": 0.0}}, "greater than 0"),
+        ({"smallest_effect": {"7": 0.1}}, "ladder.smallest_effect"),
         ({"tuned": ()}, "rungs that are tuned need the sweep"),
         ({"rungs": {"a": {"budget.steps": 4}, "b": {"budget.steps": 2}}}, "the smallest first"),
         ({"rungs": {"a": {"schedule.name": "wsd"}, "b": {}}}, "no path that the rungs change"),

@@ -277,6 +277,8 @@ class Experiment(Frozen):
             arms = [arm for arm in self.arms if name == top or arm.name not in ladder.last]
             paths = {f"baseline.{path}": value for path, value in changes.items()}
             own: dict[str, Any] = {"name": f"{self.name}.{name}", "ladder": None, "arms": arms}
+            own["spread"] = ladder.spread.get(name, self.spread)
+            own["smallest_effect"] = max(self.smallest_effect, ladder.smallest_effect.get(name, 0))
             if name not in ladder.tuned:
                 own["sweep"] = None
             elif name in ladder.multiples:
@@ -369,6 +371,8 @@ def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
         "tuned": (ladder.tuned, ladder.rungs),
         "shared": (ladder.shared, experiment.arm_names),
         "last": ((*ladder.last, *ladder.last.values()), experiment.arm_names),
+        "spread": (ladder.spread, ladder.rungs),
+        "smallest_effect": (ladder.smallest_effect, ladder.rungs),
     }.items():
         given, there = known
         if unknown := [each for each in given if each not in there]:
@@ -377,6 +381,9 @@ def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
     if experiment.baseline_name in ladder.last:
         required = "arms beside the baseline, which every rung has"
         raise InvalidArgument("ladder.last", experiment.baseline_name, required)
+    if ladder.spread and experiment.spread is not None:
+        required = "one of both: --set ladder.spread={} leaves the experiment's"
+        raise InvalidArgument("ladder.spread", "ladder.spread and spread", required)
     if bool(ladder.tuned) != (experiment.sweep is not None):
         required = "both or neither: rungs that are tuned need the sweep that says how"
         raise InvalidArgument("ladder.tuned", f"{ladder.tuned} and sweep", required)

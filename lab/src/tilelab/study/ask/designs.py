@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tilelab.stats.decide import look_levels
 from tilelab.study.ask.values import Frozen, added
 from tilewise.errors import InvalidArgument
+
+_AboveZero = Annotated[float, Field(gt=0)]
 
 
 class Halving(Frozen):
@@ -246,6 +248,10 @@ class Ladder(Frozen):
         last: further arms of the last rung -> the arm whose value they take.
         multiples: a tuned rung -> those that its sweep has in place of ``sweep.multiples``: the
             best value of a large model may be far from that of a small one.
+        spread: rung -> the spread of paired differences that is expected there, in place of the
+            experiment's.
+        smallest_effect: rung -> the smallest effect that matters there. The experiment's counts
+            where it is larger, so that ``--set smallest_effect=`` raises that of every rung.
 
     Sources: Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations" (2024), for cool-downs that branch off from one stable phase.
@@ -257,6 +263,8 @@ class Ladder(Frozen):
     shared: tuple[str, ...] = ()
     last: dict[str, str] = Field(default_factory=dict)
     multiples: dict[str, tuple[float, ...]] = added({})
+    spread: dict[str, _AboveZero] = added({})
+    smallest_effect: dict[str, _AboveZero] = added({})
 
 
 # (factors, factors with generators) -> their generators, by letters in the order of the factors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tilelab.study.ask.config import (
@@ -27,6 +28,34 @@ SIZES = "Do the answers change with the size of the model?"
 BYTES_A_TOKEN = {"stdlib": 3.07, "wikitext-103": 2.98}  # with 2,048 tokens; others about 3
 EVALUATIONS = 4
 EFFECT_BITS_PER_BYTE = 0.01
+# What the designs can detect, by stored reports: rung -> the spread of paired differences that was
+# seen, and the smallest effect, which the design finds with power 80 % for that spread. With 0.01
+# at every rung, no short one could say "no difference".
+# From benchmarks/studies/ladder/report.md and benchmarks/studies/wikitext/report.md. WikiText's
+# variances differed at 10 MB. Own errors then detect 0.12, and the plan says so.
+SEEN = {
+    "stdlib": {
+        "0.3MB": (0.011, 0.035),
+        "1MB": (0.01, 0.035),
+        "3MB": (0.0046, 0.015),
+        "10MB": (0.0036, 0.012),
+        "30MB": (0.0036, 0.01),
+    },
+    "wikitext-103": {
+        "0.3MB": (0.025, 0.075),
+        "1MB": (0.0097, 0.03),
+        "3MB": (0.0097, 0.03),
+        "10MB": (0.0071, 0.02),
+    },
+}
+SEEN_SIZES = {
+    "0.3M": (0.011, 0.035),
+    "1M": (0.0031, 0.01),
+    "3M": (0.007, 0.02),
+    "10M": (0.0031, 0.01),
+}
+PRECISION_SPREAD, PRECISION_EFFECT = 0.0065, 0.02
+SIZES_SEEDS, PRECISION_SEEDS = 5, 7  # at least: with 3 and 5 they detected 0.07 and 0.03 at worst
 PRECISION = "bf16"  # 1.45 times as fast on two makers' processors; the last experiment checks it
 RUNGS_MB = (0.3, 1, 3, 10, 30)
 TUNED_MB = (1, 10)
@@ -73,7 +102,7 @@ REREAD: dict[str, dict[str, Any]] = {
 def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> Study:
     """Seven schedules and optimizers at five lengths of training, and three at four sizes.
 
-    Six hours on two cores. A GPT-2 of 0.9 million parameters, with 2,048 tokens of its own text,
+    Seven hours on two cores. A GPT-2 of 0.9 million parameters, with 2,048 tokens of its own text,
     rotary positions, RMSNorm and QK-norm, reads 0.3, 1, 3, 10 and 30 MB. Every arm tunes its
     learning rate at 1 and 10 MB; the other rungs take the rate on the line through both. At the
     last rung, where the text is read a third time, dropout, weight decay and label smoothing come
@@ -81,7 +110,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
     which is slow on a processor that lacks it; a small experiment compares it with float32.
 
     Args:
-        seeds: of every arm, paired.
+        seeds: of every arm, paired; of the smaller experiments 5 and 7 at least.
         longest: MB of text at the last rung: one of 3, 10, 30.
         source: of the text; ``data.source`` of a config.
     """
@@ -93,7 +122,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         baseline=learns_well(source, SIZES_AT_MB),
         baseline_name="adamw+linear",
         arms=one_at_a_time({name: ARMS[name] for name in few}),
-        seeds=numbers,
+        seeds=tuple(range(max(seeds, SIZES_SEEDS))),
         smallest_effect=EFFECT_BITS_PER_BYTE,
         sweep=SIZES_SWEEP,
         error="pooled",
@@ -103,6 +132,7 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
             # The ends: a rate for 10M on the line through 0.3M and 3M was too large.
             tuned=("0.3M", "10M"),
             multiples={"10M": WIDE_MULTIPLES},
+            **_detected(SEEN_SIZES if source == "stdlib" else {}, MODELS),
         ),
     )
     by_precision = Experiment(
@@ -112,8 +142,9 @@ def ladder(*, seeds: int = 3, longest: float = 30.0, source: str = "stdlib") -> 
         baseline_name="adamw+linear",
         arms=factorial({"float32": {"training.precision": "float32"}, "muon": MUON}),
         # The spreads of its arms differ too much to be pooled, so it needs more seeds.
-        seeds=tuple(range(max(seeds, 5))),
-        smallest_effect=EFFECT_BITS_PER_BYTE,
+        seeds=tuple(range(max(seeds, PRECISION_SEEDS))),
+        smallest_effect=PRECISION_EFFECT,
+        spread=PRECISION_SPREAD if source == "stdlib" else None,
     )
     experiments = (by_precision, by_length(source, longest, numbers), by_size)
     return Study(name="ladder", question=QUESTION, experiments=experiments)
@@ -138,8 +169,22 @@ def by_length(source: str, longest: float, seeds: tuple[int, ...]) -> Experiment
             tuned=tuple(f"{each:g}MB" for each in TUNED_MB if each <= longest),
             shared=tuple(name for name in ARMS if name.endswith("wsd")),
             last=dict.fromkeys(REREAD, "adamw+linear"),
+            **_detected(
+                SEEN.get(source, {}), [f"{each:g}MB" for each in RUNGS_MB if each <= longest]
+            ),
         ),
     )
+
+
+def _detected(
+    seen: Mapping[str, tuple[float, float]], rungs: Iterable[str]
+) -> dict[str, dict[str, float]]:
+    """Return the fields of a ladder that say what its rungs can detect; none for other texts."""
+    known = {rung: seen[rung] for rung in rungs if rung in seen}
+    return {
+        "spread": {rung: spread for rung, (spread, _) in known.items()},
+        "smallest_effect": {rung: effect for rung, (_, effect) in known.items()},
+    }
 
 
 def learns_well(source: str, megabytes: float) -> RunConfig:

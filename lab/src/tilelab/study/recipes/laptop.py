@@ -19,6 +19,9 @@ QUESTION = "Which training choices, on top of efficient attention, are worth hav
 READ_MB = 1.0
 SAMPLE_TOKENS = 160
 EFFECT_BITS_PER_BYTE = 0.02  # some 1 % of what a model of this size learns in these steps
+# Of ``laptop``, with the spreads of benchmarks/studies/laptop/report.md. Three seeds detect 0.042
+# there: more of them would take more than five minutes.
+LAPTOP_EFFECT, LAPTOP_SPREAD, KERNELS_SPREAD = 0.045, 0.0058, 6.4e-8
 # The swept rates of each optimizer: doublings around the best of a coarser sweep.
 ADAMW_RATES = (0.0005, 0.001, 0.002, 0.004)
 LION_RATES = (0.00015, 0.0003, 0.0006, 0.0012)
@@ -143,12 +146,14 @@ def laptop(*, steps: int = 160, seeds: int = 3) -> Study:
         baseline_name="adamw+linear",
         arms=factorial({"muon": ladder.MUON, "wsd": ladder.WSD}),
         seeds=numbers,
-        smallest_effect=EFFECT_BITS_PER_BYTE,
+        smallest_effect=LAPTOP_EFFECT,
+        spread=LAPTOP_SPREAD,
     )
     # In fewer steps a scale that is 1 % off would look like rounding; with two layers it moves the
     # losses by 1.3e-6, with four by 2.0e-6. A process of plain attention is 5 % faster or slower
     # than the next, so it takes 8 for an interval of speed within 5 %.
     kernels = kernels_experiment(1024, 20, tuple(range(max(seeds, 8))), layers=2)
+    kernels = change(kernels, {"spread": KERNELS_SPREAD})
     return Study(name="laptop", question=QUESTION, experiments=(kernels, choices))
 
 

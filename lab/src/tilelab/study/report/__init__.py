@@ -158,7 +158,9 @@ def _page(evidence: Evidence) -> dict[str, Any]:
             _experiment(stage, evidence, f"e{number}")
             for number, stage in enumerate(evidence.stages, 1)
         )
-        smallest = {each.name: each.smallest_effect for each in stored.study.experiments}
+        every = stored.study.experiments
+        last = {each.name: [each, *each.rungs.values()][-1] for each in every}
+        smallest = {name: each.smallest_effect for name, each in last.items()}
         ladders = tuple(
             ladder_of(each, smallest[each.experiment], f"l{number}")
             for number, each in enumerate(evidence.verdict.ladders, 1)

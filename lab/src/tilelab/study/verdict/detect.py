@@ -166,20 +166,46 @@ def sensitivity(
 
 
 def planned_words(experiment: Experiment, comparisons: int) -> str:
-    """Return what a design needs and can detect, as a sentence."""
+    """Return what a design needs and can detect, in a sentence or two.
+
+    Without an expected spread, the smallest detectable effect is in units of the spread. With a
+    pooled error, the second sentence says what each arm's own error detects: verdicts use it where
+    the variances of the arms differ.
+    """
+    words = _needs(experiment, comparisons)
+    design, spread = _design(experiment, comparisons), experiment.spread
+    if design.seeds < 2:
+        return words
+    if spread is None:
+        unit, smallest = METRICS[experiment.metric].unit, experiment.smallest_effect
+        largest = smallest / design.detects(1.0)
+        return (
+            f"{words} No spread is given: it detects {smallest:g} {unit}, the smallest effect that "
+            f"matters, only if the spread is {largest:.2g} or less."
+        )
+    if design.arms == 1:
+        return words
+    own = _design(experiment, comparisons, pooled=False)
+    return (
+        f"{words} If the variances of the arms differ, it needs |t| > {own.critical:.1f} and "
+        f"detects {own.detects(spread):.2g}."
+    )
+
+
+def _needs(experiment: Experiment, comparisons: int) -> str:
     design = _design(experiment, comparisons)
     if design.seeds < 2:
         return "One seed: nothing is tested."
     tests = "a test" if design.comparisons == 1 else f"the first of {design.comparisons} tests"
     pooled = " (pooled error)" if design.arms > 1 else ""
     words = f"{count(design.seeds, 'seed')}: {tests} needs |t| > {design.critical:.1f}{pooled}"
+    power = f"with power {percent(experiment.power)}"
     if experiment.spread is None:
-        return f"{words}."
-    found = design.detects(experiment.spread)
-    return (
-        f"{words} and detects {found:.2g} {METRICS[experiment.metric].unit} with power "
-        f"{percent(experiment.power)}, for an expected spread of {experiment.spread:g}."
-    )
+        times = design.detects(1.0)
+        found = f"{times:.1f}" if times < 100 else f"{times:,.0f}"
+        return f"{words} and detects {found} times the spread of paired differences {power}."
+    found = f"{design.detects(experiment.spread):.2g} {METRICS[experiment.metric].unit}"
+    return f"{words} and detects {found} {power}, for an expected spread of {experiment.spread:g}."
 
 
 def detected_words(planned: Experiment, verdict: ExperimentVerdict, correction: str) -> str:
@@ -231,7 +257,7 @@ def check_designs(study: Study) -> None:
         design = _design(each, family.size)
         if design.seeds < 2 or not design.fails(each.spread, each.smallest_effect):
             continue
-        unit, came = METRICS[each.metric].unit, planned_words(each, family.size).rstrip(".")
+        unit, came = METRICS[each.metric].unit, _needs(each, family.size).rstrip(".")
         if each.spread is None:
             required = f"a design whose first test needs |t| of {LARGEST_T:g} at most"
         else:

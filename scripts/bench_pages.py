@@ -95,6 +95,8 @@ class Drawn:
             codes = [x / s[..., None] for x, s in zip((self.k, self.v), scales, strict=True)]
             codes = [(x.round() if kind == "int8" else x).to(dtype) for x in codes]
             found[kind] = partial(call, *codes, step, k_scale=scales[0], v_scale=scales[1])
+            if self.shape.listed:
+                found[f"{kind}, {LISTS}"] = partial(found[kind], keys=self.lists)
         if self.q.dtype is torch.bfloat16:
             found |= self.of_vllm()
         return found
@@ -135,9 +137,10 @@ def measure(shape: Shape, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Seconds of every call, and errors, by method."""
     drawn = Drawn(shape, dtype)
     all_keys, methods = drawn.truth(), drawn.methods()
+    by_lists = drawn.truth(by_lists=True) if shape.listed else all_keys
     errors = {}
     for name, call in methods.items():
-        truth = drawn.truth(by_lists=True) if name == LISTS else all_keys
+        truth = by_lists if name.endswith(LISTS) else all_keys
         call()
         off = (call().double() - truth).square().mean() / truth.square().mean()
         errors[name] = float(off.sqrt())

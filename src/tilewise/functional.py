@@ -296,7 +296,8 @@ def attention_paged(
 
     Pages may be in 8 bits beside wider queries: int8 or float8_e4m3fn, the numbers of a row next to
     one another. Key n then stands for ``k_scale[page, head, row] * k_pages[page, head, row]``, and
-    value n likewise. Both scales must be there. Kernels read such pages where they lie.
+    value n likewise. Both scales must be there. Kernels read such pages where they lie. With
+    ``keys`` they read the listed rows and their scales alone.
 
     Values of block_table, key_lengths and cu_seqlens_q are checked if they are on the CPU. On a
     device they are not read, except in checked mode; kernels clamp lengths and page numbers to the
@@ -307,7 +308,8 @@ def attention_paged(
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: nothing here can do it, with each backend's reason; or a gradient is wanted.
+        Unsupported: nothing here can do it, with each backend's reason; or a gradient is wanted; or
+            queries in float8 with ``keys``.
     """
     if unknown:
         _refuse("attention_paged", unknown)

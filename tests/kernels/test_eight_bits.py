@@ -19,7 +19,7 @@ from tests.paged import Paged, in_pages, sequences_of
 from tests.test_paged import keywords_of
 from tilelab.cases.dense import dense
 from tilewise import masks
-from tilewise.errors import InvalidArgument, Unsupported
+from tilewise.errors import InvalidArgument
 from tilewise.serving.pages import quantised
 from tilewise.variants.float8 import FLOAT8
 
@@ -179,17 +179,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_refused(name: str) -> None:
     changes, message = WRONG[name]
-    with pytest.raises(InvalidArgument, match=message):
-        tilewise.attention_paged(**small(**changes))
-
-
-def test_key_lists_are_refused() -> None:
-    lists = torch.zeros(2, 1, 3, 1, dtype=torch.int32)
-    with pytest.raises(Unsupported, match="pages in 8 bits"):
-        tilewise.attention_paged(**small(keys=lists))
+    for keys in (None, torch.zeros(2, 1, 3, 1, dtype=torch.int32)):
+        if keys is None or name != "queries in 8 bits":  # no queries in float8 with lists at all
+            with pytest.raises(InvalidArgument, match=message):
+                tilewise.attention_paged(**small(keys=keys, **changes))
 
 
 def test_what_explain_says() -> None:
     q, k, v, *tables = small().values()
-    told = str(tilewise.explain(q, k, v, block_table=tables[0], key_lengths=tables[1]))
-    assert "of 4 keys in int8, with a scale for each row" in told
+    given: dict[str, Any] = {"block_table": tables[0], "key_lengths": tables[1]}
+    told = "in int8, with a scale for each row"
+    assert f"of 4 keys {told}" in str(tilewise.explain(q, k, v, **given))
+    lists = torch.zeros(2, 1, 3, 1, dtype=torch.int32)
+    assert f"pages     {told}" in str(tilewise.explain(q, k, v, **given, keys=lists))

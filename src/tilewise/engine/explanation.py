@@ -66,10 +66,10 @@ def described(
     """Return the lines that say what is asked, and how it is done."""
     sizes = [f"{name} {value}" for name, value in zip(_SIZES, problem[:7], strict=True)]
     dtype = str(problem.dtype).removeprefix("torch.")
-    pages = [("pages", f"of {problem.page_size} keys")] if problem.page_size else []
+    pages = [f"of {problem.page_size} keys"] if problem.page_size else []
     if problem.stored is not None:
         stored = str(problem.stored).removeprefix("torch.")
-        pages = [("pages", f"of {problem.page_size} keys in {stored}, with a scale for each row")]
+        pages.append(f"in {stored}, with a scale for each row")
     return _aligned(
         (
             ("backend", backend),
@@ -79,7 +79,7 @@ def described(
                 f"{tiles.splits} split" + ("s" if tiles.splits != 1 else ""),
             ),
             ("problem", f"{problem.layout}, {dtype} on {problem.device}, " + ", ".join(sizes)),
-            *pages,
+            *([("pages", " ".join(pages))] if pages else []),
             ("mask", mask_formula(mask_text) or "none: every pair attends"),
             ("score", score_formula(score_text) or "unchanged"),
             ("scale", f"{problem.scale:g}"),

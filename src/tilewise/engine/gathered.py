@@ -156,6 +156,7 @@ class Gathering:
         score: of the call; an expression of it reads float tensors of the statistics' dtype.
         rows: query rows of a group.
         backend: a name, or None.
+        scales: of the rows of k and v in pages of 8 bits, float32 [outer, Hk, n] each; else ().
     """
 
     def __init__(
@@ -169,9 +170,10 @@ class Gathering:
         score: Variant,
         rows: int,
         backend: str | None,
+        scales: tuple[Tensor, ...] = (),
     ) -> None:
         self.problem, self.lists = problem, lists
-        self.q, self.k, self.v = q, k, v
+        self.q, self.k, self.v, self._scales = q, k, v, scales
         self._backend, self._heads = check_name(backend), problem.kv_heads
         self._mask, self._score = mask, score
         share = problem.heads // self._heads
@@ -216,10 +218,15 @@ class Gathering:
         """Return which small problems some lists are."""
         return slice(lists.start * self._heads, lists.stop * self._heads)
 
-    def tables(self) -> tuple[Table, Table]:
-        """Return keys and values as tables with pages that have the same numbers in both."""
+    def tables(self) -> tuple[Table, ...]:
+        """Return keys and values as tables with pages that have the same numbers in both.
+
+        Those in 8 bits come with tables of their scales, which may have other numbers.
+        """
         size = self.lists.page_of(self.k.shape[2])
         k, v = Table.of(self.k, size), Table.of(self.v, size)
+        if self._scales:
+            return k, v, *(Table.of(x[..., None]) for x in self._scales)
         if k.steps != v.steps or k.pages.shape[0] > _MOST_PAGES:
             k, v = (Table.of(x.contiguous(), size) for x in (self.k, self.v))
         if k.pages.shape[0] > _MOST_PAGES:
@@ -260,7 +267,7 @@ class Gathering:
     def _some(
         self,
         lists: slice,
-        tables: tuple[Table, Table],
+        tables: tuple[Table, ...],
         statistics: Statistics,
         for_backward: bool,
         out_alone: bool,
@@ -286,7 +293,7 @@ class Gathering:
     def _in_pages(
         self,
         lists: slice,
-        tables: tuple[Table, Table],
+        tables: tuple[Table, ...],
         for_backward: bool,
         with_keys: bool = False,
     ) -> tuple[Problem, Operands, Tensor | None]:
@@ -294,28 +301,60 @@ class Gathering:
 
         Then their keys [lists * Hk, K], which are there ``with_keys`` or with a program.
         """
-        k, v = tables
         wanted = self._varied or with_keys
         table, lengths, keys = self.lists.located(
-            lists, tables, self.k.shape[2], self._heads, wanted
+            lists, tables[:2], self.k.shape[2], self._heads, wanted
         )
+        pages, own = [x.pages for x in tables], self._apart(tables)
+        if own:
+            pages, table = self._own_pages(lists, tables)
         if wanted and keys is None:
             keys = of_heads(self.lists.keys(lists), self._heads)
-        small = self._small(lists, k.pages.shape[2])
+        small = self._small(lists, pages[0].shape[2])
         mask, score = self._captured(lists, keys)
+        k, v, *scales = pages
+        k_scale, v_scale = (x[..., 0] for x in scales) if scales else (None, None)
         q = self.q if self.q.shape[0] == lists.stop - lists.start else self.q[lists]
         operands = Operands(
             q.reshape(small.batch, 1, -1, small.head_dim),
-            k.pages,
-            v.pages,
+            k,
+            v,
             mask,
             score,
             block_table=table,
             key_lengths=lengths,
+            k_scale=k_scale,
+            v_scale=v_scale,
             for_backward=for_backward,
-            whole_pages=True,
+            whole_pages=not own,
         )
         return small, operands, keys
+
+    def _apart(self, tables: tuple[Table, ...]) -> bool:
+        """Return whether rows in 8 bits and their scales have no numbers in common."""
+        first = tables[0]
+        many = first.pages.shape[0]
+        differ = any(x.steps != first.steps for x in tables) or many > _MOST_PAGES
+        return bool(self._scales) and many > 0 and differ
+
+    def _own_pages(self, lists: slice, tables: tuple[Table, ...]) -> tuple[list[Tensor], Tensor]:
+        """Return pages that hold the rows of one list each, and their block table.
+
+        A kernel finds a row and its scale by one number. If they have none in common (as scales
+        that are expanded from a few), it could only read copies of all scales in another order.
+        So this copies the rows and scales that lists name: K of them, where there are N.
+        """
+        places = self.lists.places(lists, self.lists.keys(lists), self.k.shape[2])
+        pages = []
+        for table, numbers in zip(tables, _numbers_of([*tables], places, self._heads), strict=True):
+            # As bytes: torch does not index float8 everywhere. A sequence without keys may name any
+            # page.
+            rows = table.rows.view(torch.uint8)
+            rows = rows.index_select(0, numbers.flatten().clamp(0, len(rows) - 1))
+            rows = rows.view(table.pages.dtype)
+            pages.append(rows.view(-1, 1, self.lists.width, rows.shape[-1]))
+        count = torch.arange(len(pages[0]), dtype=torch.int32, device=self.q.device)
+        return pages, count[:, None]
 
     def _copies(self, backend: str, summed: int, sums: list[Table]) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
@@ -460,7 +499,7 @@ class Gathering:
             yield part.lists, grads
 
     def placed(
-        self, lists: slice, tables: tuple[Table, Table], by_k: Tensor | None, by_v: Tensor | None
+        self, lists: slice, tables: tuple[Table, ...], by_k: Tensor | None, by_v: Tensor | None
     ) -> tuple[Problem, Operands, Places]:
         """Return the call of ``kernels.Prepared.in_place`` for some lists.
 

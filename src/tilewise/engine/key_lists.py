@@ -296,13 +296,13 @@ class Lists(NamedTuple):
         return page_size(self.block, keys, self.starts is None and self.paging is None)
 
     def located(
-        self, part: slice, tables: tuple[Table, Table], total: int, heads: int, with_keys: bool
+        self, part: slice, tables: tuple[Table, ...], total: int, heads: int, with_keys: bool
     ) -> Located:
         """Return where the keys of some lists lie in tables with pages of the same numbers.
 
         Args:
             part: which lists.
-            tables: of keys and values.
+            tables: of keys and values; only the first is read.
             total: keys of a head in all.
             heads: key heads.
             with_keys: whether to return the keys too.

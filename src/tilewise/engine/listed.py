@@ -39,6 +39,7 @@ from tilewise.plan import Plan
 from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.merge import merge_partial
 from tilewise.torch_private import has_batch
+from tilewise.variants.float8 import NO_SCALES, Scales, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
 from tilewise.variants.program import encode
 from tilewise.variants.values import Score
@@ -64,7 +65,7 @@ def attend_lists(
 
     Raises:
         InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: dropout, float8, raw scores, transforms; of paged keys also gradients.
+        Unsupported: dropout, queries in float8, raw scores, transforms; of paged keys gradients.
     """
     sinks, packed = keywords.sinks, q.dim() == 3
     if road(q, k, v, keywords) != "eager" or type(lists.indices) not in PLAIN:
@@ -76,6 +77,7 @@ def attend_lists(
             # Autograd is above the op: only its caller knows whether it will ask for gradients.
             torch.is_grad_enabled()
             and any(x.requires_grad for x in (q, k, v, *call.score_tensors)),
+            *keywords.scales[1:],
         )
         result = result_of(found[:6], statistics)
     else:
@@ -255,6 +257,8 @@ class _Forward(NamedTuple):
 
     statistics: str
     for_backward: bool
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class _Backward(NamedTuple):
@@ -276,26 +280,32 @@ _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 def work_of(
-    call: OpCall, of_lists: OfLists, found: Listed | None = None, alone: bool = False
+    call: OpCall,
+    of_lists: OfLists,
+    found: Listed | None = None,
+    alone: bool = False,
+    scales: Scales = NO_SCALES,
 ) -> ListedWork:
     """Return the work of a call as the ops take it: checked again, values included."""
-    keywords = keywords_of(call, of_lists)
+    keywords = keywords_of(call, of_lists, scales)
     lists = KeyBlocks(of_lists.indices, of_lists.block, of_lists.query_block)
     frame = frame_of(*call[:3], keywords, lists)
     return ListedWork(call[:3], keywords, of_lists.indices, frame, found, alone)
 
 
-def _work(call: OpCall, of_lists: OfLists, found: Listed | None = None) -> ListedWork:
+def _work(
+    call: OpCall, of_lists: OfLists, found: Listed | None = None, scales: Scales = NO_SCALES
+) -> ListedWork:
     if transforms_active():  # a graph made outside of a transform comes straight here
         refuse_transforms()
-    return work_of(call, of_lists, found)
+    return work_of(call, of_lists, found, scales=scales)
 
 
 def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
     call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
-    asked, for_backward = _Forward(*arguments[_OF_LISTS:])
+    asked, for_backward, *scales = _Forward(*arguments[_OF_LISTS:])
     statistics: Statistics = "top1" if asked == "top1" else "rows" if asked else ""
-    work = _work(call, of_lists)
+    work = _work(call, of_lists, scales=scales_of(None, *scales))
     found = work.forward(statistics, for_backward)
     max_logit, entropy, top_key = (
         absent(like) if each is None else own(each)
@@ -361,7 +371,7 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, (statistics, for_backward) = inputs[:_OF_LISTS], _Forward(*inputs[_OF_LISTS:])
+    call, (statistics, for_backward, *_) = inputs[:_OF_LISTS], _Forward(*inputs[_OF_LISTS:])
     out, lse, stats, max_logit, entropy, top_key, *sets = output
     ctx.mark_non_differentiable(stats, max_logit, top_key, *sets)
     if not statistics:

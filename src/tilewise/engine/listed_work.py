@@ -29,12 +29,12 @@ from tilewise.engine.key_lists import (
 )
 from tilewise.engine.modes import transforms_active
 from tilewise.engine.ops import OpCall
-from tilewise.engine.paged import check_undifferentiated
+from tilewise.engine.paged import check_rows, check_undifferentiated
 from tilewise.engine.pages import Pages
 from tilewise.engine.shared_lists import may_share, shared
 from tilewise.errors import Unsupported
 from tilewise.problem import UNSEEN, Needs, Operands, Problem, Result, Statistics
-from tilewise.variants.float8 import FLOAT8, NO_SCALES, STORED
+from tilewise.variants.float8 import FLOAT8, NO_SCALES, Scales
 from tilewise.variants.program import RAW, fitted
 
 # Of a call whose facts are kept: a few tensors of so many numbers each.
@@ -112,8 +112,6 @@ def checked_call(
 
     Values are not read: tensors may be without.
     """
-    if k.dtype != q.dtype and k.dtype in STORED:
-        refuse("pages in 8 bits", "pass pages in q's dtype")
     refuse_others(q.dtype, keywords)
     problem = build_problem(q, k, v, keywords._replace(sinks=None))
     if keywords.sinks is not None:  # as one more set of keys, outside
@@ -130,7 +128,7 @@ def refuse_others(dtype: torch.dtype, keywords: Keywords) -> None:
         refuse_transforms()
     if keywords.dropout_p:
         refuse("dropout", "pass dropout_p=0.0")
-    if dtype is FLOAT8 or keywords.scales is not NO_SCALES:
+    if dtype is FLOAT8:
         refuse("float8", "convert q, k and v to bfloat16")
     if any(instr.op == RAW for instr in keywords.score.program):
         refuse("raw scores", "write the score in the language of variants")
@@ -253,6 +251,7 @@ class ListedWork:
     ) -> None:
         self._q, k, v = (x.resolve_neg() if x.is_neg() else x for x in inputs)
         self._problem = problem = frame.problem
+        check_rows(problem, k, v, keywords)
         self._operands = operands = self._lowered(k, v, keywords)
         rows, block = frame.rows, frame.block
         named = -(-problem.keys // block)
@@ -308,6 +307,8 @@ class ListedWork:
         return build_operands(self._problem, self._q, k, v, keywords, None)
 
     def _add(self, part: Part, k: Tensor, v: Tensor, lists: Lists, keywords: Keywords) -> None:
+        of_rows = self._operands.k_scale, self._operands.v_scale
+        scales = tuple([x for x in of_rows if x is not None])
         part.gathering = Gathering(
             self._problem,
             part.grouped(self._q),
@@ -318,6 +319,7 @@ class ListedWork:
             Variant(self._problem.score, self._operands.score_tensors),
             part.rows,
             keywords.backend,
+            scales,
         )
         self.parts.append(part)
 
@@ -431,9 +433,9 @@ class ListedWork:
         return torch.cat([each for each in places if each is not None]).argsort()
 
 
-def keywords_of(call: OpCall, of_lists: OfLists) -> Keywords:
+def keywords_of(call: OpCall, of_lists: OfLists, scales: Scales = NO_SCALES) -> Keywords:
     """Return the keywords of a call as the ops take it."""
     if of_lists.block_table.dim() == 1:
         return call.keywords()
     pages = Pages(of_lists.block_table, of_lists.key_lengths, call.cu_seqlens_q)
-    return call.keywords(pages=pages)
+    return call.keywords(scales, pages)

@@ -39,7 +39,7 @@ def check_undifferentiated(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) 
         refuse_gradient()
 
 
-def _check_rows(problem: Problem, k: Tensor, v: Tensor, keywords: Keywords) -> None:
+def check_rows(problem: Problem, k: Tensor, v: Tensor, keywords: Keywords) -> None:
     """Rows in 8 bits: each has a scale, and its numbers next to one another."""
     if problem.stored is None:
         return
@@ -77,7 +77,7 @@ def attend_pages(
     if plan is None:
         plan = cached_plan(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
-    _check_rows(plan.problem, k, v, keywords)
+    check_rows(plan.problem, k, v, keywords)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     step, output = keywords.step, plan.output if out_alone and not statistics else None
@@ -94,7 +94,7 @@ def call_paged(
     """Attention through the op, while tracing or over tensors that are not plain."""
     problem = build_problem(q, k, v, keywords)
     check_undifferentiated(q, k, v, keywords)
-    _check_rows(problem, k, v, keywords)
+    check_rows(problem, k, v, keywords)
     assert keywords.pages is not None
     if keywords.step is not None:
         keywords.step.covers(problem, k.shape[0])

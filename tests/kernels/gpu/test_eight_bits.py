@@ -68,6 +68,25 @@ def test_the_rule_of_two(case: Case, dtype: torch.dtype, storage: torch.dtype, c
 
 
 @STORAGES
+def test_key_lists(storage: torch.dtype) -> None:
+    """Single keys, read in place; and blocks of them, copied where scales lie otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = ([torch.randn(1, 48, 16, generator=generator)] for _ in range(2))
+    paged, scales = narrow(in_pages(keys, values, 16), storage)
+    q = torch.randn(1, 2, 3, 16, generator=generator)
+    few = {name: x.new_tensor(0.01).expand(x.shape) for name, x in scales.items()}
+    for block, each in ((1, scales), (8, few)):
+        indices = torch.randint(-1, 48 // block, (1, 1, 3, 24 // block), generator=generator)
+        lists, mask = tilewise.KeyBlocks(indices, block), masks.window(30, 0)
+        given: dict[str, Any] = {**each, "keys": lists, "mask": mask}
+        got, plain, oracle = (
+            tilewise.attention_paged(q.to(dtype), *paged, **given, backend=backend)
+            for backend, dtype in (("gpu", q.dtype), ("tiled", q.dtype), ("tiled", torch.float64))
+        )
+        assert_exact(got, plain, oracle, f"blocks of {block}")
+
+
+@STORAGES
 @pytest.mark.parametrize("blocks", BLOCKS, ids=lambda each: f"{each.queries}x{each.keys}")
 def test_blocks_of_all_sizes(blocks: Blocks, storage: torch.dtype) -> None:
     inputs = build(CASES[1]).detached()

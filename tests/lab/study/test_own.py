@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import statistics
@@ -21,7 +22,7 @@ from tests.lab.study.records_of import known as known_value
 from tilelab.study.ask.config import RunConfig, Task, change
 from tilelab.study.ask.run import RunSpec
 from tilelab.study.ask.values import config_hash, hash_of
-from tilelab.study.conduct import progress, script
+from tilelab.study.conduct import command, progress, script
 from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
 from tilelab.study.verdict.measures import measure
@@ -235,6 +236,7 @@ def test_lines_that_say_nothing(place: Path, body: str, message: str) -> None:
 
 
 def evaluations(place: Path, body: str) -> list[tuple[int, list[float | None]]]:
+    place.mkdir(exist_ok=True)
     (place / "script.py").write_text(f"import json, os, subprocess, sys, time\n{body}")
     found = spec(place, f"python {place / 'script.py'} {{seed}}")
     script.work(found)
@@ -258,12 +260,63 @@ def test_lines_of_odd_scripts(
     assert evaluations(place, f"print({printed})") == expected
 
 
+DIVERGED = "print('{\"val\": NaN}', flush=True)"
+
+
 def test_what_a_command_leaves_running_is_not_waited_for(place: Path) -> None:
     """A tracker's service, say, which keeps the standard output open."""
     begun = time.monotonic()
     body = "subprocess.Popen(['sleep', '30'])\nprint(json.dumps({'val': 1}))"
     assert evaluations(place, body) == [(1, [1.0])]
     assert time.monotonic() - begun < 15
+
+
+HOLDS = "held = b'1' * {megabytes}_000_000\n"
+
+
+def peak_bytes(place: Path, body: str) -> float:
+    evaluations(place, body)
+    record = RunRecord.read(spec(place, f"python {place / 'script.py'} {{seed}}").record)
+    return known_value(record.memory).peak_bytes
+
+
+@pytest.mark.parametrize("end", ["print(json.dumps({'val': 1}))", DIVERGED])
+def test_memory_is_the_commands_own(tmp_path: Path, end: str) -> None:
+    """Not that of this process, which started it and has torch in it."""
+    held = [HOLDS.format(megabytes=each) for each in (10, 120)]
+    other = [f"subprocess.run([sys.executable, '-c', {each!r}])\n" for each in held]
+    for number, bodies in enumerate((held, other)):
+        small, large = (
+            peak_bytes(tmp_path / f"{number}-{index}", body + end)
+            for index, body in enumerate(bodies)
+        )
+        assert 15e6 < small < 60e6
+        assert large - small == pytest.approx(110e6, rel=0.1)
+
+
+def test_a_command_that_hears_nothing_is_killed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_GRACE_S", 0.2)
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    begun = time.monotonic()
+    pid = place / "pid"
+    body = f"{deaf}open({str(pid)!r}, 'w').write(str(os.getpid()))\n{DIVERGED}\ntime.sleep(60)"
+    assert evaluations(place, body) == [(1, [None])]
+    assert time.monotonic() - begun < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_command_ends_as_its_process_did(place: Path) -> None:
+    with pytest.raises(script._Failed, match="was ended by signal 6"):
+        evaluations(place, "os.abort()")
+    with pytest.raises(script._Failed, match="ended with status 7"):
+        evaluations(place, "sys.exit(7)")
+    with pytest.raises(InvalidArgument, match=r"that can be started \(No such file"):
+        script.work(spec(place, "nowhere/to-be-found {seed}"))
+    with pytest.raises(script._Failed, match="was ended by signal 9"):
+        evaluations(place, "os.kill(os.getppid(), 9)\ntime.sleep(60)")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ A line is charged with all wall and CPU time since the one before it, the first 
 the script too, the last with its end. Speed is that of the lines after the first that go on by
 steps: a line of a metric alone, after that of its step, leaves the evaluation out of it.
 
-Memory is the peak of the largest process of a command, with all that it loads; of a function what
-this process took beyond what it had before.
+Memory is the peak of the largest process of a command, with all that it loads: of those that it
+waited for, by the system's count at its end. Of a function it is what this process took beyond what
+it had before.
 
 A script that was killed is started again with the same folder. Where its first line has a step
 above 1, it goes on from there; the record keeps what was reported up to that step.
@@ -33,7 +34,6 @@ import os
 import queue
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -47,6 +47,7 @@ import torch
 
 from tilelab.common.files import telling_full_disk
 from tilelab.study.ask.run import RunSpec
+from tilelab.study.conduct.command import Command
 from tilelab.study.recipes import function_of
 from tilelab.study.records.events import End, Evaluation, Memory, RunRecord, Start, Step, Writer
 from tilelab.study.tasks.script import Script, arguments
@@ -56,9 +57,7 @@ from tilewise.errors import InvalidArgument, TilewiseError
 
 FILES, OUTPUT = "files", "output.txt"  # in the folder of a run: the script's own, what it printed
 _POLL_S = 0.1
-_GRACE_S = 5.0
 _QUIET_S = 2.0  # after the end of a command, for what it left running with its standard output
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ScriptError(TilewiseError):
@@ -149,19 +148,24 @@ def _run_command(run: RunSpec, book: _Book, files: Path) -> None:
     with (files.parent / OUTPUT).open("ab", buffering=0) as output:
         tail = _Tail(files / script.lines) if script.lines else None
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            process = Command(words)
         except OSError as error:
             required = f"a command that can be started ({error.strerror})"
             raise InvalidArgument("task.command", repr(words[0]), required) from None
-        book.time(lambda: _cpu_s(process.pid), _peak_bytes)
+
+        def peak_bytes() -> int:
+            process.end()  # a run that has diverged is over before its command is
+            return process.peak_bytes()
+
+        book.time(process.cpu_s, peak_bytes)
         try:
             book.follow(lambda: _lines(process, output.write, tail), words[0])
         finally:
-            _end(process)
+            process.end()
 
 
 def _lines(
-    process: subprocess.Popen[bytes], keep: Callable[[bytes], int], tail: _Tail | None
+    process: Command, keep: Callable[[bytes], int], tail: _Tail | None
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of a command until it ends; ``keep`` takes its whole output.
 
@@ -169,7 +173,6 @@ def _lines(
         ScriptError: it ended badly.
     """
     printed: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    assert process.stdout is not None
 
     def read(stream: IO[bytes]) -> None:
         with stream:  # closed here: elsewhere it would wait for a line of what was left running
@@ -415,34 +418,10 @@ class _Book:
         )
 
 
-def _cpu_s(process: int | None = None) -> float:
-    """Return CPU seconds of this process and what it waited for, or of one that it started."""
-    if process is None:
-        whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        return sum(each.ru_utime + each.ru_stime for each in map(resource.getrusage, whose))
-    with suppress(OSError):  # over: then it counts among those that were waited for
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] != "Z":
-            return sum(int(each) for each in fields[11:15]) / _TICKS
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
-def _peak_bytes() -> int:
-    """Return the peak memory of the largest process that this one started and waited for."""
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that is still there: its run is over, or failed."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _cpu_s() -> float:
+    """Return CPU seconds of this process and of what it waited for."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(each.ru_utime + each.ru_stime for each in map(resource.getrusage, whose))
 
 
 def _end_with_parent() -> None:

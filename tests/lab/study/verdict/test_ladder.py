@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import random
 import re
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from tests.conftest import ROOT
 from tests.lab.study.records_of import (
     Behaviour,
     config_of,
@@ -28,7 +31,9 @@ from tilelab.common.svg import house_style
 from tilelab.study.ask.config import Arm, Confirm, Experiment, Halving, Ladder, Sweep, change
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord
+from tilelab.study.records.store import read_floors, read_records, read_study
 from tilelab.study.report.ladders import ladder_of
+from tilelab.study.report.verdicts import answer
 from tilelab.study.verdict.judge import judge, unfolded
 from tilelab.study.verdict.ladder import rates
 from tilelab.study.verdict.result import ArmVerdict, LadderVerdict
@@ -343,3 +348,45 @@ def test_an_end_that_scores_all_of_the_text_counts_by_the_windows_of_the_others(
         last = replace(record.evaluations[-1], on_windows={"bits_per_byte": 2.5})
         record.evaluations[-1] = last
     assert known(arm_of(whole, records).equal_time).effect == pytest.approx(1.5, abs=1e-2)
+
+
+def answered(behaviours: dict[str, Behaviour], without: str = "") -> str:
+    """The first sentence of the report on a ladder, beside an experiment that is none.
+
+    ``without`` is a run that has no record.
+    """
+    experiment = laddered(None, last={}, rungs={each: RUNGS[each] for each in ("10", "20", "40")})
+    study = study_of(experiment, experiment_of("lion", name="precision"))
+    told = {"precision/lion": Behaviour(effect=-0.9)}
+    told |= {f"length.{name}": each for name, each in behaviours.items()}
+    records = work(study, told).records
+    return answer(judge(study, {name: records[name] for name in records if name != without}))
+
+
+def test_a_ladder_answers_by_its_ends_and_by_the_signs_of_its_effects() -> None:
+    gain, loss = Behaviour(effect=-0.2), Behaviour(effect=0.2)
+    same = answered({"10/wsd": gain, "10/drop": loss, "40/wsd": gain, "40/drop": loss})
+    assert re.fullmatch(
+        r"By bytes of text read, wsd leads at [\d.]+k \(by 0\.\d+ bits per byte\) and at [\d.]+k "
+        r"\(by 0\.\d+ bits per byte\); no arm's effect is shown to change its sign\.",
+        same,
+    ), same
+    turned = answered({"10/wsd": gain, "20/drop": loss, "40/wsd": loss, "40/drop": loss})
+    assert re.fullmatch(
+        r"By bytes of text read, wsd leads at ([\d.]+k) \(by .*\), baseline at ([\d.]+k) "
+        r"\(the baseline\); wsd is better at \1 and worse at \2\.",
+        turned,
+    ), turned
+    wide = Behaviour(finals={0: 1.0, 1: 4.0, 2: 1.0})
+    assert "bits per byte, undecided)" in answered({"40/wsd": wide, "40/drop": loss})
+    assert not answered({"10/wsd": gain}, "length.40/wsd/seed-1"), "not before all rungs are over"
+
+
+@pytest.mark.parametrize("name", ["ladder", "wikitext"])
+def test_the_stored_reports_begin_with_the_answer(name: str, tmp_path: Path) -> None:
+    folder = ROOT / "benchmarks/studies" / name
+    with tarfile.open(folder / "records.tar.gz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    study, records = read_study(folder).study, read_records(tmp_path)
+    found = answer(judge(study, records, read_floors(folder)))
+    assert (folder / "report.md").read_text().splitlines()[2] == f"**{found}**"

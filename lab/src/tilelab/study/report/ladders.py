@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -12,7 +12,14 @@ from tilelab.study.ask.metrics import METRICS
 from tilelab.study.report.lines import WIDTH, beside_labels, line_style, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.verdict import text as words
-from tilelab.study.verdict.result import Clock, EqualTime, Interval, LadderArm, LadderVerdict
+from tilelab.study.verdict.result import (
+    Clock,
+    EqualTime,
+    ExperimentVerdict,
+    Interval,
+    LadderArm,
+    LadderVerdict,
+)
 
 _AXES = {"text": "bytes of text read", "tokens": "training tokens", "parameters": "parameters"}
 _CLOCKS: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
@@ -56,6 +63,66 @@ def meaning(found: LadderVerdict, smallest: float) -> str:
             f"{len(held)} of {words.count(len(foretold), 'arm')}."
         )
     return text
+
+
+def ends(found: LadderVerdict, rungs: Sequence[ExperimentVerdict], digits: int) -> str:
+    """Return which arm leads at the first and at the last rung, and whose effect changes its sign.
+
+    The arm that leads has the best mean; the baseline leads where no arm's is better. A sign
+    changes where an arm is better at one rung and worse at another, by its verdicts. Empty while
+    runs of a rung are missing.
+
+    Args:
+        found: the ladder.
+        rungs: the verdicts on its rungs, the smallest first.
+        digits: decimals of an effect.
+    """
+    if any(arm.label == "incomplete" for rung in rungs for arm in rung.arms):
+        return ""
+    places = [
+        rung if at is None else words.shorten(at)
+        for rung, at in zip(found.rungs, found.places, strict=True)
+    ]
+    first, last = (_leader(rungs[at], digits) for at in (0, -1))
+    if first[0] == last[0]:
+        said = f"{first[0]} leads at {places[0]} ({first[1]}) and at {places[-1]} ({last[1]})"
+    else:
+        said = (
+            f"{first[0]} leads at {places[0]} ({first[1]}), {last[0]} at {places[-1]} ({last[1]})"
+        )
+    turned = _turned(rungs, places)
+    rest = words.listing(turned) if turned else "no arm's effect is shown to change its sign"
+    return f"By {_AXES[found.axis]}, {said}; {rest}."
+
+
+def _leader(rung: ExperimentVerdict, digits: int) -> tuple[str, str]:
+    """Return the arm with the best mean of a rung, and by how much it leads."""
+    sign = -1 if METRICS[rung.metric].higher_is_better else 1
+    known = [(sign * arm.effect, at) for at, arm in enumerate(rung.arms) if arm.effect is not None]
+    effect, at = min(known, default=(0.0, 0))
+    if effect >= 0:
+        return rung.baseline.name, "the baseline"
+    arm = rung.arms[at]
+    doubts: list[str] = [] if arm.label == "better" else [arm.label]
+    doubts += ["not learnt"] if arm.neither_learnt else []
+    size = f"by {words.plain(-effect, digits)} {METRICS[rung.metric].unit}"
+    return arm.arm, ", ".join([size, *doubts])
+
+
+def _turned(rungs: Sequence[ExperimentVerdict], places: Sequence[str]) -> list[str]:
+    """Return the arms that are better at one rung and worse at another, in words."""
+    labels: dict[str, dict[str, str]] = {}  # arm -> place -> its label
+    for rung, place in zip(rungs, places, strict=True):
+        for arm in rung.arms:
+            if arm.label in ("better", "worse"):
+                labels.setdefault(arm.arm, {})[place] = arm.label
+    said = []
+    for name, by_place in labels.items():
+        (place, label), *others = by_place.items()
+        other = next(((at, each) for at, each in reversed(others) if each != label), None)
+        if other is not None:
+            said.append(f"{name} is {label} at {place} and {other[1]} at {other[0]}")
+    return said
 
 
 def effect_chart(

@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tilelab.study.ask import config
 from tilelab.study.ask.metrics import METRICS
+from tilelab.study.report.ladders import ends
 from tilelab.study.report.page import NONE, Band, Cell, Forest, Mark, VerdictRow
 from tilelab.study.verdict import text as words
 from tilelab.study.verdict.caveats import not_learnt
@@ -380,15 +381,20 @@ _MOST_ANSWERS = 3  # of a kind, by name
 def answer(verdict: StudyVerdict) -> str:
     """Answer the question of a study in a sentence, from all its experiments.
 
-    A ladder answers by its last rung alone. Empty while nothing is decided.
+    A study with ladders answers by these alone. Empty while nothing is decided.
     """
-    lower = {f"{each.experiment}.{rung}" for each in verdict.ladders for rung in each.rungs[:-1]}
+    if verdict.ladders:
+        rungs = {each.experiment: each for each in verdict.experiments}
+        said = [
+            ends(each, found, digits_of(found[-1]))
+            for each in verdict.ladders
+            if (found := [rungs[f"{each.experiment}.{rung}"] for rung in each.rungs])
+        ]
+        return " ".join(filter(None, said))
     gains: list[tuple[float, str]] = []
     better: list[tuple[float, str]] = []
     counts: dict[str, int] = {}
     for experiment in verdict.experiments:
-        if experiment.experiment in lower:
-            continue
         where = f" in {experiment.experiment}" if len(verdict.experiments) > 1 else ""
         for arm in experiment.arms:
             speed = arm.speed.ratio

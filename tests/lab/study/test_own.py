@@ -124,11 +124,11 @@ def test_a_command_is_tuned_paired_and_judged(
     assert "it is the script that draws weights and batches" in page
     assert "(choice.trick = on, choice.lr = 0.01 by its sweep)" in page
     assert "model.layers" not in page, "a script has no such setting"
-    for table, columns in (
-        ("Speed", "| arm | tokens/s | tokens/CPU-s | step | first to ninth decile |"),
-        ("Memory", "| arm | peak |"),
-    ):
-        assert f"#### {table}\n\n{columns}" in page
+    assert "#### Memory\n\n| arm | peak |" in page
+    head = page.partition("#### Speed\n\n")[2].partition("\n")[0]
+    if head != "| arm | tokens/s | tokens/CPU-s | step | first to ninth decile |":
+        assert head == "| arm | tokens/CPU-s |"
+        assert "other work on the machine moved the wall clock" in page
     (page,) = (path.read_text() for path in out.glob("*/report.html"))
     assert "come out the same is up to the script" in page
     assert "same to the bit" not in page

@@ -382,6 +382,31 @@ def test_any_wrong_verdict_of_an_experiment_is_rare(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "sds"),
+    [
+        ("6 arms of unequal variance", UNEQUAL),
+        ("one of 6 arms with 3 times the standard deviation", (*(1.0,) * 6, 3.0)),
+        ("the baseline with 3 times the standard deviation", (3.0, *(1.0,) * 6)),
+    ],
+)
+def test_pooled_error_of_unequal_arms_errs_as_often_as_the_page_says(
+    row: str, sds: tuple[float, ...]
+) -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    (cell,) = re.findall(rf"pooled error, 3 or 5 seeds, {row} \| \| (.*) % \|", page)
+    for said, seeds in zip(cell.split(" and "), (3, 5), strict=True):
+        studies = (each.judged(error="pooled", smallest_effect=TINY) for each in drawn(sds, seeds))
+        wrong = sum(any(each.label in WRONG for each in found.values()) for found in studies)
+        print(f"\nfamily-wise error {wrong / STUDIES:.4f} with {seeds} seeds")
+        stated = float(said.strip("*")) / 100
+        assert wrong / STUDIES == pytest.approx(stated, abs=0.001)
+        assert said.startswith("**") == (wrong / STUDIES > most()), (
+            "bold: above by more than chance"
+        )
+
+
+@pytest.mark.slow
 def test_an_arm_that_matters_is_rarely_called_no_difference() -> None:
     """At the edge of what matters, with pooled error: the worst case for equivalence."""
     wrong = 0

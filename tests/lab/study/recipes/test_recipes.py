@@ -61,6 +61,18 @@ def test_arms_are_compared_fairly(study: Study) -> None:
             assert (arm.kind == "control") == ("attention.fault" in arm.changes), arm.name
 
 
+@pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
+def test_held_out_text_chooses_nothing_and_all_of_it_judges(study: Study) -> None:
+    for experiment in study.experiments:
+        config = experiment.baseline
+        if experiment.sweep is not None:
+            assert config.data.tuning > 0, experiment.name
+            assert config.evaluation.final_stride > 0 or not config.learning.learns_text
+        if experiment.alone:
+            names = [arm.name for arm in experiment.arms if arm.kind == "control"]
+            assert "wrong-scale" in names, experiment.name
+
+
 def test_kernels_compares_the_three_implementations() -> None:
     only, _ = STUDIES["kernels"].experiments
     assert only.baseline_name == "plain"
@@ -131,6 +143,7 @@ def test_gpt2_factorial_is_every_combination_with_tuned_rates() -> None:
     assert only.candidates("dropout+muon") == (0.0015, 0.003, 0.006, 0.012)
     runs = planned(STUDIES["gpt2-factorial"])
     # What the recipe says that it costs: in runs of the whole length.
+    assert sum(run.phase == "final" for run in runs) == 60
     assert sum(run.config.steps for run in runs) == 124 * only.baseline.steps
     assert not set(known(only.confirm).seeds) & set(only.seeds)
 
@@ -167,6 +180,10 @@ def test_longer_context_stops_plain_attention_where_it_is_told_to() -> None:
             config = experiment.config_of(arm)
             assert config.attention.implementation != "plain" or config.model.context <= 1024
     assert [study.experiments[at].baseline_name for at in (2, 3)] == ["plain", "sdpa"]
+    spend = study.experiments[-1]
+    assert spend.arm_names == ("plain", "tilewise", "tilewise-batch-4", "wrong-scale")
+    wrong = spend.config_of("wrong-scale")
+    assert wrong == change(spend.config_of("tilewise"), {"attention.fault": "scale"})
     context = study.experiments[0]
     assert context.config_of("context-8192").model.context == 8192
     for arm in [context.baseline_name, *(each.name for each in context.arms)]:

@@ -24,6 +24,7 @@ from tilelab.study.ask.config import (
 from tilelab.study.need import gpu_need
 from tilelab.study.recipes import bert, gpt2, recipe
 from tilelab.study.recipes.arms import attention, compare_kernels, one_at_a_time
+from tilelab.study.recipes.ladder import TUNING
 from tilewise.chips import CHIPS
 
 SIZES = {
@@ -148,7 +149,8 @@ def _factorial(seeds: tuple[int, ...]) -> Experiment:
         budget=Budget(tokens=2 * WIKITEXT_TOKENS),
         evaluation=Evaluation(every=180, windows=64),
     )
-    baseline = change(config, SIZES["small"])
+    scored = {"data.tuning": TUNING, "evaluation.final_stride": config.model.context // 2}
+    baseline = change(config, {**SIZES["small"], **scored})
     return gpt2.combinations(baseline, FACTORS, seeds, tuple(range(100, 106)), 0.01)
 
 

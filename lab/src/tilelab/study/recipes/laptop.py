@@ -12,7 +12,7 @@ from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study, Sweep, change
 from tilelab.study.recipes import ladder, recipe
-from tilelab.study.recipes.arms import compare_kernels, factorial, one_at_a_time, small_gpt2
+from tilelab.study.recipes.arms import SCORED, compare_kernels, factorial, one_at_a_time, small_gpt2
 from tilewise.inspect.peaks import isa, loop
 
 QUESTION = "Which training choices, on top of efficient attention, are worth having?"
@@ -159,7 +159,9 @@ def laptop(*, steps: int = 160, seeds: int = 3) -> Study:
 
 @recipe
 def laptop_full(*, steps: int = 150, seeds: int = 5) -> Study:
-    """The same with Muon, cosine, dropout, weight decay, swept rates and more seeds: half an hour.
+    """The same with Muon, cosine, dropout, weight decay, swept rates and more seeds: forty minutes.
+
+    All of the held-out text judges. Sweeps choose rates on a text of their own.
 
     Args:
         steps: of every run but those of the kernels, trials of sweeps too.
@@ -217,7 +219,7 @@ def _choices(
 ) -> Experiment:
     """Return some arms against the baseline, with further fields of the experiment."""
     fields = {"smallest_effect": EFFECT_BITS_PER_BYTE, "target": 3.6, **more}
-    baseline = small_gpt2(steps, 6, 32, evaluation__sample_tokens=SAMPLE_TOKENS)
+    baseline = change(small_gpt2(steps, 6, 32, evaluation__sample_tokens=SAMPLE_TOKENS), SCORED)
     return Experiment(
         name=name, question=question, baseline=baseline, arms=arms, seeds=seeds, **fields
     )

@@ -29,9 +29,9 @@ from tilelab.study.verdict.measures import measure
 from tilewise import cli
 from tilewise.errors import InvalidArgument, TilewiseError
 
-# Without torch, so that a run takes an instant. The seed moves all arms alike.
+# Without torch, so that a run takes a moment. The seed moves all arms alike.
 TRAIN = """
-import json, math, random, sys
+import json, math, random, sys, time
 from pathlib import Path
 
 given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
@@ -42,6 +42,9 @@ first = int(state.read_text()) if state.exists() else 0
 shift = random.Random(int(given["seed"])).gauss(0, 1)
 best = abs(math.log10(float(given["lr"]) / 0.01))
 for step in range(first + 1, 5):
+    busy = time.process_time() + 0.025
+    while time.process_time() < busy:  # for more than a tick, in which processor time is counted
+        pass
     lost = given["wild"] == "True" and step == 3
     held_out = math.nan if lost else shift + best - 0.5 * (given["trick"] == "on") + 1 / step
     print(f"step {step} of 4 is no line of JSON")
@@ -142,6 +145,23 @@ def test_a_command_is_tuned_paired_and_judged(
     assert "last bit" not in shown, "nobody knows the weights of a script"
     assert run(str(place / "my.py"), place / "several", options=("--processes", "2")) == (2, [])
     assert "--processes: got 2 processes; required: 1: a script" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_the_runs_and_what_they_detect(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out = ("--out", str(place / "studies"))
+    asked = ["study", str(place / "my.py"), "--dry-run", *out]
+    assert cli.main(asked) == 0
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if " trick " in line and "lr=" in line]
+    assert re.search(r"lr=0.001 trick=on wild=False\W+2\W+3\W+1\W", row)
+    assert "15 runs. Nothing is known of their time" in said
+    assert re.search(r"3 seeds: .* needs \|t\| > \d", said)
+    assert not (place / "studies").exists()
+    assert cli.main([*asked, "--chip", "h200"]) == 2
+    assert "--chip: got own, which runs a script" in capsys.readouterr().err
 
 
 def test_a_function_yields_or_logs(place: Path) -> None:

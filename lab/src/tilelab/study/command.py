@@ -105,6 +105,9 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
 
 def _dry_run(study: Study, chip: str | None, console: Console) -> int:
     name = chip or study.chip
+    if not name and any(each.baseline.learning.external for each in study.experiments):
+        console.print(predict.dry_run_of_script(study))
+        return 0
     if not name:
         came, fix = f"{study.name}, which names no chip", "For example: --chip h200."
         raise InvalidArgument("--dry-run", came, "the GPU to predict for, --chip NAME", fix)
@@ -380,7 +383,8 @@ def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--dry-run",
         action="store_true",
-        help="print what every arm would take on a GPU, in hours and memory, and run nothing",
+        help="print what every arm would take on a GPU, in hours and memory, and what the study "
+        "can detect; of a script its runs instead of hours; run nothing",
     )
     add("--chip", metavar="NAME", help="that --dry-run is for, e.g. h200 (the study's own)")
     add(

@@ -101,7 +101,9 @@ class Command:
             fields = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
                 return sum(int(each) for each in fields[11:15]) / _TICKS
-        return 0.0
+        if sys.platform == "linux":  # it is over, and about to be reported: finer than by ticks
+            self.wait()
+        return 0.0 if self._ended is None else self._ended.cpu_s
 
     def peak_bytes(self) -> int:
         """Return the peak memory of the largest process of a command that is over."""

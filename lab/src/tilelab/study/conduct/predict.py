@@ -226,14 +226,40 @@ def dry_run(study: Study, chip: Chip) -> RenderableType:
     for each in study.experiments:
         if each.baseline.learning.external:
             required = "a study of the models here: nothing is known of a script's"
-            raise InvalidArgument("--dry-run", f"{each.name}, which runs a script", required)
+            fix = "Without --chip it lists the runs of a script."
+            raise InvalidArgument("--chip", f"{each.name}, which runs a script", required, fix)
     rows = _rows(study, chip)
-    said = [_summary(rows, chip), "", "What the designs can detect:", *plan_lines(study)]
+    said = [_summary(rows, chip), "", *_designs(study)]
+    return Group(_table(study, rows, chip), Text("\n".join(said)))
+
+
+def dry_run_of_script(study: Study) -> RenderableType:
+    """Return the table of a script's runs: how many, of what, and what they can detect."""
+    table = Table(title=f"{study.name}, which runs a script", title_justify="left")
+    for head in ("experiment", "arm", "choices"):
+        table.add_column(head, overflow="fold")
+    for head in ("trials", "runs that count", "steps"):
+        table.add_column(head, justify="right")
+    runs = planned(study)
+    for each in study.experiments:
+        for arm in each.arm_names:
+            own = [run for run in runs if (run.experiment, run.arm) == (each.name, arm)]
+            trials = sum(run.phase == "sweep" for run in own)
+            config = each.config_of(arm)
+            choices = " ".join(f"{name}={value}" for name, value in config.choice.items())
+            counts = (f"{trials}", f"{len(own) - trials}", f"{config.steps:,}")
+            table.add_row(each.name, arm, choices, *counts)
+    known = f"{len(runs)} runs. Nothing is known of their time and memory, and nothing was run."
+    return Group(table, Text("\n".join([known, "", *_designs(study)])))
+
+
+def _designs(study: Study) -> list[str]:
+    said = ["What the designs can detect:", *plan_lines(study)]
     try:
         check_designs(study)
     except InvalidArgument as error:
         said.append(f"! It would be refused: {error}")
-    return Group(_table(study, rows, chip), Text("\n".join(said)))
+    return said
 
 
 def _table(study: Study, rows: Sequence[_Row], chip: Chip) -> Table:

@@ -25,6 +25,7 @@ from tilelab.study.conduct.forks import Forker, Forks, can_be_forked
 from tilelab.study.conduct.pool import Pool, RunError
 from tilelab.study.conduct.process import Local
 from tilelab.study.plan import Agenda
+from tilelab.study.recipes.own import own_study
 from tilelab.study.records.events import RunRecord
 from tilelab.study.train.child import ORPHANED
 
@@ -65,6 +66,68 @@ def test_forked_runs_have_the_bits_of_fresh_processes(tmp_path: Path, forks: For
         # A clock of its own: it has not the time of whoever imported for it.
         taken = sum(each.cpu_s for each in forked[name].steps)
         assert 0 < taken < 2 * sum(each.wall_s for each in forked[name].steps)
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+
+folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+(folder / "parents").write_text(f"{os.getppid()}")
+print(json.dumps({"val": 1.5, "OMP": os.environ["OMP_NUM_THREADS"]}), flush=True)
+if seed == 1:
+    sys.exit("the disk is on fire")
+if seed == 2:
+    import time
+    time.sleep(600)
+"""
+
+
+def _command(folder: Path) -> Study:
+    file = folder / "train.py"
+    file.write_text(SCRIPT)
+    words = f"python {file} {{folder}} {{seed}}"
+    decided: dict[str, Any] = {"metric": "val", "smallest_effect": 1, "baseline": {}}
+    return own_study("own", words, **decided, arms={"a": {}}, seeds=3)
+
+
+def test_commands_are_forked_and_import_torch_once(tmp_path: Path, forks: Forks) -> None:
+    """No run of a script without torch starts with the import of torch, which takes seconds."""
+    (experiment,) = _command(tmp_path).experiments
+    runs = [RunSpec("own", arm, 0, experiment.baseline) for arm in ("a", "baseline")]
+    local = Local(_execution(tmp_path), forks=forks)
+    for run in runs:
+        assert can_be_forked(run.executed(local.execution))
+        worker = local.start(run, [])
+        assert worker.outcome().code == 0  # type: ignore[attr-defined]
+        worker.close()
+        record = RunRecord.read(run.executed(local.execution).record)
+        assert record.done
+        assert 5e6 < known(record.memory).peak_bytes < 60e6
+    assert len(forks._servers) == 1
+
+
+def test_a_forked_command_fails_and_ends_with_its_run(tmp_path: Path, forks: Forks) -> None:
+    (experiment,) = _command(tmp_path).experiments
+    local = Local(_execution(tmp_path), forks=forks)
+    worker = local.start(RunSpec("own", "a", 1, experiment.baseline), [])
+    outcome = worker.outcome()  # type: ignore[attr-defined]
+    worker.close()
+    assert outcome.code == 1
+    assert outcome.lines == ["the disk is on fire", "the command ended with status 1"]
+    run = RunSpec("own", "a", 2, experiment.baseline)
+    worker = local.start(run, [])
+    parent = run.folder(tmp_path) / "files" / "parents"
+    deadline = time.monotonic() + _WAIT_S
+    while not parent.exists() or not parent.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker.stop()
+    assert worker.outcome().code == -signal.SIGKILL  # type: ignore[attr-defined]
+    worker.close()
+    while Path(f"/proc/{parent.read_text()}").exists():
+        assert time.monotonic() < deadline, "the command outlived its run"
+        time.sleep(0.02)
 
 
 def _started(forks: Forks, run: RunSpec, folder: Path) -> tuple[Any, int]:

@@ -36,6 +36,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -43,6 +44,7 @@ import torch
 
 from tilelab.study.ask.config import RunConfig
 from tilelab.study.ask.run import RunSpec
+from tilelab.study.conduct import script
 from tilelab.study.data.tokens import Tokens
 from tilelab.study.tasks.task import Prepared
 from tilelab.study.train.child import Opened, attempt, end_with_parent, work
@@ -60,11 +62,12 @@ def can_be_forked(run: RunSpec) -> bool:
     * On a CPU and one thread: GPU contexts and threads are not copied, and with more threads
       numpy starts its own as it is imported.
     * One process, not compiled: launchers and compilers start processes of their own.
-    * Our own training: what a script imports is not ours to know.
+    * Our own training, or a command: what a function imports is not ours to know.
     """
     execution, config = run.execution, run.config
     one = execution.threads == execution.processes == 1 and execution.device == "cpu"
-    ours = execution.module is None and not config.learning.external
+    own = config.learning
+    ours = execution.module is None and (not own.external or bool(own.command))
     return sys.platform == "linux" and one and ours and not config.training.compile
 
 
@@ -254,6 +257,8 @@ class Forker:
     def _open(self, job: str) -> None:
         """Open the text of a run; what cannot be opened is the run's to say, and to be ended by."""
         run = RunSpec.from_json(json.loads(job))
+        if not run.config.learning.external:
+            _warm()
         if run.config.learning.learns_text:  # other data comes through libraries with threads
             with suppress(TilewiseError, OSError):
                 self._opened(run.config, run.execution.cache)
@@ -281,8 +286,12 @@ class Forker:
             for place, each in zip((0, 2), descriptors, strict=True):
                 os.dup2(each, place)
                 os.close(each)
-            threading.Thread(target=end_with_parent, daemon=True).start()
-            status = attempt(job, lambda run: work(run, self._touched))
+            if RunSpec.from_json(json.loads(job)).config.learning.external:
+                threading.Thread(target=script.end_with_parent, daemon=True).start()
+                status = script.attempt(job)
+            else:
+                threading.Thread(target=end_with_parent, daemon=True).start()
+                status = attempt(job, lambda run: work(run, self._touched))
         except BaseException:  # of a crash the caller reads the last lines
             traceback.print_exc()
         finally:
@@ -301,11 +310,14 @@ class Forker:
 
 
 def main() -> None:
-    """Import what runs import late, then fork for them."""
-    control = socket.socket(fileno=os.dup(0))
-    # The first step of an optimizer imports torch's compiler, which takes over a second.
+    """Import what runs need, then fork for them."""
+    Forker(socket.socket(fileno=os.dup(0))).serve()
+
+
+@cache
+def _warm() -> None:
+    """Import torch's compiler, as the first step of an optimizer does: it takes over a second."""
     torch.optim.AdamW([torch.zeros(1)], fused=True).step()
-    Forker(control).serve()
 
 
 if __name__ == "__main__":

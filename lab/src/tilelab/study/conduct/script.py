@@ -71,7 +71,12 @@ class _Diverged(Exception):  # noqa: N818  reads as what happened
 def main() -> int:
     """Do the job on standard input; the exit status."""
     line = sys.stdin.readline()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    return attempt(line)
+
+
+def attempt(line: str) -> int:
+    """Do the job in a line; return the exit status, or raise what is a crash."""
     try:
         with telling_full_disk():
             work(RunSpec.from_json(json.loads(line)))
@@ -424,7 +429,7 @@ def _cpu_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in map(resource.getrusage, whose))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Wait for the end of standard input, then end this process and what it started."""
     with suppress(OSError):
         while os.read(sys.stdin.fileno(), 4096):

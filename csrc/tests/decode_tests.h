@@ -225,7 +225,9 @@ inline std::vector<std::pair<const Kernels*, int>> with_and_without_tables() {
 inline void test_int8_rows(DType dtype) {
   constexpr int width = 72, large = 7;
   Case c = few(dtype, 5, 300, 4, 2, width, 40);
-  for (const auto& [kernels, tables] : with_and_without_tables()) {
+  for (const auto& each : with_and_without_tables()) {  // no structured binding: see NarrowRows
+    const auto kernels = each.first;
+    const int tables = each.second;
     const std::string name = kernels->name;
     Instance x(c, Place::end);
     NarrowRows k(x.k, Stored::int8, 3, Place::end), v(x.v, Stored::int8, 4, Place::end);
@@ -274,7 +276,9 @@ inline void test_int8_rows(DType dtype) {
 
 // A NaN in a row, or as its scale, is one of the outputs that it reaches.
 inline void test_eight_bits_nan() {
-  for (const auto& [kernels, tables] : with_and_without_tables()) {
+  for (const auto& each : with_and_without_tables()) {  // no structured binding: see NarrowRows
+    const auto kernels = each.first;
+    const int tables = each.second;
     for (i64 queries : {1, 20}) {
       Case c = few(DType::bf16, queries, 30, 2, 1, 40, 40);
       Instance x(c, Place::end);

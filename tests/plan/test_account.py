@@ -15,8 +15,9 @@ from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import backend
 from tilewise.plan import Candidate, Choice, choose
+from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import Account, account, cached, cost, plain
-from tilewise.plan.traffic.count import Loops, Traffic
+from tilewise.plan.traffic.count import Traffic
 from tilewise.variants import masks, scores
 
 SMALL = Loops((16, 16), "by_tiles", (16, 16))

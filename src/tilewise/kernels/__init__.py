@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise.plan import Tiles
-from tilewise.plan.traffic.count import Loops
+from tilewise.plan.loops import Loops
 from tilewise.problem import Grads, Operands, Problem, Result
 from tilewise.reference.programs import Grid, covers
 from tilewise.variants.program import RAW

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilewise.plan.traffic.count import Loops
+from tilewise.plan.loops import Loops
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.kernels import Backend, Prepared, Reader, raw_reasons
 from tilewise.kernels.cpu import DTYPES, absence, compiled, core, has_tiles, settle_float32, threads
 from tilewise.plan import Tiles
-from tilewise.plan.traffic.count import Loops
+from tilewise.plan.loops import Loops
 from tilewise.problem import START, Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.programs import Grid
 from tilewise.variants.derive import Derivative, differentiate

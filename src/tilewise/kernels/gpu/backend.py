@@ -40,7 +40,7 @@ from tilewise.kernels.gpu.config import (
 )
 from tilewise.kernels.gpu.replay import Replays
 from tilewise.plan import Tiles
-from tilewise.plan.traffic.count import Loops
+from tilewise.plan.loops import Loops
 from tilewise.plan.tuned import NOTHING, STORE, Blocks, Entry, Found, shown
 from tilewise.problem import Grads, Needs, Operands, Problem, Result, Statistics, output_like
 from tilewise.reference.programs import Grid

@@ -21,8 +21,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilewise.chips import Chip
+from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import memory, plain, tiled
-from tilewise.plan.traffic.count import ENTRY_BYTES, Loops, Operand, Pass, Seconds, Traffic, predict
+from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Seconds, Traffic, predict
 from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem

@@ -1,4 +1,4 @@
-"""The parts of an account of bytes: loops, operands, passes, their sum, and its seconds on a chip.
+"""The parts of an account of bytes: operands, passes, their sum, and its seconds on a chip.
 
 A **pass** is one walk over the operands, as one kernel makes it. Bytes go between slow and fast
 memory. When several tiles walk over an operand, ``read`` counts every one of these walks, and
@@ -15,41 +15,11 @@ of percent of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from tilewise.chips import Chip
 from tilewise.errors import InvalidArgument
 from tilewise.problem import Problem
-
-BackwardOrder: TypeAlias = Literal["by_tiles", "in_turns", "keys_outside", "rows_outside"]
-
-
-class Loops(NamedTuple):
-    """Which loops a backend runs, in tiles of (queries, keys).
-
-    Args:
-        forward: of the forward pass, queries outside.
-        order: of the backward: a function of ``plan.traffic.tiled``.
-        backward: of the backward; where it has two walks, of that for dQ.
-        keys: of the walk for dK and dV, where there is one; None for ``backward``.
-        split_keys: keys that one program of the forward walks over, whose result is then merged
-            with the others'; 0 for all of them.
-        shared: whether a group of query heads walks together in such a forward.
-        products: the dtype in which the forward multiplies, e.g. "float16", where it is not that of
-            the operands.
-        blocks: in which a tile of ``backward`` is computed, each skipped alone where it is empty;
-            None for the tile as a whole.
-    """
-
-    forward: tuple[int, int]
-    order: BackwardOrder
-    backward: tuple[int, int]
-    keys: tuple[int, int] | None = None
-    split_keys: int = 0
-    shared: bool = False
-    products: str = ""
-    blocks: tuple[int, int] | None = None
-
 
 ENTRY_BYTES = 4  # of an entry of a block table
 SCALE_BYTES = 4  # of a row in 8 bits

@@ -191,7 +191,7 @@ def test_a_choice_of_pools_in_other_forms() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_best_blocks(dtype: torch.dtype) -> None:
     """Each head's own, over several tiles; of equal scores the lowest block; NaN before all."""
-    from tilewise.integrations.transformers.block_scores import best_blocks
+    from tilewise.integrations.transformers.unwritten import best_blocks
 
     rows, keys, block, k = 67, 9001, 4, 6
     drawn = torch.Generator().manual_seed(7)

@@ -5,6 +5,10 @@
 - ``latent``: decoding over a latent cache. "read" adds up the bytes of the cache, so its time over
   ours is the share of the memory's bandwidth.
 - ``model``: a decoded token of a layer of transformers' DeepSeek-V3, where that is installed.
+- ``heads``: RMSNorm and rotation of heads in one pass (``nn.rotary(norm=)``), beside torch's own.
+- ``block``: a Llama-like block, and parts of it that could be fused. For each part there are the
+  operations of torch, and products that read and write as many numbers as one fused pass would.
+  The block over the difference is what fusing could give at most.
 
 One thread, its processor time, all methods in turn; medians, and ratios of medians to the first
 method. Bytes are the peak of a call beyond its operands, the results among them.
@@ -17,12 +21,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import tilewise
@@ -47,6 +51,9 @@ INDEXED = ((4096, 4096, SINGLE), (256, 32768, SINGLE), (256, 32768, HALF), (1, 3
 INDEX_HEADS, INDEX_WIDTH, CHOSEN = 64, 128, 2048
 LATENT, VALUES, TOKENS, HEADS, PAGE = 576, 512, 65536, (1, 2, 4, 8, 16, 128), 128
 CACHED = (1024, 4096, 16384)
+# Batch, heads, tokens, width.
+NORMED = ((4, 12, 1024, 64), (1, 16, 4096, 64), (1, 32, 4096, 128))
+BLOCK, HIDDEN = (2, 1024, 768), 2048  # batch, tokens, width; the feed-forward part's width
 MEASURED = 1 << 24  # bytes: the peak of a smaller call is within the noise
 
 
@@ -199,6 +206,126 @@ def decoded(model: Any, token: Tensor, cache: Any) -> Tensor:
     return found
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads as model code does, with angles [S, D] in the dtype of ``x``."""
+    one, two = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-two, one), dim=-1) * sin
+
+
+def both_passes(call: Callable[..., Tensor], *leaves: Tensor) -> Callable[[], Any]:
+    """Return a call that computes the gradients of ``leaves`` too."""
+    grad = torch.ones_like(call(*leaves))
+    return lambda: torch.autograd.grad(call(*leaves), leaves, grad)
+
+
+def normed_heads() -> Iterator[Case]:
+    """Yield RMSNorm and rotation of heads, forward and in both passes."""
+    for dtype, sizes in product((SINGLE, HALF), NORMED):
+        batch, heads, tokens, width = sizes
+        x = drawn(dtype, *sizes).requires_grad_()
+        weight = drawn(dtype, width).requires_grad_()
+        positions = torch.arange(tokens)
+        angles = positions[:, None] * 10000.0 ** -(torch.arange(0, width, 2) / width)
+        cos, sin = (
+            f(torch.cat((angles, angles), dim=-1)).to(dtype) for f in (torch.cos, torch.sin)
+        )
+
+        def plain(x: Tensor, weight: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+            return turned(functional.rms_norm(x, x.shape[-1:], weight, 1e-6), cos, sin)
+
+        def ours(x: Tensor, weight: Tensor, positions: Tensor = positions) -> Tensor:
+            return tilewise.nn.rotary(x, positions, norm=tilewise.nn.HeadNorm(weight))
+
+        name = f"{batch} x {tokens:,} tokens, {heads} heads of {width}"
+        forward = {"plain": no_grad(plain, x, weight), "tilewise": no_grad(ours, x, weight)}
+        yield Case("heads", f"{name}, forward", dtype, forward, x.nbytes)
+        both = {"plain": both_passes(plain, x, weight), "tilewise": both_passes(ours, x, weight)}
+        yield Case("heads", f"{name}, both passes", dtype, both, 2 * x.nbytes)
+
+
+def no_grad(call: Callable[..., Tensor], *given: Tensor) -> Callable[[], Tensor]:
+    """Return a call without gradients."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return call(*given)
+
+    return run
+
+
+class Block(nn.Module):
+    """RMSNorm, attention with normalised and rotated heads, RMSNorm, SwiGLU."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for _ in range(2))
+        self.attention = tilewise.nn.Attention(
+            width, width // 64, mask=masks.causal(), rotary=tilewise.nn.Rotary(), qk_norm=True
+        )
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, width] to the same."""
+        x = x + self.attention(self.norms[0](x))
+        a, b = self.up(self.norms[1](x)).chunk(2, dim=-1)
+        out: Tensor = x + self.down(swiglu(a, b))
+        return out
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """Return silu(a) b."""
+    return functional.silu(a) * b
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Return what a sigmoid gate lets through."""
+    return x * torch.sigmoid(gate)
+
+
+def blocks() -> Iterator[Case]:
+    """Yield a block and its parts, all in both passes."""
+    for dtype in (SINGLE, HALF):
+        torch.manual_seed(0)
+        block = Block(BLOCK[-1], HIDDEN).to(dtype)
+        x, y, z = (drawn(dtype, *BLOCK).requires_grad_() for _ in range(3))
+        a, b, c = (drawn(dtype, *BLOCK[:2], HIDDEN).requires_grad_() for _ in range(3))
+        weight = drawn(dtype, BLOCK[-1]).requires_grad_()
+
+        def summed(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            both = x + y
+            return both + functional.rms_norm(both, both.shape[-1:], weight, 1e-6)
+
+        calls = {
+            "block": both_passes(block, x, *block.parameters()),
+            "SwiGLU": both_passes(swiglu, a, b),
+            "SwiGLU in one pass": one_pass(a, b, c),
+            "residual and norm, twice": twice(both_passes(summed, x, y, weight)),
+            "residual and norm in one pass, twice": twice(one_pass(x, y, z)),
+            "gate": both_passes(gated, x, y),
+            "gate in one pass": one_pass(x, y, z),
+        }
+        name = f"{BLOCK[0]} x {BLOCK[1]:,} tokens, width {BLOCK[2]}, hidden {HIDDEN:,}"
+        yield Case("block", name, dtype, calls, x.nbytes)
+
+
+def twice(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return two calls as one."""
+    return lambda: (call(), call())
+
+
+def one_pass(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
+    """Return what reads five tensors and writes three, as each of the fused parts would."""
+    a, b, out = (x.detach() for x in (a, b, out))
+
+    def move() -> None:
+        torch.mul(a, b, out=out)
+        torch.mul(b, a, out=out)
+        out.copy_(a)
+
+    return move
+
+
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Return the seconds of every call, and its bytes."""
     held = {}
@@ -224,7 +351,14 @@ def line(found: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-MODULES = {"loss": losses, "indexer": indexers, "latent": latents, "model": models}
+MODULES = {
+    "loss": losses,
+    "indexer": indexers,
+    "latent": latents,
+    "model": models,
+    "heads": normed_heads,
+    "block": blocks,
+}
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from tilewise.reference.blocks import Block, cut
 from tilewise.reference.programs import Cover, cover, visible
 from tilewise.sparse.tables import depends_on
 from tilewise.validation import check_scale
+from tilewise.variants.float8 import FLOAT8, STORED
 from tilewise.variants.lower import Extent, lower_mask
 from tilewise.variants.outside import refuse_outside
 from tilewise.variants.program import Program, decode
@@ -37,6 +38,7 @@ from tilewise.variants.values import Mask, as_mask
 __all__ = ["TopKeys", "top_keys"]
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_READ = (*_DTYPES, *STORED)  # of queries and keys
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 # Scores that meet the best ones so far at once, unless k is more: a merge costs a pass over both.
 _STRIP_KEYS = 16384
@@ -79,6 +81,7 @@ def top_keys(
     *,
     mask: MaskLike = None,
     scale: float | None = None,
+    key_scales: Tensor | None = None,
     return_scores: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -92,6 +95,7 @@ def top_keys(
     *,
     mask: MaskLike = None,
     scale: float | None = None,
+    key_scales: Tensor | None = None,
     return_scores: Literal[True],
 ) -> TopKeys: ...
 
@@ -104,6 +108,7 @@ def top_keys(
     *,
     mask: MaskLike = None,
     scale: float | None = None,
+    key_scales: Tensor | None = None,
     return_scores: bool = False,
 ) -> Tensor | TopKeys:
     """Return the k keys that an indexer scores highest for each query, of those that it may see.
@@ -112,13 +117,19 @@ def top_keys(
 
         score[m, n] = sum_h weights[b, m, h] * relu(scale * queries[b, h, m] . keys[b, 0, n])
 
+    With ``key_scales`` it is this sum times ``key_scales[b, 0, n]``.
+
     The largest score comes first, and of equal scores the lowest key. ``-0.0`` equals ``0.0``. A
     NaN score counts as the largest, as for ``torch.topk``. A key that the mask hides is never
     chosen, whatever it holds.
 
-    Scores are float32, or float64 if an operand is float64; 16-bit operands are widened, under
+    Scores are float32, or float64 if an operand is float64; narrower operands are widened, under
     autocast too: products in 16 bits would make ties of keys that are none. The number of threads
     changes no bit. The result has no gradient.
+
+    Queries and keys may have 8 bits, as in DeepSeek's indexer. Pass the scales of keys in
+    ``key_scales``, and multiply the weights by those of queries: a factor above 0 passes through
+    ReLU. Keys are widened a tile at a time.
 
     Memory beyond operands and result does not grow with M, nor with N beyond 16,384 keys. On a CPU
     it is 2 MiB of products (more from 129 heads on) and the scores of 32 rows and 16,384 keys, or k
@@ -128,15 +139,16 @@ def top_keys(
     Source: the lightning indexer of DeepSeek-V3.2-Exp, 2025, equation 1.
 
     Args:
-        queries: floating [B, Hi, M, Di], any strides: memory [B, M, Hi, Di] is passed as
-            ``queries.transpose(1, 2)``.
-        keys: floating [B, 1, N, Di]: one head, which all heads of the queries share.
+        queries: floating, int8 or float8_e4m3fn [B, Hi, M, Di], any strides: memory [B, M, Hi, Di]
+            is passed as ``queries.transpose(1, 2)``.
+        keys: [B, 1, N, Di] of one of these dtypes: one head, which all heads of the queries share.
         weights: floating [B, M, Hi], as a linear layer over the hidden states gives them.
         k: how many keys, 1 or more. It may be more than N.
         mask: what ``attention`` takes, the same for all heads: ``tilewise.masks.causal()``, a
             function ``(b, h, m, n) -> bool``, or a boolean tensor that broadcasts to [B, 1, M, N].
             None shows every key.
-        scale: 1/sqrt(Di) if None.
+        scale: 1/sqrt(Di) if None; 1.0 where the weights have it already.
+        key_scales: floating [B, 1, N], a factor for each key; None for 1.
         return_scores: return a ``TopKeys``, which has the scores too.
 
     Returns:
@@ -148,7 +160,7 @@ def top_keys(
         InvalidType: what is no tensor, no mask or no integer.
         Unsupported: under ``torch.func.vmap``.
     """
-    dtype = _check(queries, keys, weights)
+    dtype = _check(queries, keys, weights, key_scales)
     count = check_whole("k", k, 1)
     factor = check_scale(scale, queries.shape[-1], dtype)
     read = Mask(()) if mask is None else as_mask(mask)
@@ -156,34 +168,47 @@ def top_keys(
         required = "one that says the same for all heads: they share one list of keys"
         raise InvalidArgument("mask", "a mask that depends on the head h", required)
     operands = (queries.detach(), keys.detach(), weights.detach())
+    scales = None if key_scales is None else key_scales.detach()
     captured = [each.detach() for each in read.captured]
+    eager = road(*operands) == "eager"
+    if scales is not None:
+        eager = eager and road(*operands[:2], scales) == "eager"
     # An op written in Python loads the compiler at its first eager call: seconds, and 150 MB.
-    call = _search if road(*operands) == "eager" else torch.ops.tilewise.top_keys
-    found, scores = call(*operands, captured, read.text, count, factor, return_scores)
+    call = _search if eager else torch.ops.tilewise.top_keys
+    found, scores = call(*operands, scales, captured, read.text, count, factor, return_scores)
     return TopKeys(found, scores) if return_scores else found
 
 
-def _check(queries: Tensor, keys: Tensor, weights: Tensor) -> torch.dtype:
+def _check(
+    queries: Tensor, keys: Tensor, weights: Tensor, key_scales: Tensor | None
+) -> torch.dtype:
     """Check the operands, and return the dtype of the scores."""
-    required = "a floating tensor [B, Hi, M, Di], Hi and Di of 1 or more"
-    check_tensor("queries", queries, required, _DTYPES, dims=4)
+    kind = "a floating, int8 or float8_e4m3fn tensor"
+    required = f"{kind} [B, Hi, M, Di], Hi and Di of 1 or more"
+    check_tensor("queries", queries, required, _READ, dims=4)
     batch, heads, rows, width = queries.shape
     if heads == 0 or width == 0:
         raise InvalidArgument("queries", f"shape {tuple(queries.shape)}", required)
     device = queries.device.type
-    required = f"a floating tensor [B, 1, N, Di] = [{batch}, 1, N, {width}] on {queries.device}"
+    required = f"{kind} [B, 1, N, Di] = [{batch}, 1, N, {width}] on {queries.device}"
     fix = "Keys [B, N, Di] are passed as keys[:, None]."
     every = (batch, 1, None, width)
-    check_tensor("keys", keys, required, _DTYPES, shape=every, device=device, fix=fix)
+    check_tensor("keys", keys, required, _READ, shape=every, device=device, fix=fix)
     required = f"a floating tensor [B, M, Hi] = {[batch, rows, heads]} on {queries.device}"
     fix = "Weights [B, Hi, M] are passed as weights.transpose(1, 2)."
     shape = (batch, rows, heads)
     check_tensor("weights", weights, required, _DTYPES, shape=shape, device=device, fix=fix)
-    return _scores_dtype(queries, keys, weights)
+    if key_scales is not None:
+        total = keys.shape[2]
+        required = f"a floating tensor [B, 1, N] = [{batch}, 1, {total}] on {queries.device}"
+        fix = "Scales [B, N] are passed as key_scales[:, None], those [B, N, 1] as key_scales.mT."
+        one = (batch, 1, total)
+        check_tensor("key_scales", key_scales, required, _DTYPES, shape=one, device=device, fix=fix)
+    return _scores_dtype(queries, keys, weights, key_scales)
 
 
-def _scores_dtype(*operands: Tensor) -> torch.dtype:
-    wide = any(each.dtype is torch.float64 for each in operands)
+def _scores_dtype(*operands: Tensor | None) -> torch.dtype:
+    wide = any(each is not None and each.dtype is torch.float64 for each in operands)
     return torch.float64 if wide else torch.float32
 
 
@@ -191,6 +216,7 @@ def _search(
     queries: Tensor,
     keys: Tensor,
     weights: Tensor,
+    key_scales: Tensor | None,
     mask_tensors: Sequence[Tensor],
     mask: str,
     k: int,
@@ -198,7 +224,7 @@ def _search(
     return_scores: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys, and the scores or an empty tensor."""
-    dtype, device = _scores_dtype(queries, keys, weights), queries.device
+    dtype, device = _scores_dtype(queries, keys, weights, key_scales), queries.device
     program = decode(mask)
     batch, _, rows, _ = queries.shape
     extent = Extent(batch, 1, rows, keys.shape[2], check_values=device.type == "cpu")
@@ -209,16 +235,20 @@ def _search(
     with torch.autocast(device.type, enabled=False):
         for b in range(batch):
             tensors = cut(program, captured, b, rows, keys.shape[2])
-            item = _Item(b, queries[b], keys[b, 0], weights[b], scale, dtype, program, tensors)
+            scales = None if key_scales is None else key_scales[b, 0]
+            operands = queries[b], keys[b, 0], weights[b], scales
+            item = _Item(b, *operands, scale, dtype, program, tensors)
             item.search(k, found[b, 0], scores[b, 0] if return_scores else None)
     return found, scores
 
 
-def _op_fake(queries: Tensor, keys: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _op_fake(
+    queries: Tensor, keys: Tensor, weights: Tensor, key_scales: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
     _, _, k, _, return_scores = rest
     shape = (queries.shape[0], 1, queries.shape[2], k)
     found = queries.new_empty(shape, dtype=torch.int32)
-    dtype = _scores_dtype(queries, keys, weights)
+    dtype = _scores_dtype(queries, keys, weights, key_scales)
     return found, queries.new_empty(shape if return_scores else (0,), dtype=dtype)
 
 
@@ -231,12 +261,13 @@ define("top_keys", _search, _op_fake, vmap=_refuse_vmap)
 
 
 class _Item(NamedTuple):
-    """One batch item: queries [Hi, M, Di], keys [N, Di], weights [M, Hi] and the mask of it."""
+    """One batch item: queries [Hi, M, Di], keys [N, Di], weights [M, Hi], key scales [N], mask."""
 
     batch: int
     queries: Tensor
     keys: Tensor
     weights: Tensor
+    key_scales: Tensor | None
     scale: float
     dtype: torch.dtype
     mask: Program
@@ -264,7 +295,7 @@ class _Item(NamedTuple):
     def _best(self, rows: range, k: int, tile: int) -> Tensor | None:
         """Return the k best candidates of a block of rows, in order; None if no key is seen."""
         span = slice(rows.start, rows.stop)
-        queries = self.queries[:, span].transpose(0, 1).to(self.dtype)
+        queries = _widened(self.queries[:, span].transpose(0, 1), self.dtype)
         queries = queries * math.copysign(1.0, self.scale)  # its size comes last: see ``_scores``
         weights = self.weights[span, None].to(self.dtype)
         found: list[Tensor] = []
@@ -298,12 +329,27 @@ class _Item(NamedTuple):
             weights: [rows, 1, Hi].
             keys: of the tile.
         """
-        some = self.keys[keys.start : keys.stop].to(self.dtype)
+        some = _widened(self.keys[keys.start : keys.stop], self.dtype)
         # Whole tiles: libraries round what remains of one in another way than the rest.
         some = functional.pad(some, (0, 0, 0, -len(keys) % _WHOLE))
         products = (queries.flatten(0, 1) @ some.T).relu_()
         sums: Tensor = (weights @ products.view(*queries.shape[:2], -1))[:, 0, : len(keys)]
-        return sums * abs(self.scale)  # once, so that its rounding parts no equal scores
+        sums = sums * abs(self.scale)  # once, so that its rounding parts no equal scores
+        if self.key_scales is not None:
+            sums *= self.key_scales[keys.start : keys.stop].to(self.dtype)
+        return sums
+
+
+def _widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers in ``dtype``. On a CPU, torch would take five times as long for float8."""
+    if numbers.dtype is not FLOAT8 or not numbers.is_cpu:
+        return numbers.to(dtype)
+    # As the bits of a float16, whose exponent has one bit more, they mean a 256th of the number.
+    bits = numbers.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    wide = bits.view(torch.float16).float().mul_(256)
+    # A NaN has become 480. This product is infinite for it, and finite up to 448: inf * 0 is NaN.
+    wide += (wide * (torch.finfo(torch.float32).max / 464)).mul_(0)
+    return wide.to(dtype)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -257,6 +257,37 @@ def test_a_second_backward_pass_leaves_the_first_alone(dtype: torch.dtype) -> No
         assert_same_bits(a, c, "the second gradient")
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("block", [None, 16], ids=["one block", "blocks"])
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_equal_calls_have_equal_bits_whatever_new_memory_holds(
+    dtype: torch.dtype, weights: torch.dtype, block: int | None
+) -> None:
+    (hidden, *others), targets, _ = operands(dtype)
+    leaves = [hidden, *(each.detach().to(weights).requires_grad_() for each in others)]
+
+    def found() -> list[Tensor]:
+        hidden, weight, bias = leaves
+        loss = tilewise.linear_cross_entropy(hidden, weight, targets, bias, block_tokens=block)
+        return with_gradients(loss, leaves)
+
+    expected = found()
+    assert_all_same_bits(found(), expected, "a second call")
+    torch.use_deterministic_algorithms(True)  # torch fills new memory with nan
+    try:
+        assert torch.empty(1).isnan()
+        assert_all_same_bits(found(), expected, "a call in such memory")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_nothing_but_ignored_tokens() -> None:
     (hidden, weight, bias), targets, _ = operands(torch.float32)
     targets[:] = -100

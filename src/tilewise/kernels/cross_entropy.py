@@ -83,16 +83,17 @@ def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b.to(a.dtype), out=out)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, of the dtype of a or a wider one."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """Add ``a @ b`` to ``total``, of the dtype of a or a wider one; the first writes over it."""
     if _by_float32(a):
-        _multiply(a, b, total, added=True)
+        _multiply(a, b, total, added=not first)
     elif total.dtype == a.dtype:
-        total.addmm_(a, b.to(a.dtype))
+        total.addmm_(a, b.to(a.dtype), beta=0 if first else 1)
     else:
         # A backward pass may be under autocast to another dtype than that of the forward pass.
         with torch.autocast(a.device.type, enabled=False):
-            total.add_(a @ b.to(a.dtype))
+            product = a @ b.to(a.dtype)
+        total.copy_(product) if first else total.add_(product)
 
 
 def _by_float32(x: Tensor) -> bool:

@@ -30,10 +30,17 @@ LISTED = 11
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
+def share_short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of small calls share lists too, where these are alike, and in both passes."""
+    rule = shared_lists._BACKWARD._replace(packing=4, marked=8, least=0)
+    for name in ("_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(shared_lists, name, rule)
+
+
 @pytest.fixture(autouse=True)
 def short_lists_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long ones are: the calls here are small."""
-    monkeypatch.setattr(shared_lists, "_LEAST_KEYS", 0)
+    share_short_lists(monkeypatch)
 
 
 def lists_of(
@@ -158,25 +165,64 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
             assert_same_bits(mine, all_of_them[one], f"item {item}, result {number}")
 
 
-def test_few_listed_keys_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making unions would take longer than it saves: keys count, also those of blocks."""
+@pytest.mark.parametrize(("backward", "least"), [(False, 1 << 15), (True, 1 << 13)])
+def test_few_listed_keys_are_left_alone(
+    backward: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choosing would take longer than it saves: keys count, also those of blocks."""
     monkeypatch.undo()
-    lists = torch.arange(512, dtype=torch.int32).expand(16, 1, -1)
+    full = least // 16
+    lists = torch.arange(full, dtype=torch.int32).expand(16, 1, -1)
 
     def of(rows: int, width: int, block: int = 1) -> list[int]:
-        sets, limits = lists[:rows, :, :width], torch.tensor([1000])
-        return rows_together(sets, torch.tensor([rows]), limits, 2, block)
+        sets, limits = lists[:rows, :, :width].contiguous(), torch.tensor([2 * full])
+        return rows_together(sets, torch.tensor([rows]), limits, 2, block, backward)
 
-    assert of(16, 512) == [16]
-    assert of(15, 512) == of(16, 511) == of(16, 64) == [1]
-    assert of(16, 64, block=8) == [16]
+    assert of(16, full) == [16]
+    assert of(15, full) == of(16, full - 1) == of(16, full // 8) == [1]
+    assert of(16, full // 8, block=8) == [16]
+
+
+def test_explain_says_in_which_pass_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
 
     def explained(width: int) -> str:
-        q, k = torch.empty(1, 2, 16, 8), torch.empty(1, 1, 1000, 8)
-        return str(tilewise.explain(q, k, k, keys=lists[:, 0, :width][None, None]))
+        q, k = torch.empty(1, 2, 16, 8), torch.empty(1, 1, 4000, 8)
+        lists = torch.arange(width).expand(1, 1, 16, -1)
+        return str(tilewise.explain(q, k, k, keys=lists))
 
-    assert "neighbours" in explained(512)
     assert "neighbours" not in explained(511)
+    assert "one problem, in the backward pass alone" in explained(512)
+    assert "in the backward pass alone" in explained(2047)
+    assert "neighbours" in explained(2048)
+    assert "in the backward pass alone" not in explained(2048)
+
+
+def test_the_backward_pass_shares_where_the_forward_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each pass has its own groups; results are those of rows that share in no pass."""
+    leaves = _leaves(torch.float64)
+    lists = lists_of(SIZES, 2, alike=True)
+    backward = shared_lists._BACKWARD
+
+    def found() -> dict[str, Tensor]:
+        given: dict[str, Any] = {"return_lse": True, "return_stats": "top1"}
+        return _results(tilewise.attention(*leaves, keys=lists, **given), leaves)
+
+    groups = []
+
+    def spy(*given: Any) -> list[Any]:
+        groups.append(shared_lists.shared(*given))
+        return groups[-1]
+
+    monkeypatch.setattr("tilewise.engine.listed_work.shared", spy)
+    alone = backward._replace(worth=0.0)
+    monkeypatch.setattr(shared_lists, "_FORWARD", alone)
+    apart = found()
+    assert [bool(each) for each in groups] == [True], "the forward pass does not ask"
+    monkeypatch.setattr(shared_lists, "_BACKWARD", alone)
+    assert_all_close(apart, found())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

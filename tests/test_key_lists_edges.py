@@ -389,7 +389,7 @@ def test_parameters_are_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_default_device_changes_nothing() -> None:
-    """Also where neighbours share lists, whose unions are made in torch."""
+    """Also where neighbours share lists."""
     q, k, v = drawn(batch=1, queries=131, keys=257)
     lists = torch.arange(160).expand(1, 1, 131, 160)
     sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)

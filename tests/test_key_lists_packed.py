@@ -12,11 +12,9 @@ import tilewise
 from tests.contract import assert_all_same_bits, assert_exact
 from tests.kernels.targets import TARGETS, Target, forced
 from tests.plain import attend
-from tests.test_key_lists import both, lists_of, seen_by
+from tests.test_key_lists import both, lists_of, seen_by, share_short_lists
 from tests.variants_catalogue import Sizes, assert_all_close
 from tilewise import KeyBlocks, masks, scores
-from tilewise.engine import shared_lists
-from tilewise.engine.key_lists import Groups, Rows
 from tilewise.engine.shared_lists import Shared, shared
 
 # Rows and keys: whole groups and not, none of either, fewer than a group, one; a long one.
@@ -28,7 +26,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 @pytest.fixture(autouse=True)
 def short_lists_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long ones are: the calls here are small."""
-    monkeypatch.setattr(shared_lists, "_LEAST_KEYS", 0)
+    share_short_lists(monkeypatch)
 
 
 class Packed(NamedTuple):
@@ -277,21 +275,6 @@ def test_pages_of_packed_rows(chosen: list[list[Shared]]) -> None:
     with torch.no_grad():
         due = case.call(mask=masks.causal())
     assert_all_same_bits(got[:2], due[:2], "pages")
-
-
-def test_groups_are_marked_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as their listed blocks where those are more than the blocks of a sequence."""
-    monkeypatch.setattr(shared_lists, "_NUMBERS", 64)
-    sets, of_groups = torch.zeros(12, 2, 4, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
-    places = torch.arange(12).view(6, 2)
-    rows = Rows(places, torch.ones_like(places, dtype=torch.bool))
-
-    def parts(blocks: int) -> list[slice]:
-        groups = Groups(of_groups, of_groups, of_groups, torch.full_like(of_groups, blocks))
-        return [part for part, _ in shared_lists._unions(sets, groups, rows)]
-
-    assert parts(3) == [slice(0, 3), slice(3, 6)]  # 2 rows x 4 blocks x 2 heads = 16 each
-    assert parts(16) == [slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 6)]  # 32 each
 
 
 def test_explain_says_that_packed_rows_share() -> None:

@@ -183,4 +183,74 @@ inline bool find_pages(const KeyPages& f) {
   });
 }
 
+// Neighbouring rows together: which of them read a block, by a mark for each block of their sequence.
+struct KeyUnions {
+  static constexpr i64 kRows = 16;  // at most, of a group: a row is a bit of a mark
+  static constexpr i64 kSizes = 5;  // of 1, 2, 4, 8 and 16 rows together
+
+  int threads = 1;
+  i64 groups = 0, heads = 1, width = 0;
+  i64 longest = 0;                               // the largest of `limits`
+  const std::int32_t* sets = nullptr;            // [rows of all, heads, width], of key_sets
+  const i64 *first = nullptr, *rows = nullptr;   // [groups]: the place of the first row, and how many
+  const i64* limits = nullptr;                   // [groups]: blocks of the sequence; a number from there on is none
+  i64* sizes = nullptr;                          // out [groups, heads, kSizes], or null: blocks in the unions of so
+                                                 // many neighbours each, added up over the group
+  std::int32_t *blocks = nullptr, *readers = nullptr;  // out [groups, heads, wide], or null: the union in ascending
+  i64 wide = 0;                                        // order, then the limit; bit r is set where row r reads it
+};
+
+// How many bits of two and more rows together, of 1024 marks: in words of 16 bits, which vectors have many of.
+inline void add_sizes(const std::uint16_t* marks, i64 count, i64* sizes) {
+  std::uint16_t sums[KeyUnions::kSizes] = {};
+  const auto bits = [](unsigned x) {
+    x = (x & 0x3333u) + ((x >> 2) & 0x3333u);
+    x = (x + (x >> 4)) & 0x0f0fu;
+    return static_cast<std::uint16_t>((x + (x >> 8)) & 31u);
+  };
+  for (i64 i = 0; i < count; i++) {
+    const unsigned one = marks[i];
+    const unsigned two = (one | one >> 1) & 0x5555u, four = (two | two >> 2) & 0x1111u, eight = four | four >> 4;
+    sums[0] = static_cast<std::uint16_t>(sums[0] + bits((one & 0x5555u) + ((one >> 1) & 0x5555u)));
+    sums[1] = static_cast<std::uint16_t>(sums[1] + bits(two));
+    sums[2] = static_cast<std::uint16_t>(sums[2] + bits(four));
+    sums[3] = static_cast<std::uint16_t>(sums[3] + (eight & 1u) + ((eight >> 8) & 1u));
+    sums[4] = static_cast<std::uint16_t>(sums[4] + ((eight | eight >> 8) & 1u));
+  }
+  for (i64 s = 0; s < KeyUnions::kSizes; s++) sizes[s] += sums[s];
+}
+
+// False when memory ran out.
+inline bool unite(const KeyUnions& f) {
+  const i64 numbers = KeyUnions::kRows * f.width + f.longest;
+  const auto bytes = static_cast<std::size_t>(f.longest) * sizeof(std::uint16_t);
+  return over_lists(f.threads, f.groups * f.heads, numbers, bytes, [&](i64 problem, i64 end, void* memory) {
+    auto* marks = static_cast<std::uint16_t*>(memory);
+    for (; problem < end; problem++) {
+      const i64 group = problem / f.heads, head = problem % f.heads, limit = f.limits[group];
+      std::fill(marks, marks + limit, std::uint16_t{0});
+      for (i64 row = 0; row < f.rows[group]; row++) {
+        const std::int32_t* set = f.sets + ((f.first[group] + row) * f.heads + head) * f.width;
+        const auto bit = static_cast<std::uint16_t>(1u << row);
+        for (i64 i = 0; i < f.width && set[i] >= 0 && set[i] < limit; i++)
+          marks[set[i]] = static_cast<std::uint16_t>(marks[set[i]] | bit);
+      }
+      if (f.sizes) {
+        i64* sizes = f.sizes + problem * KeyUnions::kSizes;
+        std::fill(sizes, sizes + KeyUnions::kSizes, i64{0});
+        for (i64 at = 0; at < limit; at += 1024) add_sizes(marks + at, std::min<i64>(1024, limit - at), sizes);
+        continue;
+      }
+      std::int32_t *blocks = f.blocks + problem * f.wide, *readers = f.readers + problem * f.wide;
+      i64 found = 0;
+      for (i64 at = 0; at < limit && found < f.wide; at++) {
+        if (marks[at] == 0) continue;
+        blocks[found] = static_cast<std::int32_t>(at), readers[found++] = marks[at];
+      }
+      std::fill(blocks + found, blocks + f.wide, static_cast<std::int32_t>(limit));
+      std::fill(readers + found, readers + f.wide, 0);
+    }
+  });
+}
+
 }  // namespace tilewise

@@ -825,6 +825,42 @@ void key_pages(int threads, nb::tuple sizes, nb::tuple steps, nb::handle sets, n
   check(find_pages(f));
 }
 
+// What neighbouring rows read together (base/key_lists.h). sets: int32 [all rows, heads, K], of key_sets; first, rows,
+// limits: int64 [groups], the places of groups of at most 16 rows, how many these are, and the blocks of their
+// sequence. Either sizes: int64 [groups, heads, 5]; or blocks and readers: int32 [groups, heads, wide].
+void key_unions(int threads, nb::handle sets, nb::handle first, nb::handle rows, nb::handle limits, nb::handle sizes,
+                nb::handle blocks, nb::handle readers) {
+  KeyUnions f;
+  if (threads < 1) bad("a call has at least one thread");
+  f.threads = threads;
+  const nb::dlpack::dltensor s = borrowed(sets), g = borrowed(first);
+  if (s.ndim != 3 || g.ndim != 1) bad("sets must have 3 dimensions, and first 1");
+  const i64 all = s.shape[0];
+  f.heads = s.shape[1], f.width = s.shape[2], f.groups = g.shape[0];
+  f.sets = integers<const std::int32_t>(sets, "sets", all * f.heads * f.width);
+  f.first = integers<const i64>(first, "first", f.groups);
+  f.rows = integers<const i64>(rows, "rows", f.groups);
+  f.limits = integers<const i64>(limits, "limits", f.groups);
+  if (!sizes.is_none()) {
+    f.sizes = integers<i64>(sizes, "sizes", f.groups * f.heads * KeyUnions::kSizes);
+  } else {
+    const nb::dlpack::dltensor b = borrowed(blocks);
+    if (b.ndim != 3) bad("blocks must have 3 dimensions");
+    f.wide = b.shape[2];
+    f.blocks = integers<std::int32_t>(blocks, "blocks", f.groups * f.heads * f.wide);
+    f.readers = integers<std::int32_t>(readers, "readers", f.groups * f.heads * f.wide);
+  }
+  nb::gil_scoped_release release;
+  for (i64 i = 0; i < f.groups; i++) {
+    if (f.rows[i] < 0 || f.rows[i] > KeyUnions::kRows || f.first[i] < 0 || f.first[i] > all - f.rows[i])
+      bad("a group has at most 16 rows, of those that there are");
+    if (f.limits[i] < 0 || f.limits[i] > std::numeric_limits<std::int32_t>::max())
+      bad("a sequence has at most 2147483647 blocks");
+    f.longest = std::max(f.longest, f.limits[i]);
+  }
+  check(unite(f));
+}
+
 // Asks the system for large pages behind memory that nobody has touched yet: a fault for 2 MB in place of 4 KB. Where
 // it has none, nothing changes.
 void large_pages(std::uintptr_t address, std::size_t bytes) {
@@ -999,6 +1035,8 @@ NB_MODULE(_core, m) {
   m.def("key_pages", &key_pages, nb::arg("threads"), nb::arg("sizes"), nb::arg("steps"), nb::arg("sets"),
         nb::arg("counts"), nb::arg("item"), nb::arg("lengths"), nb::arg("starts").none(), nb::arg("table").none(),
         nb::arg("numbers"), nb::arg("key_lengths"), nb::arg("keys").none());
+  m.def("key_unions", &key_unions, nb::arg("threads"), nb::arg("sets"), nb::arg("first"), nb::arg("rows"),
+        nb::arg("limits"), nb::arg("sizes").none(), nb::arg("blocks").none(), nb::arg("readers").none());
   m.def("head_rows", &head_rows);
   m.def("large_pages", &large_pages);
   m.def("isa_available", &isa_available);

@@ -16,9 +16,9 @@ from tests.kernels.targets import Target
 from tests.kernels.test_eight_bits import SIZES, STORAGES, narrow, stands_for, truths
 from tests.paged import in_pages, sequences_of
 from tests.peak import only_linux, printed
+from tests.test_key_lists import share_short_lists
 from tests.test_paged import keywords_of
 from tilewise import KeyBlocks, masks
-from tilewise.engine import shared_lists
 from tilewise.errors import Unsupported
 
 LENGTHS = ((1, 300), (20, 130), (3, 65), (2, 0), (0, 5))
@@ -34,7 +34,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def short_lists_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long ones are: the calls here are small."""
-    monkeypatch.setattr(shared_lists, "_LEAST_KEYS", 0)
+    share_short_lists(monkeypatch)
 
 
 def lists_of(heads: int, alike: bool, block: int = 1) -> Tensor:

@@ -200,8 +200,10 @@ def explain_lists(
     of_blocks = f" in blocks of {block}" if block > 1 else ""
     text = f"{many} of {width} keys{of_blocks}, each for {small.queries} rows of a key head"
     notes = (("lists", text), *keywords.mask.notes())
-    if may_share(problem, rows, width, device):
+    together = [may_share(problem, rows, width, device, backward) for backward in (False, True)]
+    if any(together):
         text = f"up to {MOST_ROWS} neighbours whose lists name mostly the same keys are one problem"
+        text += "" if all(together) else ", in the backward pass alone"
         notes += (("shared", text),)
     alone = problem.layout == "dense" and not problem.page_size
     paged = plan_problem(small._replace(page_size=page_size(block, problem.keys, alone)), name)
@@ -286,11 +288,15 @@ def work_of(
     alone: bool = False,
     scales: Scales = NO_SCALES,
 ) -> ListedWork:
-    """Return the work of a call as the ops take it: checked again, values included."""
+    """Return the work of a call as the ops take it: checked again, values included.
+
+    It is that of the backward pass where the lists were found by the forward pass.
+    """
     keywords = keywords_of(call, of_lists, scales)
     lists = KeyBlocks(of_lists.indices, of_lists.block, of_lists.query_block)
     frame = frame_of(*call[:3], keywords, lists)
-    return ListedWork(call[:3], keywords, of_lists.indices, frame, found, alone)
+    back = found is not None
+    return ListedWork(call[:3], keywords, of_lists.indices, frame, found, alone, back)
 
 
 def _work(

@@ -234,6 +234,7 @@ class ListedWork:
         frame: of the call.
         found: the lists as sets; None to make them.
         alone: whether rows keep the lists that they came with, as they do on a device.
+        backward: which pass it is for: each has its own way of sharing lists.
 
     Attributes:
         listed: the lists as sets, as they came.
@@ -248,6 +249,7 @@ class ListedWork:
         frame: Frame,
         found: Listed | None = None,
         alone: bool = False,
+        backward: bool = False,
     ) -> None:
         self._q, k, v = (x.resolve_neg() if x.is_neg() else x for x in inputs)
         self._problem = problem = frame.problem
@@ -283,10 +285,10 @@ class ListedWork:
         lists = Lists(self.listed, groups, block, starts, paging, None, frame.positions)
         self.parts: list[Part] = []
         width = indices.shape[-1] * block
-        if not alone and may_share(problem, rows, width, self._q.device):
+        if not alone and may_share(problem, rows, width, self._q.device, backward):
             share = problem.heads // problem.kv_heads
             queries = self._queries() if frame.queries is None else frame.queries
-            for each in shared(self.listed, share, queries, self._counts, block):
+            for each in shared(self.listed, share, queries, self._counts, block, backward):
                 items = None if len(each.items) == problem.batch else each.items
                 packed = None
                 if problem.layout == "varlen":

@@ -12,26 +12,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engine.key_lists import (
-    Groups,
-    Listed,
-    Rows,
-    block_counts,
-    key_counts,
-    row_groups,
-)
+from tilewise.engine.key_lists import Groups, Listed, block_counts, key_counts, row_groups
+from tilewise.kernels.cpu import absence
+from tilewise.kernels.key_lists import union_sizes, unions
 from tilewise.problem import Problem
 
-# Reading and packing a key costs as much as its products with so many rows: measured forward, and
-# three to six times less than it costs backward (notes/performance-log.md).
-_PACKING = 4
+
+class _Rule(NamedTuple):
+    """When rows share a list in a pass (measured: notes/performance-log.md).
+
+    Args:
+        packing: rows whose products with a key take as long as reading and packing it.
+        worth: the part of the cost of lists for single rows that a union must stay below.
+        marked: blocks of a sequence for each listed one of a union, at most: each has a mark.
+        least: listed keys of an item from which on its rows may share: choosing takes time.
+    """
+
+    packing: int
+    worth: float
+    marked: int
+    least: int
+
+    def cost(self, rows: int, heads: int) -> int:
+        """Return what a key costs that so many rows of so many heads read together."""
+        return self.packing + rows * heads
+
+
+# A key is read, packed and, in the backward pass, added to: there it costs more.
+_FORWARD, _BACKWARD = _Rule(32, 0.5, 8, 1 << 15), _Rule(64, 0.8, 64, 1 << 13)
 MOST_ROWS = 16  # a row is a bit of ``readers``
-_WORTH = 0.8  # of the cost of lists for single rows: what a union must stay below
-_MARKED = 8  # blocks of a sequence for each listed one of a union, at most
 _LOOKED_AT = 4  # groups of rows that the choice is made by
-# Listed keys of an item from which on its rows may share: making unions takes 2 to 4 ms of a call.
-_LEAST_KEYS = 1 << 13
-_NUMBERS = 1 << 20  # of marks at a time (one for each key of a sequence), and of listed keys
 # The width of a union is a multiple of 16, and has so many bits beyond the first.
 _LEAST_UNIT, _EIGHTHS = 16, 3
 
@@ -55,33 +65,25 @@ class Shared(NamedTuple):
     readers: Tensor | None
 
 
-class _Union(NamedTuple):
-    """What the rows of some groups read together.
-
-    Args:
-        blocks: int64 [some], of the first group and head in ascending order, then of the next.
-        bits: int32 [some], a bit for each row that reads the block.
-        sizes: int64 [groups, Hk or 1], how many blocks.
-    """
-
-    blocks: Tensor
-    bits: Tensor
-    sizes: Tensor
-
-
-def may_share(problem: Problem, rows: int, width: int, device: torch.device) -> bool:
+def may_share(
+    problem: Problem, rows: int, width: int, device: torch.device, backward: bool
+) -> bool:
     """Return whether rows of a call may share lists; ``rows`` do already.
 
-    On a device nobody waits to know what lists name. ``width`` is how many keys a list has room
-    for.
+    On a device nobody waits to know what lists name, and the core makes the unions. ``width`` is
+    how many keys a list has room for. ``backward`` is the pass: it may share where the forward pass
+    does not.
     """
-    few = problem.heads // problem.kv_heads < 2 * _PACKING
-    enough = problem.queries * width >= _LEAST_KEYS
-    return few and enough and rows == 1 < problem.queries and device.type == "cpu"
+    if rows > 1 or problem.queries == 1 or device.type != "cpu" or absence() is not None:
+        return False
+    rule, heads = _BACKWARD if backward else _FORWARD, problem.heads // problem.kv_heads
+    # Lists that are all alike gain the most.
+    may_pay = rule.cost(MOST_ROWS, heads) < rule.worth * MOST_ROWS * rule.cost(1, heads)
+    return may_pay and problem.queries * width >= rule.least
 
 
 def shared(
-    listed: Listed, heads: int, queries: Tensor, lengths: Tensor, block: int
+    listed: Listed, heads: int, queries: Tensor, lengths: Tensor, block: int, backward: bool
 ) -> list[Shared]:
     """Return a batch in parts in which equally many rows share a list; [] if no rows should.
 
@@ -94,29 +96,35 @@ def shared(
         queries: int64 [B], rows of each batch item or sequence.
         lengths: int64 [B], its keys.
         block: keys in a block.
+        backward: which pass.
     """
     limits = block_counts(lengths, block)
-    every = rows_together(listed.indices, queries, limits, heads, block)
+    every = rows_together(listed.indices, queries, limits, heads, block, backward)
     if max(every, default=1) == 1:
         return []
     found: list[Shared] = []
+    starts = queries.cumsum(0) - queries
     for rows in sorted(set(every)):
         items = torch.tensor(
             [item for item, its in enumerate(every) if its == rows], device=queries.device
         )
         groups = row_groups(queries, lengths, rows, items)
-        of_groups = Rows.of(groups, queries, rows)
+        first = starts[groups.item] + groups.first
         if rows == 1:
-            own = of_groups.places[:, 0]
-            one = Listed(listed.indices[own], listed.counts[own])
+            one = Listed(listed.indices[first], listed.counts[first])
             found.append(Shared(items, 1, groups, one, None))
         else:
-            found += _together(listed.indices, items, groups, of_groups, block)
+            found += _together(listed.indices, items, groups, first, rows, block)
     return found
 
 
 def rows_together(
-    sets: Tensor, queries: Tensor, limits: Tensor, heads: int, block: int = 1
+    sets: Tensor,
+    queries: Tensor,
+    limits: Tensor,
+    heads: int,
+    block: int = 1,
+    backward: bool = False,
 ) -> list[int]:
     """Return how many neighbouring rows of each batch item should share a list: powers of two.
 
@@ -128,49 +136,41 @@ def rows_together(
         limits: int32 [B], its blocks.
         heads: that share a key head.
         block: keys in a block.
+        backward: which pass.
     """
-    width, device = sets.shape[-1], sets.device
-    items, firsts, ends = [], [], []
+    width, rule = sets.shape[-1], _BACKWARD if backward else _FORWARD
+    starts = (queries.cumsum(0) - queries).tolist()
+    items, firsts, sizes = [], [], []
     for number, (many, limit) in enumerate(zip(queries.tolist(), limits.tolist(), strict=True)):
         most = min(MOST_ROWS, 1 << max(many, 1).bit_length() - 1)
         # A union looks at a mark for each block of the sequence.
-        if most == 1 or limit > _MARKED * most * width or many * width * block < _LEAST_KEYS:
+        if most == 1 or limit > rule.marked * most * width or many * width * block < rule.least:
             continue
         # Some groups of the most rows, evenly from all of them.
         whole = many // most
         count = min(_LOOKED_AT, whole)
         for at in range(count):
             items.append(number)
-            firsts.append(at * (whole - 1) // max(count - 1, 1) * most)
-            ends.append(firsts[-1] + most)
+            firsts.append(starts[number] + at * (whole - 1) // max(count - 1, 1) * most)
+            sizes.append(most)
     if not items or not sets.numel():
         return [1] * len(queries)
-    item, first, end = (torch.tensor(each, device=device) for each in (items, firsts, ends))
-    looked_at = Groups(item, first, end, limits[item])
-    costs = {
-        1 << power: torch.zeros(len(queries), dtype=torch.float64, device=device)
-        for power in range(MOST_ROWS.bit_length())
-    }
-    for part, union in _unions(sets, looked_at, Rows.of(looked_at, queries, MOST_ROWS)):
-        of_block = item[part].repeat_interleave(union.sizes.sum(dim=1))
-        for rows, cost in costs.items():
-            wanted = (1 << rows) - 1
-            seen = torch.zeros_like(union.bits)
-            for at in range(0, MOST_ROWS, rows):
-                seen += union.bits & wanted << at != 0
-            found = torch.bincount(of_block, seen, minlength=len(queries))
-            cost += found * (_PACKING + rows * heads)
-    by_rows = {rows: cost.tolist() for rows, cost in costs.items()}
+    item, first, most_rows = (
+        torch.tensor(each, device=sets.device) for each in (items, firsts, sizes)
+    )
+    read = union_sizes(sets, first, most_rows, limits[item].long()).sum(dim=1)
+    by_item = read.new_zeros(len(queries), read.shape[1]).index_add_(0, item, read)
     chosen = []
-    for at, limit in enumerate(limits.tolist()):
-        best = min(by_rows, key=lambda rows: by_rows[rows][at])
-        pays = by_rows[best][at] < _WORTH * by_rows[1][at] and limit <= _MARKED * best * width
+    for limit, keys in zip(limits.tolist(), by_item.tolist(), strict=True):
+        costs = {1 << at: each * rule.cost(1 << at, heads) for at, each in enumerate(keys)}
+        best = min(costs, key=lambda rows: costs[rows])
+        pays = costs[best] < rule.worth * costs[1] and limit <= rule.marked * best * width
         chosen.append(best if pays else 1)
     return chosen
 
 
 def _together(
-    sets: Tensor, items: Tensor, groups: Groups, rows: Rows, block: int
+    sets: Tensor, items: Tensor, groups: Groups, first: Tensor, rows: int, block: int
 ) -> Iterator[Shared]:
     """Yield the unions of the lists of neighbours, a part for each width of them.
 
@@ -178,73 +178,26 @@ def _together(
         sets: int32 [all rows, Hk or 1, K] of ``Listed``.
         items: int64 [some], those in which rows share.
         groups: of these items.
-        rows: of the groups, at most 16 of each.
+        first: int64 [groups], the place of their first row in ``sets``.
+        rows: of a group; the last of an item may have fewer.
         block: keys in a block.
     """
-    limits = block_counts(groups.keys, block)
-    unions = [union for _, union in _unions(sets, groups._replace(keys=limits), rows)]
-    count = torch.cat([union.sizes for union in unions])
+    limits = block_counts(groups.keys, block).long()
+    there = (groups.queries - groups.first).clamp(max=rows)
+    count = union_sizes(sets, first, there, limits)[..., -1]
     number = torch.searchsorted(items, groups.item)
     widest = count.new_zeros(len(items)).scatter_reduce(0, number, count.amax(1), "amax")
     every = [_rounded(each) for each in widest.tolist()]
     widths = torch.tensor(every, device=sets.device)
-    there = torch.arange(max(every), device=sets.device) < count[..., None]
-    found = limits[:, None, None].expand(there.shape).clone()
-    found[there] = torch.cat([union.blocks for union in unions]).to(torch.int32)
-    readers = torch.zeros_like(found)
-    readers[there] = torch.cat([union.bits for union in unions])
-    counts = key_counts(found, limits[:, None, None], block, groups.keys)
     for wide in sorted(set(every)):
         own = (widths == wide)[number]
-        of_lists = Listed(found[own][..., :wide].contiguous(), counts[own])
+        blocks, readers = unions(sets, first[own], there[own], limits[own], wide)
         mine = Groups(*(each[own] for each in groups))
-        of_rows = readers[own][..., :wide]
-        yield Shared(items[widths == wide], rows.there.shape[1], mine, of_lists, of_rows)
+        counts = key_counts(blocks, limits[own, None, None], block, mine.keys)
+        yield Shared(items[widths == wide], rows, mine, Listed(blocks, counts), readers)
 
 
 def _rounded(width: int) -> int:
     """Return a width that more batch items have: items of one width are one problem."""
     unit = max(_LEAST_UNIT, 1 << max(width.bit_length() - 1 - _EIGHTHS, 0))
     return max(-(-width // unit), 1) * unit
-
-
-def _unions(sets: Tensor, groups: Groups, rows: Rows) -> Iterator[tuple[slice, _Union]]:
-    """Yield which rows of groups read a block, for some groups at a time.
-
-    Args:
-        sets: int32 [all rows, Hk or 1, K], sets of blocks.
-        groups: whose ``keys`` are blocks here; a number from there on is no block.
-        rows: of the groups.
-    """
-    heads, width = sets.shape[1:]
-    many = rows.there.shape[1]
-    ends = (groups.keys.long().clamp(min=many * width) * heads).cumsum(0)
-    start = 0
-    for size in ends.div(_NUMBERS, rounding_mode="floor").bincount().tolist():
-        part = slice(start, start + size)
-        if size:
-            yield part, _union(sets, Rows(*(each[part] for each in rows)), groups.keys[part])
-        start += size
-
-
-def _union(sets: Tensor, rows: Rows, limits: Tensor) -> _Union:
-    """Return which rows of groups read a block, by a mark for each block of their sequences."""
-    groups, many = rows.there.shape
-    heads, width = sets.shape[1:]
-    edges = limits.new_zeros(groups * heads + 1, dtype=torch.int64)
-    torch.cumsum(limits.repeat_interleave(heads), 0, out=edges[1:])
-    total = int(edges[-1])
-    # Three times as fast as ``sets[rows.places]``.
-    named = sets.index_select(0, rows.places.flatten()).view(groups, many, heads, width)
-    read = (named < limits[:, None, None, None]) & rows.there[..., None, None]
-    at = torch.where(read, named + edges[:-1].view(groups, 1, heads, 1), total)
-    bits = torch.arange(many, dtype=torch.int32, device=sets.device)
-    bits = torch.ones_like(bits) << bits
-    marks = torch.zeros(total + 1, dtype=torch.int32, device=sets.device)
-    # A set names a block once, so the sum of its bits is their union.
-    every = bits[:, None, None].expand(groups, many, heads, width)
-    marks.scatter_add_(0, at.flatten(), every.reshape(-1))
-    marked = marks[:total].nonzero()[:, 0]
-    sizes = torch.searchsorted(marked, edges).diff()
-    blocks = marked - edges[:-1].repeat_interleave(sizes)
-    return _Union(blocks, marks[marked], sizes.view(groups, heads))

@@ -95,6 +95,37 @@ def key_pages(
     return Located(numbers.view(flat), own, None if keys is None else keys.view(flat))
 
 
+def union_sizes(sets: Tensor, first: Tensor, rows: Tensor, limits: Tensor) -> Tensor:
+    """Return how many blocks neighbours read together, int64 [groups, heads, 5].
+
+    The unions are those of 1, 2, 4, 8 and 16 rows of a group, added up over the group.
+
+    Args:
+        sets: int32 [all rows, heads, K], contiguous; of ``key_sets``.
+        first: int64 [groups], where the first row of each group is.
+        rows: int64 [groups], how many rows a group has: at most 16.
+        limits: int64 [groups], the blocks of its sequence; a number from there on is no block.
+    """
+    sizes = torch.empty((len(first), sets.shape[1], 5), dtype=torch.int64, device="cpu")
+    core().key_unions(threads(), sets, first, rows, limits, sizes, None, None)
+    return sizes
+
+
+def unions(
+    sets: Tensor, first: Tensor, rows: Tensor, limits: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return what the rows of groups read together, and who reads it; as ``union_sizes``.
+
+    Returns:
+        int32 [groups, heads, width], blocks in ascending order and then the limit; and of the same
+        shape the readers: bit r is set where row r of the group reads the block.
+    """
+    blocks = torch.empty((len(first), sets.shape[1], width), dtype=torch.int32, device="cpu")
+    readers = torch.empty_like(blocks)
+    core().key_unions(threads(), sets, first, rows, limits, None, blocks, readers)
+    return blocks, readers
+
+
 # Of a table: new memory of fewer bytes is mostly memory that the process had before.
 _LARGE_BYTES = 1 << 22
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tilewise.engine import key_lists
 from tilewise.engine.key_lists import Groups, Lists, Paging, Table, listed
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.cpu import absence, core
+from tilewise.kernels.key_lists import union_sizes, unions
 
 if absence() is not None:
     pytest.skip(f"no core: {absence()}", allow_module_level=True)
@@ -101,6 +103,68 @@ def test_places(heads: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None
                 assert due.keys is not None
                 assert torch.equal(mine.keys, due.keys)
             assert (mine.keys is not None) == (with_keys and where != "pages of a block")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("limit", [1, 30, 2500])
+def test_what_neighbours_read_together(
+    limit: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes and readers of unions, of whole groups and of a last one with fewer rows."""
+    monkeypatch.setattr("tilewise.kernels.key_lists.threads", lambda: threads)
+    generator = torch.Generator().manual_seed(limit)
+    lists = torch.randint(-1, limit, (1, 2, 37, 21), generator=generator)
+    lists[:, 1, 5:9] = -1
+    sets = listed(KeyBlocks(lists, 1), torch.full((37,), limit)).indices
+    first = torch.tensor([0, 16, 32])
+    rows, limits = (37 - first).clamp(max=16), torch.full((3,), limit)
+    sizes = union_sizes(sets, first, rows, limits)
+    wide = int(sizes[..., -1].max()) + 2
+    blocks, readers = unions(sets, first, rows, limits, wide)
+    for group, head in product(range(3), range(2)):
+        own = sets[first[group] : first[group] + rows[group], head]
+        named = [set(row.tolist()) - {limit} for row in own]
+        for power, size in enumerate(sizes[group, head].tolist()):
+            parts = [named[at : at + (1 << power)] for at in range(0, len(named), 1 << power)]
+            assert size == sum(len(set().union(*part)) for part in parts)
+        together = sorted(set().union(*named))
+        missing = wide - len(together)
+        assert blocks[group, head].tolist() == together + [limit] * missing
+        bits = [sum((key in row) << r for r, row in enumerate(named)) for key in together]
+        assert readers[group, head].tolist() == bits + [0] * missing
+
+
+def test_the_core_believes_no_group() -> None:
+    """Of neighbouring rows: where they are, and how many."""
+    sets, zero = torch.zeros(4, 1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    sizes, blocks = torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1, 1, 2, dtype=torch.int32)
+
+    def unite(**changed: Any) -> None:
+        given = {
+            "threads": 1, "sets": sets, "first": zero, "rows": zero + 4, "limits": zero + 9,
+            "sizes": sizes, "blocks": None, "readers": None,
+        }  # fmt: skip
+        core().key_unions(*(given | changed).values())
+
+    unite()
+    unite(sizes=None, blocks=blocks, readers=blocks.clone())
+    for changed, what in (
+        ({"threads": 0}, "one thread"),
+        ({"sets": sets[0]}, "3 dimensions"),
+        ({"sets": sets.long()}, "sets has another dtype"),
+        ({"rows": zero + 5}, "of those that there are"),
+        ({"rows": zero - 1}, "of those that there are"),
+        ({"first": zero + 1}, "of those that there are"),
+        ({"first": zero - 1}, "of those that there are"),
+        ({"sets": sets.repeat(9, 1, 1), "rows": zero + 17}, "at most 16 rows"),
+        ({"limits": zero - 1}, "blocks"),
+        ({"limits": zero + 2**31}, "blocks"),
+        ({"sizes": sizes[..., :4].contiguous()}, "sizes has 4 numbers where 5 are needed"),
+        ({"sizes": None, "blocks": blocks[0], "readers": blocks}, "blocks must have 3"),
+        ({"sizes": None, "blocks": blocks, "readers": blocks[..., :1]}, "readers has 1 numbers"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            unite(**changed)
 
 
 def test_the_core_believes_no_size() -> None:

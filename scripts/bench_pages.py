@@ -57,15 +57,15 @@ LISTS = "by lists"
 class Drawn:
     """Operands of a call, its methods, and what they should give."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, size: float, seed: int) -> None:
         self.shape = shape
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         per = shape.keys // PAGE
         pages = shape.batch * per
         self.table = torch.arange(pages, dtype=torch.int32).view(shape.batch, per)
         self.lengths = torch.full((shape.batch,), shape.keys, dtype=torch.int32)
-        size = shape.batch, shape.heads, shape.queries, shape.width
-        self.q = torch.randn(size, generator=generator).to(dtype)
+        of_q = shape.batch, shape.heads, shape.queries, shape.width
+        self.q = torch.randn(of_q, generator=generator).mul(size).to(dtype)
         rows = pages, shape.kv_heads, PAGE, shape.width
         self.k, self.v = (torch.randn(rows, generator=generator).to(dtype) for _ in range(2))
         drawing = torch.rand(shape.batch, 1, shape.queries, shape.keys, generator=generator)
@@ -133,9 +133,9 @@ class Drawn:
         return found
 
 
-def measure(shape: Shape, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def measure(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every call, and errors, by method."""
-    drawn = Drawn(shape, dtype)
+    drawn = Drawn(shape, dtype, options.size, options.seed)
     all_keys, methods = drawn.truth(), drawn.methods()
     by_lists = drawn.truth(by_lists=True) if shape.listed else all_keys
     errors = {}
@@ -145,7 +145,7 @@ def measure(shape: Shape, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
         off = (call().double() - truth).square().mean() / truth.square().mean()
         errors[name] = float(off.sqrt())
     once = dict.fromkeys(methods, 1)
-    samples = interleave(methods, once, rounds, lambda call, _: seconds_of(call))
+    samples = interleave(methods, once, options.rounds, lambda call, _: seconds_of(call))
     return {"case": shape.name, "dtype": str(dtype), "samples": samples, "errors": errors}
 
 
@@ -165,11 +165,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--size", type=float, default=1.0, help="standard deviation of queries (1)")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     calls = product(options.dtypes, SHAPES)
-    runs = (measure(shape, getattr(torch, dtype), options.rounds) for dtype, shape in calls)
+    runs = (measure(shape, getattr(torch, dtype), options) for dtype, shape in calls)
     write_runs(runs, line, options.json)
 
 

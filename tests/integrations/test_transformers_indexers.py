@@ -132,7 +132,7 @@ print(measure(16384))
 # ---- indexers that choose by tiles
 
 BY_TILES = sorted(INDEXED)
-IN_TRAINING = ["minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"]
+IN_TRAINING = ["deepseek_v32", "minimax_m3_vl", "glm5_next", "qwen4_exp", "deepseek_v4"]
 
 
 @pytest.mark.parametrize("name", BY_TILES)
@@ -330,7 +330,7 @@ def test_memory_of_a_prompt(name: str) -> None:
 def test_memory_of_training(name: str) -> None:
     """Twice the tokens take at most twice the memory, forward and backward.
 
-    N x N booleans would add 32 MiB to that. The six by ``top_keys`` alone share their code.
+    N x N booleans would add 32 MiB to that. The six by ``top_keys`` alone share their code: DeepSeek-V3.2 is one.
     """
     ((half, whole),) = printed(MEMORY, name, "training", "4096", "8192")
     assert float(whole) < 2 * float(half) + 16

@@ -1,6 +1,6 @@
 """Models of transformers by tilewise give what they give by eager.
 
-Families with random weights, 17 of them with latent attention and eight with an indexer: logits,
+Families with random weights, 17 of them with latent attention and ten with an indexer: logits,
 gradients, and greedy generate with every kind of cache.
 A pretrained sentence encoder from its files to its embeddings.
 """

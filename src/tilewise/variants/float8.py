@@ -98,7 +98,9 @@ def check_row_scales(scales: Scales, heads: int, page_size: int, device: str) ->
         required = f"a floating tensor [pages, {heads}, {page_size}], a number for each row"
         _check_tensor(name, scale, required, device)
         if scale.dim() != 3 or scale.shape[1] != heads or scale.shape[2] != page_size:
-            raise InvalidArgument(name, f"shape {tuple(scale.shape)}", required)
+            fix = f"For one number a page and head: {name}.view(-1, {heads}, 1)"
+            fix += f".expand(-1, -1, {page_size})."
+            raise InvalidArgument(name, f"shape {tuple(scale.shape)}", required, fix)
 
 
 def _check_tensor(name: str, scale: object, required: str, device: str) -> None:

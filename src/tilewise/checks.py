@@ -83,6 +83,17 @@ def check_whole(name: str, value: Any, least: int = 0, required: str = "") -> in
     return value
 
 
+def check_both(first: str, one: object, second: str, other: object) -> None:
+    """Two arguments come together, or neither is there.
+
+    Raises:
+        InvalidArgument: one of them is None.
+    """
+    if (one is None) != (other is None):
+        missing = first if one is None else second
+        raise InvalidArgument(missing, "None", f"both of {first} and {second}, or neither")
+
+
 def check_block(block: object) -> tuple[int, int]:
     """Return how many queries and keys a tile has.
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engine.batching import Given, applied, batched
+from tilewise.engine.batching import NONE, Given, applied, batched
 from tilewise.engine.call import Call, Tensors, flat, leaves_of, needs_of, split, wanted
 from tilewise.engine.modes import readable, refuse_beyond_first, transforms_active
 from tilewise.errors import Unsupported
@@ -179,9 +179,6 @@ def _refuse(what: str, fix: str) -> NoReturn:
     raise Unsupported(f"tilewise has no {what}", fix=fix)
 
 
-_NONE = Given((), ())
-
-
 class Attend(torch.autograd.Function):
     """Attention inside of transforms: out, lse and stats."""
 
@@ -215,7 +212,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], call: Call, *x: Tensor | None) -> Any:
         """The calls in one."""
-        return batched(Attend.apply, info.batch_size, call, None, _NONE, _NONE, Given(x, dims[1:]))
+        return batched(Attend.apply, info.batch_size, call, None, NONE, NONE, Given(x, dims[1:]))
 
 
 class Gradients(torch.autograd.Function):
@@ -284,7 +281,7 @@ class Gradients(torch.autograd.Function):
     ) -> Any:
         """The calls in one."""
         rows, x = Given(tensors[:5], dims[2:7]), Given(tensors[5:], dims[7:])
-        return batched(Gradients.apply, info.batch_size, call, needs, rows, _NONE, x)
+        return batched(Gradients.apply, info.batch_size, call, needs, rows, NONE, x)
 
 
 class Tangents(torch.autograd.Function):

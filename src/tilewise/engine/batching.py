@@ -31,18 +31,14 @@ _STATS = 2  # the place of stats among rows
 
 
 class Given(NamedTuple):
-    """Tensors of one kind among the arguments of a Function.
+    """Tensors of one kind among the arguments of a Function."""
 
-    Args:
-        tensors: None where there is none.
-        dims: the vmapped dimension of each; None where it is the same for all calls.
-    """
-
-    tensors: Sequence[Any]
+    tensors: Sequence[Any]  # None where there is none
+    # The vmapped dimension of each; None where it is the same for all calls.
     dims: Sequence[int | None]
 
 
-_NONE = Given((), ())
+NONE = Given((), ())
 
 
 class _Part(NamedTuple):
@@ -73,7 +69,7 @@ def applied(
     if not any(y is not None and has_batch(y) for y in tensors):
         return apply(*((call,) if needs is None else (call, needs)), *tensors)
     parts = [
-        Given(*zip(*map(without_batch, part), strict=True)) if part else _NONE
+        Given(*zip(*map(without_batch, part), strict=True)) if part else NONE
         for part in (rows, u, x)
     ]
     calls = next(
@@ -95,15 +91,10 @@ def batched(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Return the results of all calls, and their vmapped dimensions, as a vmap rule does.
 
-    Args:
-        apply: of the Function, which takes the call, ``needs``, rows, u and x.
-        calls: V, calls of a vmap.
-        call: what one call is beside its tensors.
-        needs: for each leaf whether the Function returns its gradient; None where it returns rows.
-        rows: what has a row for each of the output's: out, lse and stats or none of the three, and
-            cotangents or none.
-        u: the tangents of the leaves, or none.
-        x: the tensors of the call.
+    ``apply`` takes ``call``, ``needs`` and the tensors. ``needs`` says for each leaf whether the
+    Function returns its gradient; None where it returns rows. ``rows`` have a row for each of the
+    output's: out, lse and stats or none of the three, and cotangents or none. ``u`` are the
+    tangents of the leaves, or none, and ``x`` the tensors of the call.
     """
     head = (call,) if needs is None else (call, needs)
     parts = [_front(each) for each in (rows, u, x)]
@@ -209,16 +200,11 @@ def _folded(
 ) -> Tensor:
     """Return a tensor of the folded call.
 
-    Args:
-        tensor: with the vmapped dimension first, if ``flag``.
-        flag: whether it has one.
-        calls: V, calls of a vmap.
-        batch: B, batch items.
-        role: how it is folded.
-        varied: whether it is to differ from call to call.
-        dim: that of the batch, without the vmapped one.
+    ``flag``: it has the vmapped dimension, which is first. ``varied``: it is to differ from call to
+    call. ``dim`` is that of the batch, without the vmapped one.
     """
-    if role == "fixed" or (not varied and (role == "indexed" or _common(tensor, role))):
+    shared = role == "full" and tensor.shape[0] == 1  # by all batch items
+    if role == "fixed" or (not varied and (role == "indexed" or shared)):
         return tensor
     if not flag:
         tensor = tensor.expand(calls, *tensor.shape)
@@ -229,11 +215,6 @@ def _folded(
     together = tensor.movedim(0, dim).flatten(dim, dim + 1)
     # Lengths and statistics lie in one piece wherever kernels read them.
     return together.contiguous() if together.dim() < 4 or dim else together
-
-
-def _common(tensor: Tensor, role: Role) -> bool:
-    """Return whether all batch items share a tensor that is the same in all calls."""
-    return role == "full" and tensor.shape[0] == 1
 
 
 def _plan(call: Call, calls: int, alike: list[tuple[Role, bool]]) -> Plan:

@@ -48,15 +48,7 @@ UNREADABLE = (AttributeError, TypeError, RuntimeError, BufferError)
 
 
 class Keywords(NamedTuple):
-    """Arguments of a call other than q, k and v: the keywords of ``functional.attention``, read.
-
-    Args:
-        cu_seqlens: the pair (queries, keys) of a variable-length call, or None.
-        plain: no tensor beside q, k and v comes with the call.
-        scales: of float8 q, k and v.
-        pages: what finds the keys of a paged call, whose ``cu_seqlens`` is None.
-        step: what ``pages`` come from, if it was checked before the call.
-    """
+    """Arguments of a call other than q, k and v: the keywords of ``functional.attention``, read."""
 
     mask: Mask
     score: Score
@@ -64,11 +56,12 @@ class Keywords(NamedTuple):
     dropout_p: float
     sinks: Tensor | None
     backend: str | None
+    # The pair (queries, keys) of a variable-length call, or None.
     cu_seqlens: tuple[Tensor, Tensor] | None
-    plain: bool
-    pages: Pages | None = None
-    scales: Scales = NO_SCALES
-    step: PagedStep | None = None
+    plain: bool  # no tensor beside q, k and v comes with the call
+    pages: Pages | None = None  # what finds the keys of a paged call, whose ``cu_seqlens`` is None
+    scales: Scales = NO_SCALES  # of float8 q, k and v
+    step: PagedStep | None = None  # what ``pages`` come from, if it was checked before the call
 
 
 def read_keywords(
@@ -170,12 +163,7 @@ def _tensors_key(keywords: Keywords) -> tuple[Any, ...]:
 
 @left_alone
 def make_plan(q: Tensor, k: Tensor, v: Tensor, keywords: Keywords) -> Plan:
-    """Return the plan of a call, from nothing.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: no backend, or not the one asked for, can do it.
-    """
+    """Return the plan of a call, from nothing."""
     problem = build_problem(q, k, v, keywords)
     plan = plan_problem(problem, check_name(keywords.backend))
     # Text with a "[" names slots: such a mask or score has tensors to bring at every call.
@@ -378,7 +366,8 @@ def read_seed(
         return (seed if isinstance(seed, int) else int(seed.item())) & _SEED_BITS
     if not isinstance(seed, Tensor):
         return seed_tensor(seed, device)
-    if seed.device != device and _capturing(device):
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if seed.device != device and captured:
         raise InvalidArgument(
             "seed",
             f"a tensor on {seed.device} while a CUDA graph is captured, which would repeat the "
@@ -389,10 +378,6 @@ def read_seed(
         )
     # A copy: the backward pass needs the value of now, whatever is written there meanwhile.
     return without_wrappers(seed.detach().reshape(()).to(device, copy=True))
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # Tensors as a flat list, None where there is none; differentiable ones first and last.

@@ -144,18 +144,14 @@ def _program(
 
 
 class Gathering:
-    """A call with key lists, for both of its passes.
+    """A call with key lists, for both of its passes. It has no dropout and no sinks.
 
     Args:
-        problem: of the call; no dropout and no sinks.
-        q: [T, Hk, rows, D], rows of a group: query rows times the heads that share keys.
-        k: [outer, Hk, n, D].
-        v: [outer, Hk, n, Dv].
+        problem, mask, score, backend: of the call; an expression of the score reads float tensors
+            of the statistics' dtype.
+        q: [T, Hk, rows, D], rows of a group: ``rows`` query rows times the heads that share keys.
+        k, v: [outer, Hk, n, D] and [outer, Hk, n, Dv].
         lists: where the keys are.
-        mask: of the call.
-        score: of the call; an expression of it reads float tensors of the statistics' dtype.
-        rows: query rows of a group.
-        backend: a name, or None.
         scales: of the rows of k and v in pages of 8 bits, float32 [outer, Hk, n] each; else ().
     """
 
@@ -439,15 +435,9 @@ class Gathering:
         needs: Needs,
         sums: Sums,
     ) -> Tensor | None:
-        """Return the gradient of q (in its form here), and add those of the others to sums.
+        """Return the gradient of q (in its form here), and add those of the others to ``sums``.
 
-        Args:
-            result: of ``forward``.
-            grad_out: [T, Hk, rows, Dv].
-            grad_lse: [T, Hk, rows], or None.
-            grad_entropy: [T, Hk, rows], or None.
-            needs: which are wanted.
-            sums: of ``sums``.
+        ``result`` is that of ``forward``; the gradients of its parts are shaped as these, or None.
         """
         by_q = torch.zeros_like(self.q) if needs.q else None
         by_k, by_v, of_score = sums

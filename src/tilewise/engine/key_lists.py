@@ -33,24 +33,16 @@ KeyLists: TypeAlias = Tensor | KeyBlocks
 
 
 class Listed(NamedTuple):
-    """Key lists as sets, one for each row group (the query rows that share a list) and head.
+    """Key lists as sets, one for each row group (the query rows that share a list) and head."""
 
-    Args:
-        indices: int32 [T, Hk or 1, K], T row groups: blocks in ascending order, each once; then
-            the number of blocks of the sequence, which stands for none.
-        counts: int64 [T, Hk or 1], how many keys that is.
-    """
-
+    # int32 [T, Hk or 1, K], T row groups: blocks in ascending order, each once; then the number of
+    # blocks of the sequence, which stands for none.
     indices: Tensor
-    counts: Tensor
+    counts: Tensor  # int64 [T, Hk or 1], how many keys that is
 
 
 def read_key_lists(keys: object) -> KeyBlocks:
-    """Return key lists as blocks: single keys are blocks of one.
-
-    Raises:
-        InvalidArgument, InvalidType: it is neither a tensor of indices nor KeyBlocks.
-    """
+    """Return key lists as blocks: single keys are blocks of one."""
     if not isinstance(keys, KeyBlocks):
         required = "an int32 or int64 tensor [B, Hk or 1, M, K] of keys, or tilewise.KeyBlocks"
         return KeyBlocks(check_tensor("keys", keys, required, INDICES), 1)
@@ -62,11 +54,7 @@ def read_key_lists(keys: object) -> KeyBlocks:
 
 
 def checked_key_lists(lists: KeyBlocks, problem: Problem, device: torch.device) -> KeyBlocks:
-    """Return key lists with blocks no longer than the call.
-
-    Raises:
-        InvalidArgument: shape or device are not those of the call.
-    """
+    """Return key lists with blocks no longer than the call."""
     indices, block, rows = lists
     if problem.layout == "varlen":
         required = f"[Hk or 1, Tq, K] with Hk = {problem.kv_heads}, Tq = {problem.queries}"
@@ -96,14 +84,9 @@ def checked_key_lists(lists: KeyBlocks, problem: Problem, device: torch.device) 
 def listed(lists: KeyBlocks, lengths: Tensor) -> Listed:
     """Return key lists as sets.
 
-    On a device values are not looked at: there an index beyond the sequence's keys counts as none.
-
-    Args:
-        lists: of ``checked_key_lists``.
-        lengths: int64 [T], the keys of each row group's sequence.
-
-    Raises:
-        InvalidArgument: on the CPU, an index that names no key or block.
+    ``lengths`` are int64 [T], the keys of each row group's sequence. On the CPU an index that names
+    no key or block is refused. On a device values are not looked at: an index beyond the sequence's
+    keys counts as none there.
     """
     indices, block, _ = lists
     if by_core(indices):
@@ -165,28 +148,19 @@ def _refuse_index(rows: Tensor, limits: Tensor, block: int, place: int) -> NoRet
 
 
 class Groups(NamedTuple):
-    """The row groups of a call: rows of queries that share a list; int64 [T] each.
+    """The row groups of a call: rows of queries that share a list; int64 [T] each."""
 
-    Args:
-        item: batch item or sequence.
-        first: first row, counted in its sequence.
-        queries, keys: the lengths M and N of the sequence.
-    """
-
-    item: Tensor
-    first: Tensor
+    item: Tensor  # batch item or sequence
+    first: Tensor  # first row, counted in its sequence
+    # Both: the lengths M and N of the sequence.
     queries: Tensor
     keys: Tensor
 
     def positions(self, heads: int, step: int) -> Tensor:
         """Return what programs read of a list and key head (``variants.graphs.gathered``).
 
-        Args:
-            heads: key heads.
-            step: query heads of each.
-
-        Returns:
-            int64 [T * heads, 5]: item, first query head, first row, and the lengths M and N.
+        That is int64 [T * heads, 5]: item, first query head (each key head has ``step`` of them),
+        first row, and the lengths M and N.
         """
         columns = (self.item, torch.zeros_like(self.item), self.first, self.queries, self.keys)
         of_lists = torch.stack(columns, dim=-1)
@@ -206,12 +180,9 @@ def row_groups(
 ) -> Groups:
     """Return the groups of so many rows, item after item; the last of an item may have fewer.
 
-    Args:
-        queries: int64 [B], rows of each batch item or sequence.
-        keys: int64 [B], its keys.
-        rows: of a group.
-        items: int64 [some], which; None for all.
-        total: how many groups there are, where it is known: nobody then waits for a device.
+    ``queries`` and ``keys`` are the numbers of each item, int64 [B]. ``items`` [some] says which
+    are wanted; None for all. If ``total``, the number of groups, is known, nobody waits for a
+    device.
     """
     many = queries if items is None else queries[items]
     if items is None:
@@ -226,15 +197,10 @@ def row_groups(
 
 
 class Rows(NamedTuple):
-    """The query rows of groups, of all that lie item after item; [T, rows] each.
+    """The query rows of groups, of all that lie item after item; [T, rows] each."""
 
-    Args:
-        places: int64, which row; any where there is none.
-        there: bool, whether the item has that row.
-    """
-
-    places: Tensor
-    there: Tensor
+    places: Tensor  # int64, which row; any where there is none
+    there: Tensor  # bool, whether the item has that row
 
     @staticmethod
     def of(groups: Groups, queries: Tensor, rows: int) -> Rows:
@@ -255,35 +221,25 @@ class Paging(NamedTuple):
 def page_size(block: int, keys: int, alone: bool) -> int:
     """Return the keys of a page: all of a block's, where no block is shorter.
 
-    Args:
-        block: keys that one index of a list stands for.
-        keys: of all.
-        alone: whether they have a dimension of their own: neither packed nor in pages already.
+    ``alone``: keys have a dimension of their own, neither packed nor in pages already.
     """
     return block if alone and keys % block == 0 else 1
 
 
 class Lists(NamedTuple):
-    """The lists of a call, and where their keys are in k and v [outer, Hk, n, D].
+    """The lists of a call, and where their keys are in k and v [outer, Hk, n, D]."""
 
-    Args:
-        listed: T lists, for all heads or for each.
-        groups: T row groups.
-        block: keys that one index stands for.
-        starts: int64 [B], first key of each sequence where they are packed; None where they have a
-            dimension of their own.
-        paging: of a paged call, or None.
-        readers: int32 [T, Hk or 1, K] where rows with lists of their own are one group: bit r is
-            set where row r of the group reads the block. None where all rows read all of a list.
-        positions: of all groups, where they were made before (``Groups.positions``).
-    """
-
-    listed: Listed
-    groups: Groups
-    block: int
+    listed: Listed  # T lists, for all heads or for each
+    groups: Groups  # T row groups
+    block: int  # keys that one index stands for
+    # int64 [B], first key of each sequence where they are packed; None where they have a dimension
+    # of their own.
     starts: Tensor | None = None
-    paging: Paging | None = None
+    paging: Paging | None = None  # of a paged call, or None
+    # int32 [T, Hk or 1, K] where rows with lists of their own are one group: bit r is set where row
+    # r of the group reads the block. None where all rows read all of a list.
     readers: Tensor | None = None
+    # Of all groups, where they were made before (``Groups.positions``).
     positions: Tensor | None = None
 
     @property
@@ -300,12 +256,7 @@ class Lists(NamedTuple):
     ) -> Located:
         """Return where the keys of some lists lie in tables with pages of the same numbers.
 
-        Args:
-            part: which lists.
-            tables: of keys and values; only the first is read.
-            total: keys of a head in all.
-            heads: key heads.
-            with_keys: whether to return the keys too.
+        Of the tables of keys and values, only the first is read. A head has ``total`` keys.
         """
         table, size = tables[0], tables[0].pages.shape[2]
         sets, counts = self.listed
@@ -367,14 +318,10 @@ def of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Table(NamedTuple):
-    """Keys or values [outer, Hk, n, D] as one row of pages, and the steps from page to page.
+    """Keys or values [outer, Hk, n, D] as one row of pages, and the steps from page to page."""
 
-    Args:
-        pages: [some, 1, size of a page, D], a view; pages may overlap.
-        outer, head, page: the steps to the next of each.
-    """
-
-    pages: Tensor
+    pages: Tensor  # [some, 1, size of a page, D], a view; pages may overlap
+    # All three: the steps to the next of each.
     outer: int
     head: int
     page: int

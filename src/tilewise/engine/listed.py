@@ -30,14 +30,24 @@ from tilewise.engine.listed_work import (
     refuse_transforms,
 )
 from tilewise.engine.modes import PLAIN, readable, refuse_vmap, traced, transforms_active, wraps
-from tilewise.engine.ops import OpCall, absent, define, laid_out, own, promised, result_of, schema
+from tilewise.engine.ops import (
+    OpCall,
+    absent,
+    define,
+    laid_out,
+    promised,
+    promised_gradients,
+    result_of,
+    returned,
+    schema,
+)
 from tilewise.engine.paged import check_undifferentiated, refuse_gradient
 from tilewise.engine.pages import Pages
 from tilewise.engine.run import road
 from tilewise.engine.shared_lists import MOST_ROWS, may_share
 from tilewise.plan import Plan
-from tilewise.problem import Needs, Operands, Problem, Result, Statistics, output_like
-from tilewise.reference.merge import merge_partial
+from tilewise.problem import Needs, Operands, Problem, Result, Statistics
+from tilewise.reference.merge import as_partial, merge_partial
 from tilewise.torch_private import has_batch
 from tilewise.variants.float8 import NO_SCALES, Scales, scales_of
 from tilewise.variants.lower import Extent, lower_score, statistics_dtype
@@ -67,7 +77,7 @@ def attend_lists(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout, queries in float8, raw scores, transforms; of paged keys gradients.
     """
-    sinks, packed = keywords.sinks, q.dim() == 3
+    sinks = keywords.sinks
     if road(q, k, v, keywords) != "eager" or type(lists.indices) not in PLAIN:
         call, of_lists = lists_call(q, k, v, keywords, lists)
         found = torch.ops.tilewise.attention_lists(
@@ -97,7 +107,7 @@ def attend_lists(
         else:
             alone = out_alone and sinks is None
             result = _at_once(q, k, v, keywords, lists, frame, statistics, alone)
-    return result if sinks is None else _with_sinks(result, sinks, packed)
+    return result if sinks is None else _with_sinks(result, sinks)
 
 
 def _at_once(
@@ -183,9 +193,6 @@ def explain_lists(
     """Explain a call with key lists: its small problems, and what it moves beside a mask.
 
     It reads nothing of the operands but the lengths of sequences.
-
-    Raises:
-        InvalidArgument, Unsupported: as the call.
     """
     from tilewise.plan.traffic import InPlace, gathered_account
     from tilewise.plan.traffic.visits import lengths_of
@@ -239,12 +246,11 @@ def _way_back(paged: Plan) -> str:
     return f"reads keys where they lie; dK and dV by inverse lists, in {tile}"
 
 
-def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
+def _with_sinks(result: Result, sinks: Tensor) -> Result:
     """Return the result with one more key for each head, whose value is 0."""
     out, lse, stats, max_logit, entropy, top_key = result
-    sink = sinks.to(lse.dtype)
-    sink = (sink[:, None] if packed else sink[None, :, None]).expand(lse.shape)
-    merged, total = merge_partial((out, torch.zeros_like(out)), (lse, sink))
+    nothing, sink = as_partial(sinks, out, lse)
+    merged, total = merge_partial((out, nothing), (lse, sink))
     if entropy is not None:
         seen, there = lse != -math.inf, sink != -math.inf
         log_keys = torch.where(seen, lse - total, 0.0)
@@ -257,7 +263,7 @@ def _with_sinks(result: Result, sinks: Tensor, packed: bool) -> Result:
 class _Forward(NamedTuple):
     """What the forward op takes besides."""
 
-    statistics: str
+    statistics: Statistics
     for_backward: bool
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -309,16 +315,9 @@ def _work(
 
 def _attention_lists(*arguments: Any) -> tuple[Tensor, ...]:
     call, of_lists = OpCall(*arguments[:_CALLED]), OfLists(*arguments[_CALLED:_OF_LISTS])
-    asked, for_backward, *scales = _Forward(*arguments[_OF_LISTS:])
-    statistics: Statistics = "top1" if asked == "top1" else "rows" if asked else ""
+    statistics, for_backward, *scales = _Forward(*arguments[_OF_LISTS:])
     work = _work(call, of_lists, scales=scales_of(None, *scales))
-    found = work.forward(statistics, for_backward)
-    max_logit, entropy, top_key = (
-        absent(like) if each is None else own(each)
-        for each, like in zip(found[3:], (found.lse, found.lse, work.listed.counts), strict=True)
-    )
-    out, lse, stats = laid_out(found.out, call.q), own(found.lse), own(found.stats)
-    return out, lse, stats, max_logit, entropy, top_key, *work.listed
+    return *returned(work.forward(statistics, for_backward), call.q), *work.listed
 
 
 def _attention_lists_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -363,17 +362,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given, call = _Backward(*arguments[:_GIVEN]), OpCall(*arguments[_GIVEN : _GIVEN + _CALLED])
-    found = [
-        output_like(like, like.shape[-1]) if need else absent(like)
-        for need, like in zip(given.needs[:3], call[:3], strict=True)
-    ]
-    return [
-        *found,
-        *(
-            like.new_empty(like.shape) if need else absent(call.q)
-            for need, like in zip(given.needs[3:], call.score_tensors, strict=True)
-        ),
-    ]
+    return promised_gradients(call, given.needs, call.score_tensors)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -43,23 +43,17 @@ _MOST_BLOCKS = (1 << 31) - 1  # sets of blocks are int32
 
 
 class Frame(NamedTuple):
-    """What calls of one signature share, which one call checks and makes for the next.
+    """What calls of one signature share, which one call checks and makes for the next."""
 
-    Args:
-        problem: of the call, without sinks; its score as kernels read it.
-        block, rows: keys in a block, and query rows that share a list, no longer than the call.
-        queries, counts: int64 [B], query rows and keys of each item. None if values say them.
-        groups: the row groups; None if values say them.
-        positions: of these groups, for programs; None if there is none.
-    """
-
-    problem: Problem
+    problem: Problem  # of the call, without sinks; its score as kernels read it
+    # Both: keys in a block, and query rows that share a list, no longer than the call.
     block: int
     rows: int
+    # Both: int64 [B], query rows and keys of each item. None if values say them.
     queries: Tensor | None = None
     counts: Tensor | None = None
-    groups: Groups | None = None
-    positions: Tensor | None = None
+    groups: Groups | None = None  # the row groups; None if values say them
+    positions: Tensor | None = None  # of these groups, for programs; None if there is none
 
 
 FRAMES: Cache[Frame] = Cache(256)
@@ -400,12 +394,8 @@ class ListedWork:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
         """Return the gradients of q, k, v (by heads if packed) and of the score's tensors.
 
-        Args:
-            result: out, lse and stats of ``forward``.
-            grad_out: like out.
-            grad_lse: like lse, or None.
-            grad_entropy: like lse, or None.
-            needs: which are wanted.
+        ``result`` has out, lse and stats of ``forward``. The gradients that come are shaped as
+        these.
         """
         sums, by_q = self.parts[0].gathering.sums(needs), []
         for part in self.parts:

@@ -59,11 +59,7 @@ def transforms_active() -> bool:
 
 
 def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
-    """Refuse any transform of a call that goes through the torch ops.
-
-    Raises:
-        Unsupported: ``traced`` with a transform or a tangent.
-    """
+    """Refuse any transform of a call that goes through the torch ops."""
     if traced:
         if functorch_active():
             _refuse_traced("torch.func transforms (grad, vjp, jvp, vmap, jacrev, hessian, ...)")
@@ -73,11 +69,7 @@ def refuse_transforms(tensors: tuple[Tensor | None, ...], traced: bool) -> None:
 
 
 def refuse_batched(starts: tuple[Tensor, Tensor] | None) -> None:
-    """Refuse what a vmap cannot give to each of its calls.
-
-    Raises:
-        Unsupported: under vmap with cu_seqlens of each call, or with indices that are looked at.
-    """
+    """Refuse, under vmap, cu_seqlens that each call has, and indices that are looked at."""
     if not vmap_active():
         return
     if starts is not None and any(is_batched(each) for each in starts):
@@ -96,9 +88,7 @@ def refuse_batched(starts: tuple[Tensor, Tensor] | None) -> None:
 def refuse_constants(score: Score) -> None:
     """Refuse derivatives by what is constant here: they would silently be 0.
 
-    Raises:
-        InvalidArgument: ALiBi's slopes carry a tangent, or a transform differentiates by them.
-        Unsupported: so it is with a tensor of a raw score.
+    ALiBi's slopes are constants, and so are the tensors of a raw score.
     """
     for instr in score.program:
         if instr.op == RAW and any(is_tracked(score.captured[slot]) for slot in instr.slots):

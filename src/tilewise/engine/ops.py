@@ -174,7 +174,7 @@ class OpCall(NamedTuple):
 class _Forward(NamedTuple):
     """What the forward op takes besides."""
 
-    statistics: str
+    statistics: Statistics
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -215,6 +215,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     Sequence[Tensor]: "Tensor[]",
     Sequence[bool]: "bool[]",
     str: "str",
+    Statistics: "str",
     str | None: "str?",
     float: "float",
     float | None: "float?",
@@ -248,9 +249,6 @@ def own(tensor: Tensor) -> Tensor:
     return tensor if at_start else tensor.clone(memory_format=torch.contiguous_format)
 
 
-_KEYS = torch.empty(0, dtype=torch.int64, device="cpu")
-
-
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _CALLED = len(OpCall._fields)
 
@@ -266,11 +264,11 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 
 def returned(result: Result, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a result as an op returns it; ``promised`` says how."""
-    max_logit, entropy, top_key = (
-        absent(like) if found is None else own(found)
-        for found, like in zip(result[3:], (result.lse, result.lse, _KEYS), strict=True)
-    )
     out, lse, stats = laid_out(result.out, q), own(result.lse), own(result.stats)
+    max_logit, entropy, top_key = (
+        lse.new_empty((0,), dtype=dtype) if found is None else own(found)
+        for found, dtype in zip(result[3:], (lse.dtype, lse.dtype, torch.int64), strict=True)
+    )
     return out, lse, stats, max_logit, entropy, top_key
 
 
@@ -332,12 +330,18 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given, call, _ = _backward_groups(arguments)
+    return promised_gradients(call, given.needs, (call.sinks, *call.score_tensors))
+
+
+def promised_gradients(
+    call: OpCall, needs: Sequence[bool], captured: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return what a backward op returns for q, k, v and what is captured: without values."""
     found = [
         output_like(like, like.shape[-1]) if need else absent(like)
-        for need, like in zip(given.needs[:3], call[:3], strict=True)
+        for need, like in zip(needs[:3], call[:3], strict=True)
     ]
-    captured = (call.sinks, *call.score_tensors)
-    for need, like_or_none in zip(given.needs[3:], captured, strict=True):
+    for need, like_or_none in zip(needs[3:], captured, strict=True):
         like = call.q if like_or_none is None else like_or_none
         found.append(like.new_empty(like.shape) if need else absent(call.q))
     return found

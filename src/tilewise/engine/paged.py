@@ -132,7 +132,7 @@ class _Call(NamedTuple):
     score: str
     scale: float | None
     backend: str | None
-    statistics: str
+    statistics: Statistics
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -152,8 +152,7 @@ def _attention_paged(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     )
     # A graph made outside of a transform and run inside of one comes straight here.
     refuse_paged_transforms()
-    wanted: Statistics = "top1" if call.statistics == "top1" else "rows" if call.statistics else ""
-    result = attend_pages(call.q, call.k_pages, call.v_pages, keywords, None, wanted)
+    result = attend_pages(call.q, call.k_pages, call.v_pages, keywords, None, call.statistics)
     return returned(result, call.q)
 
 

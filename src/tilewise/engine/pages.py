@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_whole
+from tilewise.checks import check_both, check_whole
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import Problem
 from tilewise.validation import check_cu_seqlens, check_page_tensors
@@ -136,27 +136,17 @@ def packed_or_paged(
     key_lengths: Tensor | None,
     dropout_p: float,
 ) -> tuple[tuple[Tensor, Tensor] | None, Pages | None]:
-    """Return cu_seqlens of a variable-length call, or the pages of a paged one.
-
-    Raises:
-        InvalidArgument: half of what such a call needs is missing, or it has what only others do.
-    """
+    """Return cu_seqlens of a variable-length call, or the pages of a paged one."""
     if block_table is not None and key_lengths is not None:
         for name, came in (("cu_seqlens_k", cu_seqlens_k), ("dropout_p", dropout_p or None)):
             if came is not None:
                 raise InvalidArgument(name, "one with a block_table", "none: keys lie in pages")
         return None, Pages(block_table, key_lengths, cu_seqlens_q)
-    _both("block_table", block_table, "key_lengths", key_lengths)
+    check_both("block_table", block_table, "key_lengths", key_lengths)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         return (cu_seqlens_q, cu_seqlens_k), None
-    _both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
+    check_both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
     return None, None
-
-
-def _both(first: str, one: Tensor | None, second: str, other: Tensor | None) -> None:
-    if (one is None) != (other is None):
-        name = first if one is None else second
-        raise InvalidArgument(name, "None", f"both of {first} and {second}, or neither")
 
 
 def lower_pages(
@@ -168,9 +158,6 @@ def lower_pages(
     tensors on a device in checked mode.
 
     ``stays``: the kernels read the tensors on q's device.
-
-    Raises:
-        InvalidArgument: naming the tensor that says something impossible.
     """
     block_table, key_lengths, cu_q = pages
     packed = cu_q is not None

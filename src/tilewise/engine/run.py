@@ -352,10 +352,6 @@ def _packed(q: Any, k: Any, v: Any, keywords: Keywords) -> tuple[Tensor, Tensor,
 
     A nested tensor [B, H, j, D] is packed already: its values are [H, T, D] and its offsets are
     cu_seqlens. Nothing is padded and nothing is copied.
-
-    Raises:
-        InvalidArgument: a tensor is not nested, not of the form, or has holes; k and v have other
-            lengths; or the call has cu_seqlens as well.
     """
     if keywords.cu_seqlens is not None:
         required = "packed tensors [T, H, D]: a nested tensor has its own lengths"

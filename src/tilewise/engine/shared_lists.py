@@ -47,21 +47,14 @@ _LEAST_UNIT, _EIGHTHS = 16, 3
 
 
 class Shared(NamedTuple):
-    """Batch items or sequences in which R rows share a list each.
+    """Batch items or sequences in which R rows share a list each."""
 
-    Args:
-        items: int64 [some], which.
-        rows: R, rows.
-        groups: the T groups of rows of these items.
-        listed: as ``key_lists.Listed``, of these groups.
-        readers: int32 [T, Hk or 1, K]; bit r is set where row r of the group reads the block. None
-            where R is 1.
-    """
-
-    items: Tensor
-    rows: int
-    groups: Groups
-    listed: Listed
+    items: Tensor  # int64 [some], which
+    rows: int  # R, rows
+    groups: Groups  # the T groups of rows of these items
+    listed: Listed  # as ``key_lists.Listed``, of these groups
+    # int32 [T, Hk or 1, K]; bit r is set where row r of the group reads the block. None where R is
+    # 1.
     readers: Tensor | None
 
 

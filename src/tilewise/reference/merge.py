@@ -55,6 +55,11 @@ def merge_partial(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     return out.to(outs[0].dtype), merged_lse
 
 
+def as_partial(sinks: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sinks ``[H]`` as the result of one more set of keys, shaped as out and lse."""
+    return out.new_zeros(()).expand(out.shape), sinks.to(lse.dtype)[:, None].expand(lse.shape)
+
+
 def _per_row(rows: Tensor, out: Tensor) -> Tensor:
     """A number per query row, shaped to broadcast against an output (packed ones swap H and T)."""
     return (rows.transpose(0, 1) if out.dim() == 3 else rows)[..., None]

@@ -190,6 +190,16 @@ class Grads(NamedTuple):
     sinks: Tensor | None = None
 
 
+def side_by_side(first: Tensor, second: Tensor) -> bool:
+    """Return whether each row of ``second`` begins in memory where that of ``first`` ends."""
+    return (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.stride() == second.stride()
+        and first.stride(-1) == 1
+        and first.storage_offset() + first.shape[-1] == second.storage_offset()
+    )
+
+
 def output_like(like: Tensor, width: int) -> Tensor:
     """An uninitialised tensor shaped as ``like`` but for its last dimension, in its memory order.
 

@@ -381,7 +381,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one start": (
         lambda: FOURTH.flash_attn_varlen_func(ROWS, ROWS, ROWS, cu_seqlens_q=torch.tensor([0, 3])),
         InvalidArgument,
-        "^cu_seqlens_k: got None beside the other",
+        "^cu_seqlens_k: got None; required: both of",
     ),
     "used": (
         lambda: FOURTH.flash_attn_varlen_func(Q, Q, Q, seqused_k=torch.tensor([1, 2])),

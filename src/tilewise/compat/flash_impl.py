@@ -13,6 +13,7 @@ the CPU, Dv != D, masks that want a gradient, float64 on a GPU. ``tilewise.sdpa(
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,19 +35,8 @@ _CAUSAL = masks.causal("top_left")
 _ROWS_FIRST = (0, 2, 1, 3)  # the memory [B, S, H, D] of torch's gradients
 
 
-class _Handle:
-    """Handle that torch keeps while the implementation is active."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def remove(self) -> None:
-        """Let torch's own kernels be the operators' again."""
-        self._library._destroy()
-
-
-def activate() -> _Handle:
-    """Put our kernels in the place of torch's, until the handle removes them."""
+def activate() -> SimpleNamespace:
+    """Put our kernels in the place of torch's, until ``remove`` of what torch keeps is called."""
     libraries: Any = torch.library
     library = libraries.Library("aten", "IMPL")
     kernels: tuple[tuple[str, Any, str], ...] = (
@@ -64,7 +54,7 @@ def activate() -> _Handle:
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, kernel, key in kernels:
             library.impl(name, kernel, key, allow_override=True)
-    return _Handle(library)
+    return SimpleNamespace(remove=library._destroy)
 
 
 def _planned(

@@ -11,7 +11,7 @@ outside that language is refused by name; nothing is computed in another way ins
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -259,10 +259,9 @@ def _with_batch(
 
 
 def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
-    """A block mask of torch's is for these lengths, or a slice with the blocks of these rows.
+    """Refuse a block mask of torch's for other lengths; a slice has the blocks of these rows.
 
-    Returns:
-        Whether it says how many keys there are: not where torch's ``_adjust`` rounded them up.
+    Return whether it says how many keys there are: not where torch's ``_adjust`` rounded them up.
     """
     if isinstance(block_mask, OwnBlockMask) or not isinstance(block_mask, BlockMask):
         return True
@@ -289,12 +288,23 @@ def _check_lengths(block_mask: Any, query: Tensor, key: Tensor) -> bool:
     )
 
 
-class _Kept(NamedTuple):
-    """A block mask read, and what it was read from."""
+class _State(NamedTuple):
+    """What a block mask is read from."""
 
     text: str
     sizes: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Return what changes when a tensor is changed in place."""
+        return tuple([x._version for x in self.tensors])
+
+
+class _Kept(NamedTuple):
+    """A block mask read."""
+
+    state: _State
     versions: tuple[int, ...]
     found: OwnBlockMask
 
@@ -349,7 +359,7 @@ def _mask_of(block_mask: Any, queries: int, keys: int | None, many: tuple[int, i
         return _in_graph(block_mask, queries, keys)
     held = _KEPT.get(block_mask)
     now = _state(block_mask, _read_mod(block_mask.mask_mod), queries, keys)
-    if held is not None and _same(held, *now) and _is_for(held.found, many):
+    if held is not None and _same(held, now) and _is_for(held.found, many):
         return held.found
     found = OwnBlockMask.from_flex(block_mask, queries, keys, batch=many[0], heads=many[1])
     _keep(block_mask, now, found)
@@ -388,9 +398,6 @@ def _expressed(kind: str, function: Any, reading: Callable[[Any], _V]) -> _V:
         raise not_expressed(kind, function, error, instead) from error
 
 
-_State: TypeAlias = tuple[str, tuple[int, ...], tuple[Tensor, ...]]
-
-
 def _state(block_mask: Any, mask: Mask, queries: int, keys: int | None = None) -> _State:
     lists = (
         block_mask.kv_num_blocks,
@@ -400,21 +407,18 @@ def _state(block_mask: Any, mask: Mask, queries: int, keys: int | None = None) -
     )
     rows, columns = block_mask.shape[-2:]
     sizes = (queries, rows, columns if keys is None else keys, *block_mask.BLOCK_SIZE)
-    return mask.text, sizes, (*mask.captured, *(x for x in lists if x is not None))
+    return _State(mask.text, sizes, (*mask.captured, *(x for x in lists if x is not None)))
 
 
 def _keep(block_mask: Any, state: _State, found: OwnBlockMask) -> None:
-    text, sizes, tensors = state
-    if not any(tensor.is_inference() for tensor in tensors):  # they do not tell of changes
-        versions = tuple([x._version for x in tensors])
-        _KEPT[block_mask] = _Kept(text, sizes, tensors, versions, found)
+    if not any(tensor.is_inference() for tensor in state.tensors):  # they do not tell of changes
+        _KEPT[block_mask] = _Kept(state, state.versions, found)
 
 
-def _same(held: _Kept, text: str, sizes: tuple[int, ...], tensors: tuple[Tensor, ...]) -> bool:
+def _same(held: _Kept, now: _State) -> bool:
+    before = held.state
     return (
-        held.text == text
-        and held.sizes == sizes
-        and len(held.tensors) == len(tensors)
-        and all(one is other for one, other in zip(held.tensors, tensors, strict=True))
-        and held.versions == tuple([x._version for x in tensors])
+        before[:2] == now[:2]
+        and list(map(id, before.tensors)) == list(map(id, now.tensors))
+        and held.versions == now.versions
     )

@@ -205,14 +205,11 @@ class _Called(Report):
 
 
 class _Place:
-    """A function that stood at torch's name, and the one that stands in for it.
+    """A function that stood at torch's name (``before``), and the one that stands in for it.
 
     Whoever wraps a stand-in in one block, and leaves that at torch's name, is what stood there
     before the next block. So each stand-in passes calls on to a function of its own: one of all
     would be called by what it calls.
-
-    Args:
-        before: what stood there.
     """
 
     def __init__(self, before: Callable[..., Tensor]) -> None:

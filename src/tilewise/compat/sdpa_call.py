@@ -79,15 +79,9 @@ def cast(call: Call) -> Call:
 
 
 def attend(call: Call, more: tuple[Score, ...] = ()) -> Tensor:
-    """Attention as the call means it; ``mistake`` found nothing wrong with its shapes.
+    """Attention as the call means it, [.., L, Ev]; ``mistake`` found nothing wrong with its shapes.
 
-    Scores in ``more`` apply after the call's mask.
-
-    Returns:
-        [.., L, Ev].
-
-    Raises:
-        Unsupported: nothing here can do it, with each backend's reason.
+    Scores in ``more`` apply after the call's mask. ``Unsupported`` has each backend's reason.
     """
     q, k, v, attn_mask, *_, enable_gqa = call
     if q.is_nested:

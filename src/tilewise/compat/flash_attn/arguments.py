@@ -20,21 +20,13 @@ WindowSize: TypeAlias = Sequence[Any] | Tensor  # two integers, or two tensors o
 
 
 class Options(NamedTuple):
-    """Arguments of a call of flash-attn other than its tensors.
+    """Arguments of a call of flash-attn other than its tensors."""
 
-    Args:
-        mask: which pairs attend; None for all of them.
-        cap: of the scores; 0 for none.
-        slopes: of ALiBi, [H] or [B, H], or None.
-        scale: of q.k; None for 1/sqrt(D).
-        dropout_p: the probability of dropping a pair.
-    """
-
-    mask: masks.Mask | None
-    cap: float
-    slopes: Tensor | None
-    scale: float | None
-    dropout_p: float
+    mask: masks.Mask | None  # which pairs attend; None for all of them
+    cap: float  # of the scores; 0 for none
+    slopes: Tensor | None  # of ALiBi, [H] or [B, H], or None
+    scale: float | None  # of q.k; None for 1/sqrt(D)
+    dropout_p: float  # the probability of dropping a pair
 
     def score(self) -> list[scores.Score] | None:
         """Return the score: the cap first and then ALiBi."""

@@ -21,6 +21,7 @@ from tilewise.compat.gradients import forward_only
 from tilewise.engine.pages import check_entries
 from tilewise.errors import InvalidArgument
 from tilewise.functional import AttentionResult, attention_paged
+from tilewise.problem import side_by_side
 from tilewise.validation import check_cu_seqlens
 from tilewise.variants import masks
 from tilewise.variants.float8 import FLOAT8
@@ -33,22 +34,14 @@ _FIX = (
 
 
 class Cache(NamedTuple):
-    """Keys and values of B sequences.
+    """Keys and values of B sequences."""
 
-    Args:
-        k: [blocks, size, Hk, D].
-        v: [blocks, size, Hk, Dv].
-        lengths: integer [B]: key n of sequence b exists for n < lengths[b].
-        table: integer [B, P]: key n of sequence b is row ``n % size`` of block
-            ``table[b, n // size]``.
-        starts: integer [B]: the keys before it do not count; None for 0.
-    """
-
-    k: Tensor
-    v: Tensor
-    lengths: Tensor
+    k: Tensor  # [blocks, size, Hk, D]
+    v: Tensor  # [blocks, size, Hk, Dv]
+    lengths: Tensor  # integer [B]: key n of sequence b exists for n < lengths[b]
+    # Integer [B, P]: key n of sequence b is row ``n % size`` of block ``table[b, n // size]``.
     table: Tensor
-    starts: Tensor | None = None
+    starts: Tensor | None = None  # integer [B]: the keys before it do not count; None for 0
 
     @property
     def capacity(self) -> int:
@@ -57,21 +50,16 @@ class Cache(NamedTuple):
 
 
 class More(NamedTuple):
-    """What few calls over a cache have.
+    """What few calls over a cache have."""
 
-    Args:
-        sinks: floating [Hq], or None.
-        chunk: a row sees the keys of its own chunk of so many, which count from ``Cache.starts``;
-            0 for all chunks.
-        scales: ``q_scale`` [B, Hq], ``k_scale`` and ``v_scale`` [B, Hk], those that there are: what
-            float8 numbers are to be multiplied by.
-        keys: lists of keys as ``attention_paged`` takes them, or None.
-    """
-
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # floating [Hq], or None
+    # A row sees the keys of its own chunk of so many, which count from ``Cache.starts``; 0 for all
+    # chunks.
     chunk: int = 0
+    # ``q_scale`` [B, Hq], ``k_scale`` and ``v_scale`` [B, Hk], those that there are: what float8
+    # numbers are to be multiplied by.
     scales: Mapping[str, Any] = MappingProxyType({})
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # lists of keys as ``attention_paged`` takes them, or None
 
 
 NO_MORE = More()
@@ -210,7 +198,7 @@ def with_values(cache: Cache, q: Tensor, qv: Tensor) -> tuple[Cache, Tensor]:
     k, v, table = cache.k, cache.v, cache.table
     width = k.shape[-1] + v.shape[-1]
     for first, second, ours in ((v, k, (qv, q)), (k, v, (q, qv))):
-        if _side_by_side(first, second):
+        if not torch.compiler.is_compiling() and side_by_side(first, second):
             wide = first.as_strided((*first.shape[:-1], width), first.stride())
             return Cache(wide, v, cache.lengths, table, cache.starts), torch.cat(ours, -1)
     blocks = table.numel()
@@ -220,15 +208,6 @@ def with_values(cache: Cache, q: Tensor, qv: Tensor) -> tuple[Cache, Tensor]:
         table = torch.arange(blocks, device=k.device).view(table.shape)
     wide = torch.cat([v, k], -1)  # the order of latent caches, so that a copy gives their bits
     return Cache(wide, v, cache.lengths, table, cache.starts), torch.cat([qv, q], -1)
-
-
-def _side_by_side(first: Tensor, second: Tensor) -> bool:
-    """Return whether each row of ``second`` begins in memory where that of ``first`` ends."""
-    if torch.compiler.is_compiling() or first.stride() != second.stride():
-        return False
-    after = first.storage_offset() + first.shape[-1]
-    same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    return same and first.stride(-1) == 1 and second.storage_offset() == after
 
 
 def _without_padding(cache: Cache, starts: Tensor) -> Cache:

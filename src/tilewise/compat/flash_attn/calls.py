@@ -29,19 +29,13 @@ from tilewise.variants.lower import statistics_dtype
 
 
 class Answer(NamedTuple):
-    """Result of a forward call.
+    """Result of a forward call."""
 
-    Args:
-        out: [B, M, Hq, Dv] or [Tq, Hq, Dv].
-        lse: [B, Hq, M] or [Hq, Tq], +inf for a row without keys; None where not asked for.
-        signed: the signed probabilities; empty where not asked for, or without dropout.
-        seed: of dropout; None without it.
-    """
-
-    out: Tensor
+    out: Tensor  # [B, M, Hq, Dv] or [Tq, Hq, Dv]
+    # [B, Hq, M] or [Hq, Tq], +inf for a row without keys; None where not asked for.
     lse: Tensor | None
-    signed: Tensor
-    seed: Tensor | None = None
+    signed: Tensor  # the signed probabilities; empty where not asked for, or without dropout
+    seed: Tensor | None = None  # of dropout; None without it
 
 
 class Packing(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_whole
+from tilewise.checks import check_both, check_whole
 from tilewise.compat.flash_attn.arguments import (
     WindowSize,
     as_flash_attn,
@@ -40,40 +40,25 @@ from tilewise.functional import AttentionResult
 
 
 class Where(NamedTuple):
-    """Where the queries, new keys and cached keys of B sequences are.
+    """Where the queries, new keys and cached keys of B sequences are."""
 
-    Args:
-        lengths: integer [B] or one number: the keys in the cache; None for all of its rows.
-        caches: integer [B], the cache of each sequence, or None.
-        leftpad: integer [B], the first key of each sequence, or None.
-        table: integer [B, P] of pages, or None.
-        starts_q: integer [B + 1] of packed queries, or None.
-        starts_new: integer [B + 1] of packed new keys, or None.
-        table_name: the caller's name of ``table``.
-    """
-
+    # Integer [B] or one number: the keys in the cache; None for all of its rows.
     lengths: int | Tensor | None
-    caches: Tensor | None
-    leftpad: Tensor | None
-    table: Tensor | None
-    starts_q: Tensor | None = None
-    starts_new: Tensor | None = None
-    table_name: str = "block_table"
+    caches: Tensor | None  # integer [B], the cache of each sequence, or None
+    leftpad: Tensor | None  # integer [B], the first key of each sequence, or None
+    table: Tensor | None  # integer [B, P] of pages, or None
+    starts_q: Tensor | None = None  # integer [B + 1] of packed queries, or None
+    starts_new: Tensor | None = None  # integer [B + 1] of packed new keys, or None
+    table_name: str = "block_table"  # the caller's name of ``table``
 
 
 class Rotary(NamedTuple):
-    """The tables of positions, [rows, R/2] each, and how to read them.
+    """The tables of positions, [rows, R/2] each, and how to read them."""
 
-    Args:
-        cos: or None for no rotation.
-        sin: with cos.
-        interleaved: pairs are neighbours.
-        starts: integer [B], the position of the first new key; None for the cache's length.
-    """
-
-    cos: Tensor | None
-    sin: Tensor | None
-    interleaved: bool
+    cos: Tensor | None  # or None for no rotation
+    sin: Tensor | None  # with cos
+    interleaved: bool  # pairs are neighbours
+    # Integer [B], the position of the first new key; None for the cache's length.
     starts: Tensor | None = None
 
 
@@ -177,23 +162,10 @@ def over_cache(
 ) -> AttentionResult:
     """``flash_attn_with_kvcache`` of flash-attn 2 and 3: see there for the arguments.
 
-    Args:
-        q: [B, M, Hq, D], or packed [Tq, Hq, D].
-        caches: keys and values.
-        new: keys and values to be appended, [B, new, Hk, D or Dv] or packed [Tnew, Hk, D or Dv].
-        where: what finds rows and keys.
-        rotary: the rotation of q and of new keys.
-        flags: the numbers.
-        alibi_slopes: floating [Hq] or [B, Hq], or None.
-        qv: as q with width Dv, or None.
-        descales: of float8, floating [B, Hk].
+    Everything that may be refused is refused before anything is written.
 
     Returns:
-        out as q with width Dv, lse [B, Hq, M] or [Hq, Tq], -inf for a row without keys.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong, before anything is written.
-        Unsupported: qv or a rotation in float8, likewise; or no backend has such a call.
+        out as q, with width Dv; lse [B, Hq, M] or [Hq, Tq], -inf for a row without keys.
     """
     (k_cache, v_cache), (k, v), starts = caches, new, where.starts_q
     check_rank("q", q, "[B, S, H, D]" if starts is None else "[T, H, D]")
@@ -211,8 +183,8 @@ def over_cache(
     scales = read_descales(descales, q, count, k_cache.shape[2])
     if qv is not None:
         options = with_qv(q, v_cache.shape[3], qv, options)
-    _check_both("k", k, "v", v)
-    _check_both("rotary_cos", rotary.cos, "rotary_sin", rotary.sin)
+    check_both("k", k, "v", v)
+    check_both("rotary_cos", rotary.cos, "rotary_sin", rotary.sin)
     if k is None:
         for name, unwanted, why in (
             ("rotary_cos", rotary.cos, "what is in the cache is rotated already"),
@@ -245,13 +217,6 @@ def over_cache(
             cache, q = with_values(cache, q, qv)
     given["alibi_slopes"] = alibi_slopes
     return attend(q, cache, options, given, starts, More(None, chunk, scales))
-
-
-def _check_both(name: str, tensor: Tensor | None, other: str, its: Tensor | None) -> None:
-    """They come together or not at all."""
-    if (tensor is None) != (its is None):
-        missing, there = (name, other) if tensor is None else (other, name)
-        raise InvalidArgument(missing, "None", f"a tensor, as {there} is one")
 
 
 def _cache(q: Tensor, batch: int, k_cache: Tensor, v_cache: Tensor, where: Where) -> Cache:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.checks import FLOATING, check_tensor, check_whole
+from tilewise.checks import FLOATING, check_both, check_tensor, check_whole
 from tilewise.compat.flash_attn.arguments import Options, WindowSize, bounds, check_rank, read
 from tilewise.compat.flash_attn.cache import (
     Cache,
@@ -27,21 +27,15 @@ from tilewise.variants.float8 import FLOAT8
 
 
 class Sequences(NamedTuple):
-    """Where the rows and keys of sequences are.
+    """Where the rows and keys of sequences are."""
 
-    Args:
-        starts_q: integer [sequences + 1] of packed queries; None where they are not packed.
-        starts_k: likewise of keys.
-        used_q: integer [sequences]: how many queries of each there are, instead of all.
-        used_k: likewise of keys.
-        pages: integer [sequences, P] of keys in pages; None where they are not.
-    """
-
+    # Integer [sequences + 1] of packed queries; None where they are not packed.
     starts_q: Tensor | None = None
-    starts_k: Tensor | None = None
+    starts_k: Tensor | None = None  # likewise of keys
+    # Integer [sequences]: how many queries of each there are, instead of all.
     used_q: Tensor | None = None
-    used_k: Tensor | None = None
-    pages: Tensor | None = None
+    used_k: Tensor | None = None  # likewise of keys
+    pages: Tensor | None = None  # integer [sequences, P] of keys in pages; None where they are not
 
 
 WHOLE = Sequences()
@@ -99,9 +93,8 @@ def computed(
     for name, tensor, its in (("q", q, shape), ("k", k, keys), ("v", v, keys)):
         check_rank(name, tensor, its)
     count = q.shape[0] if where.starts_q is None else where.starts_q.shape[0] - 1
-    if packed != (where.starts_k is not None) and where.pages is None:
-        name = "cu_seqlens_k" if packed else "cu_seqlens_q"
-        raise InvalidArgument(name, "None beside the other", "both, or neither")
+    if where.pages is None:
+        check_both("cu_seqlens_q", where.starts_q, "cu_seqlens_k", where.starts_k)
     for name, used in (("seqused_q", where.used_q), ("seqused_k", where.used_k)):
         if used is not None:
             check_integers(name, used, (count,), q.device.type)
@@ -210,11 +203,7 @@ def read_descales(descales: Descales, q: Tensor, count: int, kv_heads: int) -> d
 def _read_lists(lists: Tensor, q: Tensor, k: Tensor, where: Sequences) -> Tensor:
     """Return lists of keys as ``tilewise.attention`` takes them: [B, 1, M, K] or [1, Tq, K].
 
-    Args:
-        lists: integer [B, M, K] or [Tq, K]; what is no key of its sequence becomes -1.
-        q: [B, M, Hq, D], or packed [Tq, Hq, D].
-        k: [B, N, Hk, D], packed or in pages.
-        where: the sequences.
+    They come as integer [B, M, K] or [Tq, K]. What is no key of its sequence becomes -1.
     """
     check_integers("gather_kv_indices", lists, (*q.shape[:-2], None), q.device.type)
     limits: int | Tensor = k.shape[1]

@@ -23,25 +23,15 @@ _LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
 
 
 class Call(NamedTuple):
-    """The arguments of a call, read.
+    """The arguments of a call, read."""
 
-    Args:
-        q: [B, M, Hq, K].
-        k: [B, N, Hk, K], of fewer heads where they were expanded.
-        v: [B, N, Hk, Kv].
-        heads: the sizes that the heads have at the caller's: (), (H,) or (G, H).
-        said: the bias.
-        p: the probability of dropping a pair.
-        scale: of q.k; None for 1/sqrt(K).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: tuple[int, ...]
-    said: Reading
-    p: float
-    scale: float | None
+    q: Tensor  # [B, M, Hq, K]
+    k: Tensor  # [B, N, Hk, K], of fewer heads where they were expanded
+    v: Tensor  # [B, N, Hk, Kv]
+    heads: tuple[int, ...]  # the sizes that the heads have at the caller's: (), (H,) or (G, H)
+    said: Reading  # the bias
+    p: float  # the probability of dropping a pair
+    scale: float | None  # of q.k; None for 1/sqrt(K)
 
     def words(self) -> dict[str, Any]:
         """Return the keywords of ``tilewise.attention`` without dropout."""
@@ -62,15 +52,8 @@ def read_call(
 ) -> Call:
     """Return the arguments of a call, checked.
 
-    Args:
-        query: [B, M, K], [B, M, H, K] or [B, M, G, H, K].
-        key: the same with N keys.
-        value: the same with N keys and width Kv.
-        attn_bias: a bias.
-        p: the probability of dropping a pair.
-        scale: of q.k, or None.
-        wider: a dtype to compute in, if it has more bits than query's.
-        shared: take heads that were expanded from one as one.
+    ``wider`` is a dtype to compute in, if it has more bits than query's. ``shared``: heads that
+    were expanded from one are read as one.
     """
     said = read(attn_bias)
     _check_tensors(query, key, value)

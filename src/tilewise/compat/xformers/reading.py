@@ -35,19 +35,12 @@ def moved(value: Any, device: Any) -> Any:
 
 @dataclass
 class _SeqLenInfo:
-    """Sequences one after the other: number i has the rows seqstart[i] to seqstart[i + 1].
+    """Sequences one after the other: number i has the rows seqstart[i] to seqstart[i + 1]."""
 
-    Args:
-        seqstart: int32 [sequences + 1].
-        max_seqlen: the largest length.
-        min_seqlen: the smallest.
-        seqstart_py: the starts again, as numbers.
-    """
-
-    seqstart: Tensor
-    max_seqlen: int
-    min_seqlen: int
-    seqstart_py: list[int]
+    seqstart: Tensor  # int32 [sequences + 1]
+    max_seqlen: int  # the largest length
+    min_seqlen: int  # the smallest
+    seqstart_py: list[int]  # the starts again, as numbers
 
     @classmethod
     def from_seqlens(cls, seqlens: Iterable[int], *, device: Any = None) -> Self:
@@ -84,15 +77,10 @@ class _SeqLenInfo:
 
 @dataclass
 class _Filled(_SeqLenInfo):
-    """Sequences with room behind them: number i has seqlen[i] rows from seqstart[i] on.
+    """Sequences with room behind them: number i has seqlen[i] rows from seqstart[i] on."""
 
-    Args:
-        seqlen: int32 [sequences].
-        seqlen_py: the lengths again, as numbers.
-    """
-
-    seqlen: Tensor
-    seqlen_py: list[int]
+    seqlen: Tensor  # int32 [sequences]
+    seqlen_py: list[int]  # the lengths again, as numbers
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """Yield the first row of each sequence and the one behind its last that is used."""
@@ -187,23 +175,16 @@ class Band(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Where the keys of sequences lie among rows, which may be more.
+    """Where the keys of sequences lie among rows, which may be more."""
 
-    Args:
-        starts: int32 [B]: the first key, a row or a place in pages.
-        lengths: int32 [B]: how many there are.
-        total: the sum of the lengths, on the host.
-        longest: the largest length.
-        table: integer [B, P]: place p of sequence b is row ``p % page`` of page
-            ``table[b, p // page]``; None where places are rows.
-        page: rows in a page; without a table, the pieces of rows that sequences begin at, or 1.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    total: int
-    longest: int
+    starts: Tensor  # int32 [B]: the first key, a row or a place in pages
+    lengths: Tensor  # int32 [B]: how many there are
+    total: int  # the sum of the lengths, on the host
+    longest: int  # the largest length
+    # Integer [B, P]: place p of sequence b is row ``p % page`` of page ``table[b, p // page]``;
+    # None where places are rows.
     table: Tensor | None = None
+    # Rows in a page; without a table, the pieces of rows that sequences begin at, or 1.
     page: int = 1
 
     def rows(self) -> Tensor:
@@ -219,21 +200,14 @@ class Keys(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A bias.
+    """A bias."""
 
-    Args:
-        band: which keys of its sequence a row sees.
-        added: a tensor that is added to the scores, or None.
-        starts_q: int32 [B + 1] of the rows of sequences; None where the batch is one.
-        starts_k: likewise of the keys; None where ``keys`` says it.
-        keys: where the keys of sequences lie; None where one follows the other.
-    """
-
-    band: Band = Band()
-    added: Tensor | None = None
+    band: Band = Band()  # which keys of its sequence a row sees
+    added: Tensor | None = None  # a tensor that is added to the scores, or None
+    # int32 [B + 1] of the rows of sequences; None where the batch is one.
     starts_q: Tensor | None = None
-    starts_k: Tensor | None = None
-    keys: Keys | None = None
+    starts_k: Tensor | None = None  # likewise of the keys; None where ``keys`` says it
+    keys: Keys | None = None  # where the keys of sequences lie; None where one follows the other
 
 
 def _everything(bias: Any) -> Band:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.functional import AttentionResult
-from tilewise.reference.merge import check_partials, merge_partial
+from tilewise.reference.merge import as_partial, check_partials, merge_partial
 from tilewise.validation import check_sinks
 
 
@@ -44,8 +44,9 @@ def merge(*results: AttentionResult, sinks: Tensor | None = None) -> AttentionRe
     check_partials(outs, lses)
     if sinks is not None:
         check_sinks(sinks, outs[0].shape[1], outs[0].device.type)
-        outs.append(outs[0].new_zeros(()).expand(outs[0].shape))
-        lses.append(sinks.to(lses[0].dtype)[:, None].expand(lses[0].shape))
+        of_sinks, own_lse = as_partial(sinks, outs[0], lses[0])
+        outs.append(of_sinks)
+        lses.append(own_lse)
     out, lse = merge_partial(outs, lses)
     return AttentionResult(out, lse, None)
 

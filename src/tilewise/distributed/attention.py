@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import routes
+from tilewise.checks import check_both
 from tilewise.distributed.heads import Exchange, share_heads
 from tilewise.distributed.layout import (
     Layout,
@@ -46,7 +47,7 @@ from tilewise.engine.run import autocast
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike
 from tilewise.problem import Problem
-from tilewise.reference.merge import merge_partial
+from tilewise.reference.merge import as_partial, merge_partial
 from tilewise.reference.philox import seed_tensor
 from tilewise.torch_private import left_alone
 from tilewise.validation import check_cu_seqlens, check_cu_tensors, lower_sinks
@@ -54,7 +55,6 @@ from tilewise.variants.placing import Place, placed
 from tilewise.variants.values import Mask, Score
 
 _HALF = 0xFFFF_FFFF
-_CU_NAMES = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 @left_alone
@@ -189,11 +189,8 @@ def context_parallel_attention(
 
 def starts_of(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Starts | None:
     """Return where packed sequences begin; None of a dense call."""
-    given = [each is not None for each in (cu_seqlens_q, cu_seqlens_k)]
+    check_both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        if any(given):
-            name = _CU_NAMES[given.index(False)]
-            raise InvalidArgument(name, "None", "one for queries and one for keys, or neither")
         return None
     check_cu_tensors(cu_seqlens_q, cu_seqlens_k)
     return Starts(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()))
@@ -201,8 +198,9 @@ def starts_of(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Start
 
 def check_starts(starts: Starts | None, queries: int, keys: int) -> None:
     """Refuse starts that do not fit so many packed rows and keys."""
-    for name, each, total in zip(_CU_NAMES, starts or (), (queries, keys), strict=False):
-        check_cu_seqlens(name, torch.tensor(each), total)
+    if starts is not None:
+        check_cu_seqlens("cu_seqlens_q", torch.tensor(starts.queries), queries)
+        check_cu_seqlens("cu_seqlens_k", torch.tensor(starts.keys), keys)
 
 
 def _agree(
@@ -352,8 +350,8 @@ class _Call(NamedTuple):
         """Return the result with one more key for each head, whose value is 0."""
         if self.sinks is None:
             return out, lse
-        sink = self.sinks.to(lse.dtype)[None, :, None].expand(lse.shape)
-        return merge_partial((out, torch.zeros_like(out)), (lse, sink))
+        nothing, sink = as_partial(self.sinks, out, lse)
+        return merge_partial((out, nothing), (lse, sink))
 
 
 @contextmanager

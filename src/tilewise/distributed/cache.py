@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tilewise.checks import check_both
 from tilewise.distributed.attention import shared_facts
 from tilewise.distributed.layout import Mesh, groups_of, standing
 from tilewise.distributed.parts import Part, Running, Whole
@@ -20,7 +21,7 @@ from tilewise.engine.pages import Pages
 from tilewise.errors import InvalidArgument, TilewiseError, Unsupported
 from tilewise.functional import AttentionResult, MaskLike, ScoreLike
 from tilewise.problem import Operands, Problem, Result
-from tilewise.reference.merge import merge_partial
+from tilewise.reference.merge import as_partial, merge_partial
 from tilewise.validation import check_sinks
 from tilewise.variants.float8 import scales_of
 from tilewise.variants.lower import Extent, lower_mask, lower_score
@@ -115,10 +116,9 @@ def split_cache_attention(
         outs = peers.everywhere("outputs", out, [out.shape] * peers.count)
         lses = peers.everywhere("outputs", lse, [lse.shape] * peers.count)
     if sinks is not None:
-        sink = sinks.to(lse.dtype)
-        sink = sink[:, None] if lse.dim() == 2 else sink[None, :, None]
-        outs.append(torch.zeros_like(out))
-        lses.append(sink.expand(lse.shape))
+        of_sinks, own_lse = as_partial(sinks, out, lse)
+        outs.append(of_sinks)
+        lses.append(own_lse)
     out, lse = merge_partial(outs, lses)
     return AttentionResult(out, lse, None) if return_lse else out
 
@@ -126,11 +126,9 @@ def split_cache_attention(
 def _pages(
     block_table: Tensor | None, key_lengths: Tensor | None, cu_seqlens_q: Tensor | None
 ) -> Pages | None:
+    check_both("block_table", block_table, "key_lengths", key_lengths)
     if block_table is not None and key_lengths is not None:
         return Pages(block_table, key_lengths, cu_seqlens_q)
-    if block_table is not None or key_lengths is not None:
-        missing = "block_table" if block_table is None else "key_lengths"
-        raise InvalidArgument(missing, "None", "both of pages, or neither")
     if cu_seqlens_q is not None:
         raise InvalidArgument("cu_seqlens_q", "a tensor", "None without pages")
     return None

@@ -535,12 +535,9 @@ class _Split:
 
 
 class _Speed:
-    """Seconds of pieces on a chip, forward and backward.
+    """Seconds of pieces of a call on a chip, forward and backward.
 
-    Args:
-        whole: the call that the pieces are of.
-        chip: whose ceilings count.
-        merges: whether partial outputs and gradients are added up: three numbers move for each.
+    ``merges``: partial outputs and gradients are added up, and three numbers move for each.
     """
 
     def __init__(self, whole: Whole, chip: Chip, merges: bool) -> None:

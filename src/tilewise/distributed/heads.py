@@ -56,14 +56,7 @@ def block(layout: Layout, heads: Heads, rows_of: int, heads_of: int) -> tuple[in
 
 
 class Exchange(NamedTuple):
-    """An exchange of rows for heads.
-
-    Args:
-        peers: who exchanges.
-        layout: of the rows.
-        heads: which heads each position gets.
-        total: how many heads there are.
-    """
+    """An exchange of rows for heads: each position gets its ``heads``, of ``total`` in all."""
 
     peers: Peers
     layout: Layout

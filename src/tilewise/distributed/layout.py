@@ -306,11 +306,8 @@ def standing(
 ) -> Standing:
     """Return where this process stands.
 
-    Args:
-        mesh: a process group or a DeviceMesh of one dimension; or of two, whose first one is the
-            ring and whose second one shares heads (Ulysses).
-        schedule: of the ring. ``"ulysses"`` shares heads and has no ring.
-        timeout: of a message; None for the group's own.
+    In a mesh of two dimensions, the first one is the ring and the second one shares heads
+    (Ulysses). The schedule ``"ulysses"`` shares heads and has no ring.
     """
     if not isinstance(schedule, Layout):
         check_schedule(schedule)
@@ -347,19 +344,11 @@ def is_dtensor(x: object) -> bool:
 
 
 def unwrap(q: Any, k: Any, v: Any, sinks: Any, dim: int, schedule: Schedule | Layout) -> Wrapped:
-    """Return the local tensors of DTensors.
+    """Return the local tensors of DTensors whose dimension ``dim`` is the sequence.
 
-    Args:
-        q: a DTensor, sharded along the sequence by each dimension of its mesh.
-        k: sharded likewise, over the same mesh.
-        v: likewise.
-        sinks: a replicated DTensor, a tensor, or None.
-        dim: of the sequence, in q, k and v.
-        schedule: of the call.
-
-    Raises:
-        InvalidArgument: naming one that is no DTensor, or is sharded otherwise; a schedule by which
-            a process holds more than one run of rows, as no DTensor is sharded like that.
+    q, k and v have to be sharded along it by each dimension of one mesh. ``sinks`` is a replicated
+    DTensor, a tensor, or None. A schedule by which a process holds more than one run of rows is
+    refused: no DTensor is sharded like that.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

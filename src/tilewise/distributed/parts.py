@@ -30,45 +30,28 @@ class Starts(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A small problem of a call.
+    """A small problem of a call."""
 
-    Args:
-        place: where it lies.
-        problem: with the call's mask (without one where no pair is hidden) and score.
-        rows: which rows of those that it was cut from.
-        columns: which keys likewise.
-        starts: of its sequences, where it is packed.
-    """
-
-    place: Place
-    problem: Problem
-    rows: slice
-    columns: slice
-    starts: Starts | None = None
+    place: Place  # where it lies
+    problem: Problem  # with the call's mask (without one where no pair is hidden) and score
+    rows: slice  # which rows of those that it was cut from
+    columns: slice  # which keys likewise
+    starts: Starts | None = None  # of its sequences, where it is packed
 
 
 class Whole(NamedTuple):
     """A call over whole sequences, of which every position computes parts.
 
     Tensors are [B, H, S, D] here, of packed rows too, which are [1, H, T, D].
-
-    Args:
-        problem: of all rows and keys, with the heads that are computed here.
-        heads: which of the call's heads these are.
-        mask_tensors: in kernel form, for all rows, keys and heads.
-        score_tensors: likewise.
-        seed: of dropout.
-        backend: a name, or None.
-        starts: of packed sequences; None for a dense call.
     """
 
-    problem: Problem
-    heads: range
-    mask_tensors: tuple[Tensor, ...]
-    score_tensors: tuple[Tensor, ...]
-    seed: int | Tensor
-    backend: str | None
-    starts: Starts | None = None
+    problem: Problem  # of all rows and keys, with the heads that are computed here
+    heads: range  # which of the call's heads these are
+    mask_tensors: tuple[Tensor, ...]  # in kernel form, for all rows, keys and heads
+    score_tensors: tuple[Tensor, ...]  # likewise
+    seed: int | Tensor  # of dropout
+    backend: str | None  # a name, or None
+    starts: Starts | None = None  # of packed sequences; None for a dense call
 
     @classmethod
     def of(
@@ -79,15 +62,7 @@ class Whole(NamedTuple):
         seed: int | Tensor,
         device: torch.device,
     ) -> Whole:
-        """Return the call over the whole sequence, with all heads.
-
-        Args:
-            problem: of the whole sequence, without sinks.
-            keywords: of the call.
-            starts: of packed sequences, or None.
-            seed: of dropout.
-            device: of q.
-        """
+        """Return the call over the whole sequence, with all heads; the problem is without sinks."""
         extent = Extent(problem.batch, problem.heads, problem.queries, problem.keys)
         if starts is not None:
             extent = ragged_extent(problem, *starts)
@@ -250,20 +225,15 @@ class Rows(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A piece as a problem that counts its rows and keys from 0, and what it reads.
+    """A piece as a problem that counts its rows and keys from 0, and what it reads."""
 
-    Args:
-        problem: with the mask and the score of the piece.
-        mask_tensors, score_tensors: what these read.
-        starts: cu_seqlens of queries and of keys; Nones where it is not packed.
-        score: where the tensors of the score are in those of the whole.
-    """
-
-    problem: Problem
+    problem: Problem  # with the mask and the score of the piece
+    # Both: what these read.
     mask_tensors: tuple[Tensor, ...]
     score_tensors: tuple[Tensor, ...]
+    # cu_seqlens of queries and of keys; Nones where it is not packed.
     starts: tuple[Tensor | None, ...]
-    score: Placed
+    score: Placed  # where the tensors of the score are in those of the whole
 
 
 def stated(whole: Whole, piece: Piece) -> Stated:
@@ -353,13 +323,7 @@ class Part:
 
 
 class Running:
-    """The attention of some rows over the keys so far, in the dtype of sums.
-
-    Args:
-        q: [B, H, rows, D].
-        width: Dv.
-        floats: the dtype of sums.
-    """
+    """The attention of rows of q [B, H, rows, D] over the keys so far, in the dtype of sums."""
 
     def __init__(self, q: Tensor, width: int, floats: torch.dtype) -> None:
         self._out = q.new_zeros((*q.shape[:3], width), dtype=floats)

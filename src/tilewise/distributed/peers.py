@@ -144,8 +144,7 @@ class Peers:
     def together(self, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Within the block, an error of this process ends the call on the others too.
 
-        Args:
-            unless: errors that all processes raise.
+        Errors in ``unless`` do not: all processes raise them.
         """
         try:
             yield
@@ -173,12 +172,9 @@ class Peers:
     def start(self, phase: str, sent: Mapping[int, Tensor], received: dict[int, Tensor]) -> Pending:
         """Start to send and to receive, a tensor for each position; empty ones do not travel.
 
-        What a position would send to itself stays there: ``received`` has it at once.
-
-        Args:
-            phase: what they are, for errors.
-            sent: contiguous tensors, by the position that they go to.
-            received: contiguous tensors to fill, by the position that they come from.
+        ``sent`` are contiguous tensors by the position that they go to; those in ``received`` are
+        filled by the position that they come from. What a position would send to itself stays
+        there: ``received`` has it at once. ``phase`` says what they are, for errors.
         """
         if self.position in sent:
             received[self.position] = sent[self.position]
@@ -338,9 +334,8 @@ class _First(NamedTuple):
 def refusals_told(groups: Sequence[Peers], q: Tensor) -> Iterator[None]:
     """Tell the other processes of an error that is raised within, so that they raise too.
 
-    Args:
-        groups: as in ``agreed``, which is called next if there is no error.
-        q: on the device on which messages travel.
+    ``agreed`` with the same groups is called next if there is no error. Messages travel on q's
+    device.
     """
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     try:

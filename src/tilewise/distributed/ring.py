@@ -44,17 +44,12 @@ GRADIENTS: What = "gradients of keys and values"
 
 
 class Event(NamedTuple):
-    """An event of a pass, the same at every position.
+    """An event of a pass, the same at every position."""
 
-    Args:
-        kind: an exchange starts, or it is waited for; or all compute.
-        what: is exchanged; KEYS where all compute.
-        distances: between the readers and the owners of these keys.
-    """
-
+    # An exchange starts, or it is waited for; or all compute.
     kind: Literal["start", "wait", "compute"]
-    what: What
-    distances: tuple[int, ...]
+    what: What  # is exchanged; KEYS where all compute
+    distances: tuple[int, ...]  # between the readers and the owners of these keys
 
 
 def owner_of(reader: Any, distance: Any, count: int) -> Any:
@@ -101,12 +96,8 @@ Pieces: TypeAlias = dict[
 class Split(NamedTuple):
     """A call over a whole sequence, and who holds what of it.
 
-    Args:
-        whole: the call.
-        rows: the layout of queries.
-        columns: the layout of keys.
-        peers: the processes.
-        gathers: whether all keys come at once.
+    ``rows`` is the layout of queries, and ``columns`` that of keys. ``gathers``: all keys come at
+    once.
     """
 
     whole: Whole
@@ -121,13 +112,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of this position's rows, differentiable.
 
-    Args:
-        split: the call.
-        q: [B, H, rows of this position, D].
-        k: [B, Hk, keys of this position, D].
-        v: [B, Hk, keys of this position, Dv].
-        score_tensors: of the whole, in kernel form; their gradients here are those of this
-            position's rows.
+    q is [B, H, rows of this position, D], k and v are [B, Hk, keys of this position, D or Dv]. The
+    score's tensors are those of the whole, in kernel form; their gradients here are those of this
+    position's rows.
     """
     found: tuple[Tensor, Tensor] = _Attend.apply(split, q, k, v, *score_tensors)  # type: ignore[no-untyped-call]
     return found
@@ -172,15 +159,10 @@ class _Moving(NamedTuple):
 
 
 class _Pass:
-    """A pass of this position through the events of a ring.
+    """A pass of this position, which has k and v, through the events of a ring.
 
-    Chunks travel in buffers: the keys and values of one, then those of the next.
-
-    Args:
-        split: the call.
-        k: [B, Hk, keys of this position, D].
-        v: [B, Hk, keys of this position, Dv].
-        sums: the dtype of the gradients of keys and values; None where nobody wants them.
+    Chunks travel in buffers: the keys and values of one, then those of the next. ``sums`` is the
+    dtype of the gradients of keys and values; None where nobody wants them.
     """
 
     def __init__(self, split: Split, k: Tensor, v: Tensor, sums: torch.dtype | None) -> None:
@@ -353,15 +335,8 @@ class _Work:
         floats = self.whole.floats
         grad_out = torch.zeros_like(out) if grad_out is None else readable(grad_out)
         grad_lse = None if grad_lse is None else readable(grad_lse)
-        rows = {
-            mine: Rows(
-                out[:, :, at].contiguous(),
-                lse[:, :, at].contiguous(),
-                grad_out[:, :, at].contiguous(),
-                None if grad_lse is None else grad_lse[:, :, at].contiguous(),
-            )
-            for mine, at in self.spans.items()
-        }
+        own = Rows(out, lse, grad_out, grad_lse)
+        rows = {mine: own.cut(at) for mine, at in self.spans.items()}
         of_q = torch.zeros(self.q.shape, dtype=floats, device=self.q.device)
         of_score = [
             torch.zeros_like(x, dtype=floats) if need else None

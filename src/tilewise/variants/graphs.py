@@ -41,12 +41,8 @@ def as_one(
 ) -> Instr:
     """Return a program as one expression, which reads its tensors and those of the leaves.
 
-    Args:
-        pair: what the positions are.
-        program: fitted, its tensors in kernel form (``lower.py``); without ``raw``, and not empty
-            unless ``also`` is there.
-        kind: what it is.
-        also: the place of a condition that a mask must meet besides.
+    It is fitted, its tensors in kernel form (``lower.py``); without ``raw``, and not empty unless
+    ``also`` is there: the place of a condition that a mask must meet besides.
     """
     graph = pair.graph
     if kind == "score":
@@ -193,13 +189,9 @@ def _score(graph: Graph, pair: Pair, program: Program) -> int:
 
 
 def score_step(pair: Pair, instr: Instr, s: int, loaded: int | None) -> int:
-    """Return what a step of a score makes of it.
+    """Return what a step of a score, which is no ``raw``, makes of the score ``s``.
 
-    Args:
-        pair: what the positions are.
-        instr: the step, which is no ``raw``.
-        s: the score before it.
-        loaded: the element of the tensor of a bias or of ALiBi's slopes; None for other steps.
+    ``loaded`` is the element of the tensor of a bias or of ALiBi's slopes; None for other steps.
     """
     graph, names = pair.graph, pair.leaves
     if loaded is None and instr.op == EXPR:
@@ -231,17 +223,17 @@ def gathered(
     * ``places`` [B', 5]: batch item, first head, first row, and lengths M and N of the sequence;
     * ``lists`` [B', K]: the keys.
 
-    Rows that have lists of their own may be one problem with the union of these (``engine/
-    shared_lists.py``). Then a mask reads a third tensor, ``readers`` [B', K / block]: bit r of a
-    block says whether query row r of the problem reads it.
+    Rows that have lists of their own may be one problem with the union of these
+    (``engine/shared_lists.py``). Then a mask reads a third tensor, ``readers`` [B', K / block]: bit
+    r of a block says whether query row r of the problem reads it.
 
     Args:
         program: of the call, fitted, its tensors in kernel form (``variants/lower.py``); without
             ``raw``, and not empty unless ``block`` is there.
         kind: what it is.
-        rows: R, rows.
-        heads: G, heads.
-        block: keys in a block of ``readers``, which hide keys from rows; 0 where nothing does.
+        rows: R.
+        heads: G.
+        block: keys in a block of ``readers``; 0 where these hide nothing.
 
     Returns:
         a program that reads the same tensors, then ``places`` and ``lists`` in two more slots, and
@@ -308,14 +300,8 @@ def folded(program: Program, batch: int, calls: int, varied: frozenset[int]) -> 
 
     A batching rule (vmap) makes one call out of V calls, with a batch of V * B. A tensor with a row
     per batch item is folded as q is. An expression reads ``b`` modulo B. If a tensor differs from
-    call to call, it gets a new first dimension for the calls, and the expression indexes it with
-    ``b // B``.
-
-    Args:
-        program: of one call.
-        batch: B of one call.
-        calls: V, calls of a vmap.
-        varied: the slots of expressions whose tensors have a first dimension of V.
+    call to call (its slot is in ``varied``), it gets a new first dimension for the calls, and the
+    expression indexes it with ``b // B``.
     """
     return tuple([_folded_one(instr, batch, calls, varied) for instr in program])
 

@@ -108,11 +108,7 @@ def _instead(name: str, known: Mapping[str, str], otherwise: str) -> str:
 
 
 def uncalled(argument: str, function: object) -> str:
-    """Return what to write if a function of ``masks`` or ``scores`` came instead of its result.
-
-    Returns:
-        An empty string for any other function.
-    """
+    """Return what to write if a function of ``masks`` or ``scores`` came uncalled; else ""."""
     if getattr(function, "__module__", "") != f"tilewise.variants.{argument}s":
         return ""
     name = getattr(function, "__name__", "")

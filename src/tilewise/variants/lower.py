@@ -31,26 +31,21 @@ _LARGEST_WIDE = torch.finfo(torch.float64).max / 2
 
 
 class Extent(NamedTuple):
-    """What captured tensors are broadcast against.
+    """What captured tensors are broadcast against."""
 
-    Args:
-        batch, heads: B (sequences in a variable-length call) and Hq.
-        queries, keys: M and N; the longest sequence's in a variable-length call, and 0 where that
-            is not known yet (while tracing).
-        ragged: a variable-length call: captured dimensions may then be longer than needed.
-        key_counts, query_counts: the keys and queries of each sequence, where lengths are checked
-            one by one.
-        check_values: whether values may be read (false for fake and device tensors).
-    """
-
+    # Both: B (sequences in a variable-length call) and Hq.
     batch: int
     heads: int
+    # Both: M and N; the longest sequence's in a variable-length call, and 0 where that is not known
+    # yet (while tracing).
     queries: int
     keys: int
+    # A variable-length call: captured dimensions may then be longer than needed.
     ragged: bool = False
+    # Both: the keys and queries of each sequence, where lengths are checked one by one.
     key_counts: tuple[int, ...] = ()
     query_counts: tuple[int, ...] = ()
-    check_values: bool = True
+    check_values: bool = True  # whether values may be read (false for fake and device tensors)
 
     @classmethod
     def of_sequences(

@@ -21,15 +21,10 @@ from tilewise.variants.program import EXPR, RAW, Instr, Program, shift_slots
 
 
 class Place(NamedTuple):
-    """Where a part lies in a call.
+    """Where a part lies in a call: its batch items (or sequences), query heads, rows and keys.
 
-    Args:
-        items: its batch items, or sequences.
-        heads: its query heads.
-        rows: its rows, of the whole's ``queries``; None for all rows of each sequence.
-        columns: its keys, of the whole's ``keys``; None likewise.
-        queries: M of the whole.
-        keys: N of the whole.
+    Rows and keys are None for all of each sequence; else they are some of the whole's M ``queries``
+    and N ``keys``.
     """
 
     items: range
@@ -41,16 +36,13 @@ class Place(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What of a tensor a part reads.
+    """What of a tensor a part reads."""
 
-    Args:
-        ranges: of each dimension, None for all of it. One that is broadcast stays as it is.
-        lengths: the first key and the number of keys, where the tensor counts keys; else None.
-        wide: whether an expression reads it, which takes floats in the dtype of the statistics.
-    """
-
+    # Of each dimension, None for all of it. One that is broadcast stays as it is.
     ranges: tuple[range | None, ...] = ()
+    # The first key and the number of keys, where the tensor counts keys; else None.
     lengths: tuple[int, int] | None = None
+    # Whether an expression reads it, which takes floats in the dtype of the statistics.
     wide: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -90,12 +82,9 @@ class Placed(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def placed(program: Program, kind: Literal["mask", "score"], place: Place) -> Placed:
-    """Return the program of a part.
+    """Return the program of a part, which is not empty.
 
-    Args:
-        program: of the whole, fitted, its tensors in kernel form (``lower.py``).
-        kind: what it is.
-        place: of the part, which is not empty.
+    ``program`` is that of the whole, fitted, its tensors in kernel form (``lower.py``).
 
     Raises:
         Unsupported: a ``raw`` score, whose Triton code counts rows and keys by itself.
@@ -136,10 +125,8 @@ def _whole(program: Program, kind: Literal["mask", "score"], place: Place) -> Pl
 def later_keys(program: Program, kind: Literal["mask", "score"], slot: int) -> Program:
     """Return the program of sequences whose first key here is a later one of the whole.
 
-    Args:
-        program: of the whole, fitted, its tensors in kernel form; not empty, without ``raw``.
-        kind: what it is.
-        slot: of an integer tensor [sequences, 2]: the first key of each, and N of the whole.
+    ``program`` is as in ``placed``, and not empty. The integer tensor in ``slot``, [sequences, 2],
+    has the first key of each, and N of the whole.
     """
     if any(instr.op == RAW for instr in program):
         raise _raw()

@@ -283,6 +283,17 @@ def _check_raw(instr: Instr) -> None:
     registered(name)
 
 
+def apart(program: Program) -> tuple[Program, tuple[int, ...]]:
+    """Return steps with slots from 0 on, each with its own, and the slots that these were."""
+    instrs: list[Instr] = []
+    sources: list[int] = []
+    for instr in program:
+        slots = tuple(range(len(sources), len(sources) + len(instr.slots)))
+        instrs.append(Instr(instr.op, instr.params, slots))  # torch.compile has no _replace
+        sources += instr.slots
+    return tuple(instrs), tuple(sources)
+
+
 def slot_count(program: Program) -> int:
     """Return how many captured tensors a program names: its largest slot and one."""
     slots = [slot for instr in program for slot in instr.slots]

@@ -18,7 +18,7 @@ import torch
 from tilewise.torch_private import constant_while_compiling
 from tilewise.variants.expr import Expr, Graph, Node, decode, encode
 from tilewise.variants.graphs import as_instruction, axis_indices, own_pair, score_step
-from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program
+from tilewise.variants.program import BY_USER, LARGEST_COUNT, Instr, Program, apart
 from tilewise.variants.program import decode as program_of
 from tilewise.variants.program import encode as program_text
 
@@ -29,17 +29,12 @@ _MOST_STEPS = 8  # of a score; what comes before the last ones stays one express
 
 
 class Recognised(NamedTuple):
-    """A program, and what it captures.
+    """A program, and what it captures."""
 
-    Args:
-        program: every operation has slots of its own: it wants its tensors in a form of its own.
-        sources: for each of its slots, that of the expression.
-        text: of the program.
-    """
-
+    # Every operation has slots of its own: it wants its tensors in a form of its own.
     program: Program
-    sources: tuple[int, ...]
-    text: str
+    sources: tuple[int, ...]  # for each of its slots, that of the expression
+    text: str  # of the program
 
 
 def mask_program(expr: Expr) -> Recognised:
@@ -116,14 +111,8 @@ def in_one_step(program: Program, ranks: tuple[int, ...], learned: tuple[bool, .
 
 
 def _apart(program: Program) -> Recognised:
-    sources: list[int] = []
-    instrs = []
-    for instr in program:
-        instrs.append(
-            instr._replace(slots=tuple(range(len(sources), len(sources) + len(instr.slots))))
-        )
-        sources += instr.slots
-    return Recognised(tuple(instrs), tuple(sources), program_text(tuple(instrs)))
+    own, sources = apart(program)
+    return Recognised(own, sources, program_text(own))
 
 
 def _mask(expr: Expr, place: int) -> Program:

@@ -71,39 +71,29 @@ class Share(NamedTuple):
 
 
 class Form(NamedTuple):
-    """An operation on arguments of one kind.
+    """An operation on arguments of one kind."""
 
-    Args:
-        triton: its code. ``{0}`` and so on are the arguments; ``{bits}`` and ``{type}`` are those
-            of integers, arguments and value alike.
-        interval: what it makes of intervals (of booleans: of what is known of them); None where
-            it may be NaN or anything.
-        ulps: by how many units in the last place of float32 its Triton code may be off.
-    """
-
+    # Its code. ``{0}`` and so on are the arguments; ``{bits}`` and ``{type}`` are those of
+    # integers, arguments and value alike.
     triton: str
+    # What it makes of intervals (of booleans: of what is known of them); None where it may be NaN
+    # or anything.
     interval: Callable[..., Bounds]
-    ulps: int = 1
+    ulps: int = 1  # by how many units in the last place of float32 its Triton code may be off
 
 
 class Op(NamedTuple):
-    """An operation: all that Python knows of it.
+    """An operation: all that Python knows of it."""
 
-    Args:
-        torch: its meaning, of tensors: booleans, int64, or floats of one type.
-        forms: by the kind of its arguments, which is one (but a condition is a boolean).
-        arity: the number of its arguments.
-        gives: the kind of its value; None for that of its last argument.
-        fold: its value for constants; None where it is not taken ahead.
-        slope: its derivative. From its share, and the places of its arguments and its value: the
-            share of each argument (None for a condition). None for a step, which has none.
-        names: what torch, and Python's operators, call it; None for its own name.
-    """
-
-    torch: Callable[..., Tensor]
+    torch: Callable[..., Tensor]  # its meaning, of tensors: booleans, int64, or floats of one type
+    # By the kind of its arguments, which is one (but a condition is a boolean).
     forms: Mapping[Kind, Form]
-    arity: int = 2
-    gives: Kind | None = None
+    arity: int = 2  # the number of its arguments
+    gives: Kind | None = None  # the kind of its value; None for that of its last argument
+    # Its value for constants; None where it is not taken ahead.
     fold: Callable[..., Constant] | None = None
+    # Its derivative. From its share, and the places of its arguments and its value: the share of
+    # each argument (None for a condition). None for a step, which has none.
     slope: Callable[..., tuple[Share | None, ...]] | None = None
+    # What torch, and Python's operators, call it; None for its own name.
     names: tuple[str, ...] | None = None

@@ -251,20 +251,12 @@ def _dispatched(name: str, otherwise: Callable[..., Any], *operands: Any) -> Any
 
 
 def trace_mask(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
-    """Return the expression of ``f(b, h, m, n) -> bool`` and the tensors that its slots name.
-
-    Raises:
-        InvalidArgument, InvalidType: what the function does or returns is not in the language.
-    """
+    """Return the expression of ``f(b, h, m, n) -> bool`` and the tensors that its slots name."""
     return _trace("mask", function, "bhmn", "bool")
 
 
 def trace_score(function: Callable[..., Any]) -> tuple[Expr, tuple[Tensor, ...]]:
-    """Return the expression of ``f(s, b, h, m, n) -> s`` and the tensors that its slots name.
-
-    Raises:
-        InvalidArgument, InvalidType: what the function does or returns is not in the language.
-    """
+    """Return the expression of ``f(s, b, h, m, n) -> s`` and the tensors that its slots name."""
     return _trace("score", function, "sbhmn", "float")
 
 

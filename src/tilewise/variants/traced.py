@@ -444,11 +444,7 @@ def _handled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Traced:
-    """Call what a method (its name) or a function means here.
-
-    Raises:
-        InvalidType: arguments that it does not take.
-    """
+    """Call what a method (its name) or a function means here."""
     try:
         return handler(recording, *args, **kwargs)
     except TypeError:

@@ -15,6 +15,7 @@ from tilewise.variants.program import (
     RAW,
     Instr,
     Program,
+    apart,
     check_mask,
     check_score,
     encode,
@@ -329,10 +330,5 @@ def _in_order(*steps: Score) -> Score:
 
 def _apart(program: Program, captured: tuple[Tensor, ...]) -> tuple[Program, tuple[Tensor, ...]]:
     """Some steps of a program, with the tensors that they name in slots from 0 on."""
-    instrs: list[Instr] = []
-    tensors: list[Tensor] = []
-    for instr in program:
-        slots = tuple(range(len(tensors), len(tensors) + len(instr.slots)))
-        instrs.append(Instr(instr.op, instr.params, slots))  # torch.compile has no _replace
-        tensors += [captured[slot] for slot in instr.slots]
-    return tuple(instrs), tuple(tensors)
+    own, sources = apart(program)
+    return own, tuple([captured[slot] for slot in sources])

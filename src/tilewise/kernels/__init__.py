@@ -29,19 +29,16 @@ class Places(NamedTuple):
     """Where the keys of key lists lie, and the sums that their gradients are added to.
 
     Each batch item of a paged problem is a list: its block table names keys, each once.
-
-    Args:
-        k, v: [outer, Hk, n, D], [outer, Hk, n, Dv], any strides: the memory of the pages.
-        lines: int64 [B], where the keys of each item are: outer * Hk + h.
-        inner: int32 [B, N], contiguous: of each key of an item its row there, rising. Beyond an
-            item's keys it has any numbers.
-        grad_k, grad_v: float32, shaped as k and v, contiguous; None where not wanted.
     """
 
+    # Both: [outer, Hk, n, D], [outer, Hk, n, Dv], any strides: the memory of the pages.
     k: Tensor
     v: Tensor
-    lines: Tensor
+    lines: Tensor  # int64 [B], where the keys of each item are: outer * Hk + h
+    # int32 [B, N], contiguous: of each key of an item its row there, rising. Beyond an item's keys
+    # it has any numbers.
     inner: Tensor
+    # Both: float32, shaped as k and v, contiguous; None where not wanted.
     grad_k: Tensor | None
     grad_v: Tensor | None
 
@@ -119,9 +116,7 @@ class Backend(ABC):
     def loops(self, problem: Problem, family: str = "") -> Loops:
         """Return which loops it would run, for the account of bytes: those of the reference here.
 
-        Args:
-            problem: what to compute.
-            family: of chips, for which it would be; "" for the chip of the problem's device.
+        ``family`` is of chips, for which it would be; "" for the chip of the problem's device.
         """
         found = self.tiles(problem)
         tile = (found.query_tile, found.key_tile)
@@ -130,10 +125,7 @@ class Backend(ABC):
     def covers(self, problem: Problem, operands: Operands, grid: Grid) -> Tensor:
         """Return for each rectangle of a grid whether the mask hides all (0), some (1) or none (2).
 
-        Args:
-            problem: with the mask, for which ``why_not`` has nothing to say.
-            operands: q, k and v are not read.
-            grid: the rectangles.
+        ``why_not`` has nothing to say of the problem. Of the operands q, k and v are not read.
 
         Returns:
             uint8 [grid.batches, grid.heads, grid.rows, grid.columns].

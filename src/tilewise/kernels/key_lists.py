@@ -15,17 +15,12 @@ from tilewise.kernels.cpu import DTYPES, absence, core, threads
 
 
 class Located(NamedTuple):
-    """Where the keys of lists lie, as a paged call is told.
+    """Where the keys of lists lie, as a paged call is told."""
 
-    Args:
-        table: int32 [problems, pages of a list].
-        lengths: int32 [problems], the keys of each list.
-        keys: int64 [problems, K], which keys these are; None if nobody asked, or for pages of more
-            than one key.
-    """
-
-    table: Tensor
-    lengths: Tensor
+    table: Tensor  # int32 [problems, pages of a list]
+    lengths: Tensor  # int32 [problems], the keys of each list
+    # int64 [problems, K], which keys these are; None if nobody asked, or for pages of more than one
+    # key.
     keys: Tensor | None
 
 
@@ -145,10 +140,8 @@ def zero_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
 def copied_rows(table: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
     """Return rows [count, D] of a table [some, D], whose own rows may overlap.
 
-    Args:
-        table: where they are; the numbers of a row are neighbours in memory.
-        places: int64 [count], which rows.
-        out: contiguous memory for them, or None.
+    The numbers of a row are neighbours in memory. ``places`` are int64 [count], and ``out`` is
+    contiguous memory for the rows, or None.
     """
     if not _rows_by_core(table):
         if out is None:
@@ -163,10 +156,8 @@ def copied_rows(table: Tensor, places: Tensor, out: Tensor | None = None) -> Ten
 def add_rows(table: Tensor, places: Tensor, rows: Tensor) -> None:
     """Add rows [count, D] to those of a table, in their order where several go to one place.
 
-    Args:
-        table: [some, D] in the dtype of statistics, rows that do not overlap.
-        places: int64 [count].
-        rows: of the operands' dtype.
+    The table is [some, D] in the dtype of statistics, of rows that do not overlap; ``places`` are
+    int64 [count].
     """
     if _rows_by_core(rows):
         _run(table, places, rows.contiguous(), add=True)

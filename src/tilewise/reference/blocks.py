@@ -40,16 +40,12 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How a reference goes over the score matrix.
+    """How a reference goes over the score matrix."""
 
-    Args:
-        query_tile, key_tile: the largest tile that it works on at once.
-        ledger: what is told of every access to slow memory (``tests/orders/ledger.py``); None for
-            nobody.
-    """
-
+    # Both: the largest tile that it works on at once.
     query_tile: int = 128
     key_tile: int = 128
+    # What is told of every access to slow memory (``tests/orders/ledger.py``); None for nobody.
     ledger: Any = None
 
 

@@ -158,23 +158,17 @@ def second(
 
 
 class _State(NamedTuple):
-    """State of a tile of query rows before its gradients.
-
-    Args:
-        rows: the rows.
-        grad_out, grad_lse: the cotangents of out ``[B, Hq, m, Dv]`` and lse ``[B, Hq, m]``.
-        base, weight: ``p = exp2(s - base) * weight``, ``[B, Hq, m]``.
-        sink: the probability that went to the sink, ``[B, Hq, m]``; None without one.
-        sink_t: tangents of the sinks, ``[Hq, 1]``; None without.
-    """
+    """State of a tile of query rows before its gradients."""
 
     rows: Rows
+    # Both: the cotangents of out ``[B, Hq, m, Dv]`` and lse ``[B, Hq, m]``.
     grad_out: Tensor
     grad_lse: Tensor
+    # Both: ``p = exp2(s - base) * weight``, ``[B, Hq, m]``.
     base: Tensor
     weight: Tensor
-    sink: Tensor | None
-    sink_t: Tensor | None
+    sink: Tensor | None  # the probability that went to the sink, ``[B, Hq, m]``; None without one
+    sink_t: Tensor | None  # tangents of the sinks, ``[Hq, 1]``; None without
 
 
 def _stats(part: Part, rows: Rows) -> Tensor:

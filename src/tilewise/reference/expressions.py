@@ -38,17 +38,9 @@ def evaluate(
 ) -> list[Tensor]:
     """Return the results of an expression.
 
-    Args:
-        expr: what is evaluated.
-        s: the score, of ``dtype``; None for a mask, which has none.
-        b: the batch item, an int64 tensor; b, h, m, n and ``s`` broadcast against one another.
-        h: the query head.
-        m: the query row.
-        n: the key.
-        queries: M, query rows.
-        keys: N, keys.
-        loads: the captured tensors by slot: bool, integer or floating (converted to ``dtype``).
-        dtype: of all floats.
+    ``s`` is the score, of ``dtype``; None for a mask. b, h, m and n are int64 tensors, which
+    broadcast against one another and ``s``; ``queries`` and ``keys`` are M and N. ``loads`` are the
+    captured tensors by slot: bool, integer or floating (converted to ``dtype``).
 
     Returns:
         a tensor for each output: bool, int64 or ``dtype``, of a shape that broadcasts to the
@@ -189,12 +181,8 @@ def scored(
 ) -> Tensor:
     """Return the scores after the expression; only of the pairs that are seen, and 0 elsewhere.
 
-    Args:
-        instr: the expression.
-        tensors: the captured tensors of the whole program.
-        s: ``[B, Hq, m, n]``, or what broadcasts to it.
-        block: the rectangle.
-        seen: broadcastable to ``s``; None to evaluate all pairs.
+    ``tensors`` are those of the whole program. ``s`` is ``[B, Hq, m, n]`` or broadcasts to it, and
+    ``seen`` broadcasts to ``s``; None evaluates all pairs.
     """
     expr = _expression(instr)
     if seen is None:
@@ -229,14 +217,10 @@ def gradient(
 ) -> Tensor:
     """Return the gradient before the expression from the one after it.
 
-    Args:
-        instr: the expression.
-        tensors: the captured tensors of the whole program.
-        s: ``[B, Hq, m, n]``, the scores before it.
-        grad: the gradient of its result, same shape; 0 for hidden pairs.
-        block: the rectangle.
-        totals: a contiguous float64 accumulator for each captured tensor, or None; what this block
-            says of the tensor's elements is added in place, in the order of the pairs.
+    ``tensors`` are those of the whole program. ``s`` ``[B, Hq, m, n]`` are the scores before it,
+    and ``grad`` is the gradient of its result, 0 for hidden pairs. ``totals`` has a contiguous
+    float64 accumulator for each captured tensor, or None: what this block says of the tensor's
+    elements is added in place, in the order of the pairs.
     """
     derivative = differentiate(_expression(instr))
     nodes, outputs = derivative.expr

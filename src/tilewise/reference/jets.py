@@ -82,26 +82,18 @@ class _Step(NamedTuple):
 
 
 class JetTile(NamedTuple):
-    """A tile of the score matrix and its derivative in the direction.
+    """A tile of the score matrix and its derivative in the direction."""
 
-    Args:
-        k, v: ``[B, Hq, n, .]``, 0 where no row of the tile sees the key.
-        k_t, v_t: their tangents, likewise.
-        s: final scores ``[B, Hq, m, n]`` in units of exp2, -inf where hidden.
-        s_t: tangents of the final scores in natural units, 0 where hidden.
-        steps: what ``pull_score`` needs.
-        seen: which pairs attend; None for all.
-        block: the rectangle.
-    """
-
+    # Both: ``[B, Hq, n, .]``, 0 where no row of the tile sees the key.
     k: Tensor
     v: Tensor
+    # Both: their tangents, likewise.
     k_t: Tensor
     v_t: Tensor
-    s: Tensor
-    s_t: Tensor
-    steps: list[_Step]
-    seen: Tensor | None
+    s: Tensor  # final scores ``[B, Hq, m, n]`` in units of exp2, -inf where hidden
+    s_t: Tensor  # tangents of the final scores in natural units, 0 where hidden
+    steps: list[_Step]  # what ``pull_score`` needs
+    seen: Tensor | None  # which pairs attend; None for all
     block: Block
 
 
@@ -156,17 +148,11 @@ def _push_score(
 
 
 class _Local(NamedTuple):
-    """A step of a score program as a function of leaves that autograd follows.
+    """A step of a score program as a function of leaves that autograd follows."""
 
-    Args:
-        leaves: the scores before the step, then its floating captured tensors.
-        slots: the slots of those tensors.
-        after: the scores after the step.
-    """
-
-    leaves: list[Tensor]
-    slots: list[int]
-    after: Tensor
+    leaves: list[Tensor]  # the scores before the step, then its floating captured tensors
+    slots: list[int]  # the slots of those tensors
+    after: Tensor  # the scores after the step
 
 
 def _localise(step: _Step, tensors: Sequence[Tensor], block: Block) -> _Local:
@@ -221,18 +207,10 @@ def pull_score(
     grads: tuple[Tensor, Tensor],
     totals: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients before a score program from those after it.
+    """Gradients before a score program, of ``scale * q.k`` and of its tangent, from those after it.
 
-    Args:
-        part: the problem and its operands.
-        toward: the tangents of the operands.
-        tile: the tile.
-        grads: gradients of the final scores and of their tangents, 0 where hidden.
-        totals: one accumulator per captured tensor (None where not wanted), which the gradients
-            of the captured tensors are added to.
-
-    Returns:
-        Gradients of ``scale * q.k`` and of its tangent.
+    ``grads`` are the gradients of the final scores and of their tangents, 0 where hidden. Those of
+    the captured tensors are added to ``totals``, one for each tensor (None where not wanted).
     """
     tensors, tangents = part.operands.score_tensors, toward.operands.score_tensors
     grad_s, grad_s_t = grads

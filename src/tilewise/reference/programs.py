@@ -196,14 +196,10 @@ def apply_score(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the scores after a score program.
 
-    Args:
-        program: a score program, its instructions applied in order.
-        tensors: its captured tensors, as ``score_tensors`` of ``tilewise.problem.Operands``.
-        s: ``[B, Hq, m, n]`` scores, ``scale * q.k`` in natural units.
-        block: the rectangle that ``s`` is.
-        seen: bool that broadcasts to [B, Hq, m, n]: which pairs count, where autograd is to
-            differentiate this: an expression is then not evaluated for the others, so that no NaN
-            of theirs gets into a gradient.
+    ``s`` ``[B, Hq, m, n]`` are the scores ``scale * q.k`` of the block in natural units, and
+    ``tensors`` are ``score_tensors`` of ``tilewise.problem.Operands``. Give ``seen``, a bool that
+    broadcasts to ``s``, where autograd is to differentiate this: an expression is not evaluated for
+    the other pairs, so that no NaN of theirs gets into a gradient.
 
     Returns:
         The new scores, same shape and dtype, and what ``score_gradient`` needs of the way there
@@ -239,20 +235,11 @@ def score_gradient(
     block: Block,
     totals: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the gradient before a score program from the one after it.
+    """Return the gradient before a score program from the one after it, ``[B, Hq, m, n]``.
 
-    Args:
-        program: the program that ``apply_score`` ran.
-        tensors: its captured tensors.
-        saved: what it saved.
-        grad: ``[B, Hq, m, n]``, gradient of the final scores.
-        block: the rectangle.
-        totals: one accumulator per captured tensor (None where not wanted), a bias's 4-D, an
-            expression's of double precision; the gradients of this block, summed over what was
-            broadcast, are added to them in place.
-
-    Returns:
-        Gradient of ``scale * q.k``, same shape.
+    ``saved`` is what ``apply_score`` saved. ``totals`` has an accumulator for each captured tensor
+    (None where not wanted), a bias's 4-D, an expression's of double precision. The gradients of
+    this block, summed over what was broadcast, are added to them in place.
     """
     left = list(saved)
     for instr in reversed(program):
@@ -275,18 +262,15 @@ _STRIP = 8192  # keys, at least, that are evaluated at once
 
 
 class Grid(NamedTuple):
-    """Rectangles of queries x keys.
+    """Rectangles of queries x keys."""
 
-    Args:
-        block_queries, block_keys: the size of one.
-        batches, heads: how many batch items and heads are asked for; 1 where one serves all.
-        rows, columns: how many there are along the queries and keys (of the longest sequence).
-    """
-
+    # Both: the size of one.
     block_queries: int
     block_keys: int
+    # Both: how many batch items and heads are asked for; 1 where one serves all.
     batches: int
     heads: int
+    # Both: how many there are along the queries and keys (of the longest sequence).
     rows: int
     columns: int
 
@@ -365,14 +349,8 @@ def check_indices(
 ) -> None:
     """Every index of a mask or score stays in its tensor wherever the mask lets a pair attend.
 
-    Args:
-        problem: of the call.
-        operands: of the call; its tensors are on the CPU or can be read from there.
-        mask_captured: what the mask captured, as the user gave it.
-        score_captured: what the score captured.
-
-    Raises:
-        InvalidArgument: one does not; the message names it and the first such pair.
+    The operands are on the CPU or can be read from there. What mask and score captured is as the
+    user gave it. The error names an index that does not stay, and the first such pair.
     """
     loads = [
         *_loads("mask", problem.mask, mask_captured),

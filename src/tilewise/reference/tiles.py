@@ -196,11 +196,8 @@ def row_entropy(
     With t those differences in base-2 units, entropy = log(sum of 2^t) - ln(2) * mean of t, of
     which neither term is negative.
 
-    Args:
-        part: what to compute.
-        stats: row maximum and row sum of the keys, ``[2, B, Hq, m]``.
-        moment: sum over the keys of 2^(score - row maximum) times that exponent.
-        dtype: of the arithmetic.
+    ``stats`` ``[2, B, Hq, m]`` are row maximum and row sum of the keys, and ``moment`` is the sum
+    over the keys of 2^(score - row maximum) times that exponent.
     """
     top, total = stats[0], stats[1]
     sink, above = sink_exponents(part, top, dtype)

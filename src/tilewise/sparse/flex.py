@@ -19,18 +19,13 @@ _OURS = "_tilewise_mask"  # the attribute of a mask_mod of ours: its mask, and M
 
 
 class Given(NamedTuple):
-    """Contents of a BlockMask of FlexAttention.
+    """Contents of a BlockMask of FlexAttention."""
 
-    Args:
-        covers: uint8 [B|1, Hq|1, rows, columns]: 0 left out, 1 asks ``mask_mod``, 2 all pairs.
-        mask: the ``mask_mod``, or the mask that it was made of; None where it says nothing.
-        block: queries and keys of a block.
-        queries, keys: M and N.
-    """
-
-    covers: Tensor
+    covers: Tensor  # uint8 [B|1, Hq|1, rows, columns]: 0 left out, 1 asks ``mask_mod``, 2 all pairs
+    # The ``mask_mod``, or the mask that it was made of; None where it says nothing.
     mask: Mask | Callable[..., Any] | None
-    block: tuple[int, int]
+    block: tuple[int, int]  # queries and keys of a block
+    # Both: M and N.
     queries: int
     keys: int
 

@@ -19,22 +19,17 @@ from tilewise.variants.values import Mask
 
 
 class Sizes(NamedTuple):
-    """Sizes that a table is requested for.
+    """Sizes that a table is requested for."""
 
-    Args:
-        batch, heads: None where the caller did not say.
-        queries, keys: M and N; of a variable-length call Tq and Tk.
-        cu_seqlens: of a variable-length call, checked, int64 on the CPU.
-        dtype: of the attention's operands.
-        query_counts, key_counts: each sequence's, of a variable-length call.
-    """
-
+    # Both: None where the caller did not say.
     batch: int | None
     heads: int | None
+    # Both: M and N; of a variable-length call Tq and Tk.
     queries: int
     keys: int
-    cu_seqlens: tuple[Tensor, Tensor] | None
-    dtype: torch.dtype
+    cu_seqlens: tuple[Tensor, Tensor] | None  # of a variable-length call, checked, int64 on the CPU
+    dtype: torch.dtype  # of the attention's operands
+    # Both: each sequence's, of a variable-length call.
     query_counts: tuple[int, ...] = ()
     key_counts: tuple[int, ...] = ()
 

@@ -161,9 +161,7 @@ def compiling() -> Iterator[None]:
 def bind(kernel: Any, label: str) -> None:
     """Let a kernel of the core ask for the code of its expressions.
 
-    Args:
-        kernel: of the core.
-        label: names the programs and the dtype: what outcomes are remembered by.
+    ``label`` names the programs and the dtype: outcomes are remembered by it.
     """
     kernel.set_compiler(partial(_address, label))
     core().set_compile_exprs(wanted())

@@ -15,53 +15,37 @@ _WHOLE_TILE, _PER_QUERY, _PER_KEY, _PER_DIAGONAL, _PER_PAIR = range(5)
 
 
 class Value(NamedTuple):
-    """One value of a program.
+    """One value of a program."""
 
-    Args:
-        op: its operation, as in variants/operations.py but for "constant", "load", the quotients by
-            powers of two "shr_by" and "bits_of", "power_by" and "difference" (of positions).
-        kind: 0 boolean, 1 integer, 2 float.
-        arg_kind: of its last argument.
-        extent: what it depends on: 0 nothing in the tile, 1 the query, 2 the key, 4 both.
-        args: places of its arguments; of a load, one index per dimension.
-        reg: its register among those of its extent; -1 for the score.
-        slot: of a load.
-        integer, real: of a constant; the number of bits of "shr_by", the bits of "bits_of", the
-            exponent of "power_by".
-        diagonal: whether it depends on the difference of query and key alone.
-    """
-
+    # Its operation, as in variants/operations.py but for "constant", "load", the quotients by
+    # powers of two "shr_by" and "bits_of", "power_by" and "difference" (of positions).
     op: str
-    kind: int
-    arg_kind: int
-    extent: int
-    args: tuple[int, ...]
-    reg: int
-    slot: int
+    kind: int  # 0 boolean, 1 integer, 2 float
+    arg_kind: int  # of its last argument
+    extent: int  # what it depends on: 0 nothing in the tile, 1 the query, 2 the key, 4 both
+    args: tuple[int, ...]  # places of its arguments; of a load, one index per dimension
+    reg: int  # its register among those of its extent; -1 for the score
+    slot: int  # of a load
+    # Both: of a constant; the number of bits of "shr_by", the bits of "bits_of", the exponent of
+    # "power_by".
     integer: int
     real: float
-    diagonal: bool = False
+    diagonal: bool = False  # whether it depends on the difference of query and key alone
 
 
 class Program(NamedTuple):
-    """A program as the core describes it.
+    """A program as the core describes it."""
 
-    Args:
-        isa: the instruction set that it is for.
-        float_bits, int_bits: widths.
-        coarse: whether operands and results have 16 bits.
-        use: "mask" (one bit per pair), "score" (the score, and its derivative if there are two
-            outputs) or "loads" (outputs and kept values are left in registers).
-        values: by extent, each after its arguments.
-        outputs, kept: places.
-    """
-
-    isa: str
+    isa: str  # the instruction set that it is for
+    # Both: widths.
     float_bits: int
     int_bits: int
-    coarse: bool
+    coarse: bool  # whether operands and results have 16 bits
+    # "mask" (one bit per pair), "score" (the score, and its derivative if there are two outputs) or
+    # "loads" (outputs and kept values are left in registers).
     use: str
-    values: tuple[Value, ...]
+    values: tuple[Value, ...]  # by extent, each after its arguments
+    # Both: places.
     outputs: tuple[int, ...]
     kept: tuple[int, ...]
 
@@ -103,9 +87,7 @@ def why_not(program: Program) -> str | None:
 def emit(program: Program, headers: str) -> str:
     """Return the source of ``extern "C" void tilewise_expression(tilewise::ExprFrame*)``.
 
-    Args:
-        program: what to compute.
-        headers: the text of the headers that it is written in.
+    ``headers`` is the text of the headers that it is written in.
     """
     vector_bytes = 64 if "avx512" in program.isa else 32 if "avx2" in program.isa else 16
     defines = [

@@ -12,27 +12,16 @@ from tilewise.kernels.cross_entropy import InPlace, Rows
 
 
 class HeadRows(NamedTuple):
-    """What goes in, and what is done to it.
+    """What goes in, and what is done to it."""
 
-    Args:
-        x: [B, H, S, D].
-        weight: [D] or [H, D]; None for 1.
-        bias: of the same shapes; None for 0.
-        cos: [B or 1, S, R/2] of the computing type, for the first R channels, as ``sin``.
-        sin: of the same shape.
-        centred: whether the mean is taken away first.
-        eps: is added to the mean square.
-        interleaved: whether channels that turn together are neighbours, not halves of the R.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    centred: bool
-    eps: float
-    interleaved: bool
+    x: Tensor  # [B, H, S, D]
+    weight: Tensor | None  # [D] or [H, D]; None for 1
+    bias: Tensor | None  # of the same shapes; None for 0
+    cos: Tensor  # [B or 1, S, R/2] of the computing type, for the first R channels, as ``sin``
+    sin: Tensor  # of the same shape
+    centred: bool  # whether the mean is taken away first
+    eps: float  # is added to the mean square
+    interleaved: bool  # whether channels that turn together are neighbours, not halves of the R
 
 
 def forward(of: HeadRows) -> Tensor:

@@ -54,17 +54,11 @@ _REPEATS = 5
 
 
 class Check(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Args:
-        what: what was looked at, e.g. ``"instruction set"``.
-        found: what was found, in words.
-        ok: False for what needs mending: the exit status is then 1.
-    """
-
-    what: str
-    found: str
-    ok: bool = True
+    what: str  # what was looked at, e.g. ``"instruction set"``
+    found: str  # what was found, in words
+    ok: bool = True  # False for what needs mending: the exit status is then 1
 
 
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:

@@ -12,9 +12,6 @@ def vllm_plugin() -> None:
     """Register tilewise with vLLM if the environment says ``TILEWISE_VLLM=1``.
 
     vLLM's plugin loader calls it in each process (entry point ``vllm.general_plugins``).
-
-    Raises:
-        Unsupported: as ``tilewise.integrations.vllm.register``.
     """
     if os.environ.get("TILEWISE_VLLM") == "1":
         import_module("tilewise.integrations.vllm").register()

@@ -34,17 +34,12 @@ _HIDDEN = (~masks.dense(torch.zeros(1, dtype=torch.bool))).program
 
 
 class _Rows(NamedTuple):
-    """The rows of a nested tensor.
+    """The rows of a nested tensor."""
 
-    Args:
-        values: [T, E].
-        cu_seqlens: [B + 1], where each sequence starts, and T.
-        lengths: of the sequences; where the layout is jagged torch's symbol for them, which equals
-            that of tensors of the same origin.
-    """
-
-    values: Tensor
-    cu_seqlens: Tensor
+    values: Tensor  # [T, E]
+    cu_seqlens: Tensor  # [B + 1], where each sequence starts, and T
+    # Of the sequences; where the layout is jagged torch's symbol for them, which equals that of
+    # tensors of the same origin.
     lengths: Any
 
 

@@ -56,13 +56,8 @@ class Step(Protocol):
 class _Running:
     """One prompt that is being continued.
 
-    Args:
-        index: of the prompt.
-        pending: tokens that are new to the caches.
-        sequences: its number in each cache.
-        reserved: how many pages it may need of each.
-        length: how many tokens the caches have.
-        found: the tokens found.
+    The caches have ``length`` of its tokens; ``pending`` are new to them. It has a number in each
+    cache (``sequences``), and may need ``reserved`` pages of each.
     """
 
     index: int

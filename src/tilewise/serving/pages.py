@@ -21,11 +21,7 @@ from tilewise.variants.float8 import FLOAT8
 
 
 def size_of(name: str, value: Any, least: int = 1) -> int:
-    """Return a size or a length as a number of Python: numpy's and tensors' integers are some.
-
-    Raises:
-        InvalidArgument, InvalidType: it is no integer, or below ``least``.
-    """
+    """Return a size or a length as a number of Python: numpy's and tensors' integers are some."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -127,34 +123,23 @@ class PageAllocator:
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """Pages and length of one sequence.
+    """Pages and length of one sequence."""
 
-    Args:
-        pages: those that it holds, in order.
-        length: how many keys it was given.
-        dropped: how many pages were before ``pages`` and went back, because no query to come sees
-            a key in them.
-    """
-
-    pages: list[int]
-    length: int
+    pages: list[int]  # those that it holds, in order
+    length: int  # how many keys it was given
+    # How many pages were before ``pages`` and went back, because no query to come sees a key in
+    # them.
     dropped: int
 
 
 class Growth(NamedTuple):
-    """Places where new rows go.
+    """Places where new rows go."""
 
-    Args:
-        copies: (from, to) of pages to be copied before anything is written.
-        pages: of each new row, those of the first sequence first.
-        rows: of each new row within its page.
-        before: each sequence that grew, with its length and its last page before; None for that
-            page where it had none.
-    """
-
-    copies: list[tuple[int, int]]
-    pages: list[int]
-    rows: list[int]
+    copies: list[tuple[int, int]]  # (from, to) of pages to be copied before anything is written
+    pages: list[int]  # of each new row, those of the first sequence first
+    rows: list[int]  # of each new row within its page
+    # Each sequence that grew, with its length and its last page before; None for that page where it
+    # had none.
     before: list[tuple[Held, int, int | None]]
 
 
@@ -254,12 +239,7 @@ class Sequences:
         return held.dropped == 0 or first >= held.dropped * self.page_size
 
     def _grow(self, sequences: Sequence[int], counts: Sequence[int]) -> Growth:
-        """Room for so many new rows of each sequence; pages behind its window go back first.
-
-        Raises:
-            InvalidArgument: there is no such sequence, or one is named twice.
-            OutOfPages: there are too few pages.
-        """
+        """Room for so many new rows of each sequence; pages behind its window go back first."""
         found = self._different(sequences)
         grown = [(held, count) for held, count in zip(found, counts, strict=True) if count]
         behind = [self._behind(held) for held, _ in grown]
@@ -368,15 +348,11 @@ def check_rows(
     fixed: tuple[int, ...],
     rows: int,
 ) -> int:
-    """Return how many rows of keys and values there are.
+    """Return how many rows of keys [..., D] and values [..., Dv] there are.
 
-    Args:
-        k: [..., D].
-        v: [..., Dv]; None where values are a part of the keys.
-        k_room: where k goes: D, dtype and device are its.
-        v_room: where v goes; None as v.
-        fixed: the sizes of the dimensions other than the rows' and the last.
-        rows: which dimension counts rows.
+    ``k_room`` and ``v_room`` are where they go, with the width, dtype and device that they must
+    have; None where values are a part of the keys. ``fixed`` are the sizes of all dimensions but
+    the last and the one that counts rows, whose number is ``rows``.
     """
     for name, tensor, room in (("k", k, k_room), ("v", v, v_room)):
         if room is None:
@@ -428,10 +404,7 @@ class Pool:
     """Rows of keys, or of values, in pages.
 
     Args:
-        pages: how many there are.
-        heads: Hk.
-        page_size: rows of a page.
-        width: of a row.
+        pages, heads, page_size, width: the sizes.
         dtype: of rows that go in and that are read.
         storage: None for dtype itself; or an 8-bit dtype of ``quantised``.
         device: where it is.

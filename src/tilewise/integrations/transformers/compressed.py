@@ -22,16 +22,11 @@ CHOSEN, COMPRESSED = "tilewise_chosen", "tilewise_compressed"  # notes, attribut
 
 
 class Compressed(NamedTuple):
-    """What queries see of the compressed keys, which lie behind the others.
+    """What queries see of the compressed keys, which lie behind the others."""
 
-    Args:
-        size: T, how many keys these are.
-        mask: over queries and these keys; None for every pair.
-        chosen: [B, M, K], the keys that an indexer chose, from 0 on, -1 for none; None for all.
-    """
-
-    size: int
-    mask: Mask | None
+    size: int  # T, how many keys these are
+    mask: Mask | None  # over queries and these keys; None for every pair
+    # [B, M, K], the keys that an indexer chose, from 0 on, -1 for none; None for all.
     chosen: Tensor | None
 
 

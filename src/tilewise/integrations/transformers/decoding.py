@@ -171,7 +171,8 @@ def paged_forward(
             fix="call the step of paged_step(model) by generate; else use 'tilewise'",
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    refused = [name for name in _CHANGES if not _absent(kwargs.get(name))]
+    given = {name: kwargs.get(name) for name in _CHANGES}
+    refused = [name for name, value in given.items() if value is not None and value is not False]
     refused += ["attention_mask"] if attention_mask is not None else []
     refused += ["dropout"] if dropout else []
     refused += [] if causal else ["a layer that is not causal"]
@@ -199,10 +200,6 @@ def paged_forward(
     if up is not None:
         out = by_heads(out.transpose(0, 1)[None], up)[0].transpose(0, 1)
     return out[None], None
-
-
-def _absent(value: object) -> bool:
-    return value is None or value is False
 
 
 def _windows(config: Any) -> list[int | None]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.integrations.transformers.masks import is_traced
+from tilewise.problem import side_by_side
 
 NAME, PAGED_NAME = "tilewise", "tilewise_paged"
 _EXPAND = "expand_kv"  # a layer's method, which expands c and r
@@ -99,12 +100,8 @@ def operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries, keys and values in the form of fewer multiplications, and W_V if absorbed.
 
-    Args:
-        layer: of MLA.
-        query: [B, H, M, nope + rope].
-        latent: [B, 1, N, R].
-        rotated: [B, 1, N, rope].
-        reads: how many keys a query reads.
+    The query is [B, H, M, nope + rope], the latents [B, 1, N, R] and the rotated keys [B, 1, N,
+    rope]. A query reads ``reads`` keys.
 
     Returns:
         q, k, v, and [H, R, Dv] for ``by_heads`` of the output; None in the naive form.
@@ -177,19 +174,10 @@ def weights(layer: Any) -> tuple[Tensor, Tensor]:
 def _joined(latent: Tensor, rotated: Tensor) -> Tensor:
     """Return [c; r]: a view where they lie side by side, else a copy."""
     wanted = torch.is_grad_enabled() and (latent.requires_grad or rotated.requires_grad)
-    if not wanted and not is_traced(latent) and _are_side_by_side(latent, rotated):
+    if not wanted and not is_traced(latent) and side_by_side(latent, rotated):
         size = (*latent.shape[:-1], latent.shape[-1] + rotated.shape[-1])
         return latent.as_strided(size, latent.stride())
     return torch.cat((latent, rotated), -1)
-
-
-def _are_side_by_side(latent: Tensor, rotated: Tensor) -> bool:
-    return (
-        latent.untyped_storage().data_ptr() == rotated.untyped_storage().data_ptr()
-        and latent.stride() == rotated.stride()
-        and latent.stride(-1) == 1
-        and latent.storage_offset() + latent.shape[-1] == rotated.storage_offset()
-    )
 
 
 def _update(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

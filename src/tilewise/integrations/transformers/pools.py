@@ -115,15 +115,10 @@ class _Candidates:
 
 
 class _Prefixes(NamedTuple):
-    """Tokens in an order in which every query sees the first ones.
+    """Tokens in an order in which every query sees the first ones."""
 
-    Args:
-        order: int64 [B, N], tokens that some query sees, ascending; then the others.
-        counts: int64 [B, M], how many each query sees.
-    """
-
-    order: Tensor
-    counts: Tensor
+    order: Tensor  # int64 [B, N], tokens that some query sees, ascending; then the others
+    counts: Tensor  # int64 [B, M], how many each query sees
 
 
 @torch.no_grad()

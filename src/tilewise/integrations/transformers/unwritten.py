@@ -49,15 +49,10 @@ def _by_tiles(
 
 
 class Later(NamedTuple):
-    """Pairs that are hidden because the key comes later: places[b, n] >= limits[b, m].
+    """Pairs that are hidden because the key comes later: places[b, n] >= limits[b, m]."""
 
-    Args:
-        places: [B or 1, N].
-        limits: [B or 1, M].
-    """
-
-    places: Tensor
-    limits: Tensor
+    places: Tensor  # [B or 1, N]
+    limits: Tensor  # [B or 1, M]
 
     def others(self, batch: int) -> Mask:
         """Return the mask of the pairs of B batch items that are not hidden."""

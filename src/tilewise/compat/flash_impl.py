@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.compat.flash_attn.arguments import as_flash_attn, read
-from tilewise.compat.flash_attn.newer import Flags, Found, Sequences, computed
+from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
 from tilewise.compat.gradients import Forward, gradients_of
 from tilewise.engine.call import Keywords, build_operands, cached_plan, read_keywords
 from tilewise.errors import Unsupported
@@ -183,43 +183,22 @@ def _backward_gpu(
     )
 
 
-class _Numbers(NamedTuple):
-    """The numbers of a call, and the tensor of slopes."""
-
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    left: int | None
-    right: int | None
-    alibi_slopes: Tensor | None = None
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """Return the window as flash-attn has it: -1 for no bound."""
-        left, right = (-1 if each is None else each for each in (self.left, self.right))
-        return left, right
-
-    def check(self, return_debug_mask: bool = False) -> None:
-        """Refuse what torch's operators have besides."""
-        asked = {
-            "dropout_p": bool(self.dropout_p),
-            "alibi_slopes": self.alibi_slopes is not None,
-            "return_debug_mask": return_debug_mask,
-        }
-        for name, present in asked.items():
-            if present:
-                what = f"{name} in the flash-attention implementation 'tilewise' of sequences"
-                raise Unsupported(what, fix="call tilewise.attention_varlen")
+def _refuse(dropout_p: float, alibi_slopes: Tensor | None, return_debug_mask: bool) -> None:
+    """Refuse what torch's operators of sequences have besides."""
+    asked = {
+        "dropout_p": bool(dropout_p),
+        "alibi_slopes": alibi_slopes is not None,
+        "return_debug_mask": return_debug_mask,
+    }
+    for name, present in asked.items():
+        if present:
+            what = f"{name} in the flash-attention implementation 'tilewise' of sequences"
+            raise Unsupported(what, fix="call tilewise.attention_varlen")
 
 
-def _computed(
-    q: Tensor, k: Tensor, v: Tensor, where: Sequences, numbers: _Numbers, debug: bool
-) -> Found:
-    numbers.check(debug)
-    flags = Flags(numbers.scale, numbers.is_causal, numbers.window, 0.0)
-    with torch.no_grad():
-        found = computed(q, k, v, flags, where)
-    return Found(found.out, as_flash_attn(found.lse).contiguous())
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    """Return a window as flash-attn has it: -1 for no bound."""
+    return -1 if left is None else left, -1 if right is None else right
 
 
 def _forward_sequences(
@@ -242,12 +221,14 @@ def _forward_sequences(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    window = (window_size_left, window_size_right)
-    numbers = _Numbers(dropout_p, is_causal, scale, *window, alibi_slopes)
+    _refuse(dropout_p, alibi_slopes, return_debug_mask)
+    flags = Flags(scale, is_causal, _window(window_size_left, window_size_right), 0.0)
     where = Sequences(cum_seq_q, cum_seq_k, None, seqused_k, block_table)
-    found = _computed(query, key, value, where, numbers, return_debug_mask)
+    with torch.no_grad():
+        out, lse = computed(query, key, value, flags, where)
+        lse = as_flash_attn(lse).contiguous()
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return found.out.contiguous(), found.lse, state, query.new_empty(0), query.new_empty(0)
+    return out.contiguous(), lse, state, query.new_empty(0), query.new_empty(0)
 
 
 def _forward_into(
@@ -283,15 +264,15 @@ def _backward_sequences(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    numbers = _Numbers(dropout_p, is_causal, scale, window_size_left, window_size_right)
-    numbers.check()
+    _refuse(dropout_p, None, False)
+    window = _window(window_size_left, window_size_right)
     packed = None if cum_seq_q is None or cum_seq_k is None else (cum_seq_q, cum_seq_k)
     given = [query, key, value, out, grad_out]
     if packed is None:
         given = [x.transpose(1, 2) for x in given]
     q, k, v, result, dout = given
     with torch.no_grad():
-        options = read(1, query.shape[-2], 0.0, scale, is_causal, numbers.window, 0.0, None)
+        options = read(1, query.shape[-2], 0.0, scale, is_causal, window, 0.0, None)
         keywords = read_keywords(options.mask, None, scale, 0.0, None, None, packed)
         grads = gradients_of(Forward(q, k, v, result, logsumexp), dout, keywords, None)
     turned = grads if packed else [x.transpose(1, 2) for x in grads]

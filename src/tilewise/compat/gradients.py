@@ -41,12 +41,8 @@ def gradients_of(
 ) -> list[Tensor]:
     """Return the gradients of q, k and v, in their shapes; what is not needed is empty.
 
-    Args:
-        forward: the forward pass. An lse of -inf or +inf is that of a row without keys.
-        dout: the gradient of its output.
-        keywords: its keywords, with the starts of packed sequences.
-        seed: of its dropout; None without.
-        needed: which gradients to compute.
+    An lse of -inf or +inf is that of a row without keys. ``dout`` is the gradient of the output.
+    ``keywords`` and ``seed`` are those of the forward pass, with the starts of packed sequences.
     """
     q, k, v, out, lse = forward
     problem = build_problem(q, k, v, keywords)

@@ -75,15 +75,11 @@ def attend(
 ) -> AttentionResult:
     """Attention of queries to the keys of their sequence in a cache.
 
-    Args:
-        q: [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q.
-        cache: of B sequences; ``check_lengths`` and ``check_blocks`` have looked at it.
-        options: without dropout. Positions count from the end of the keys, so that ``starts`` moves
-            none of them.
-        given: the caller's tensors by their names, q, keys and values among them: one that requires
-            a gradient is named when somebody asks for it.
-        cu_seqlens_q: integer [B + 1], or None.
-        more: sinks, chunks, scales and lists of keys.
+    q is [B, M, Hq, D], or packed [Tq, Hq, D] with cu_seqlens_q, integer [B + 1]. ``check_lengths``
+    and ``check_blocks`` have looked at the cache. There is no dropout. Positions count from the end
+    of the keys, so that ``starts`` moves none of them. ``given`` are the caller's tensors by their
+    names, q, keys and values among them: one that requires a gradient is named when somebody asks
+    for it.
 
     Returns:
         out as q, with width Dv (bfloat16 for float8); lse [B, Hq, M] or [Hq, Tq]. A backward pass
@@ -190,10 +186,7 @@ def with_values(cache: Cache, q: Tensor, qv: Tensor) -> tuple[Cache, Tensor]:
     Where k and v lie side by side in memory, as parts of one latent cache, nothing is copied.
     Otherwise a call copies the keys and values of the blocks that its table names.
 
-    Args:
-        cache: with keys of width D and values of width Dv.
-        q: [B, M, Hq, D], or packed [Tq, Hq, D].
-        qv: as q, with width Dv.
+    q is [B, M, Hq, D], or packed [Tq, Hq, D]. qv and the values have width Dv.
     """
     k, v, table = cache.k, cache.v, cache.table
     width = k.shape[-1] + v.shape[-1]

@@ -117,19 +117,10 @@ def paged(
 ) -> Answer:
     """Attention of packed queries to keys that a table finds, without dropout. Forward only.
 
-    Args:
-        q: [Tq, Hq, D].
-        k: pages [blocks, page size, Hk, D] with a block_table, else packed [Tk, Hk, D].
-        v: as k, with width Dv.
-        packing: of the queries and of the keys.
-        options: the flags.
-        block_table: integer [sequences, blocks]; None where keys are packed.
-        leftpad_k: integer [sequences]: how many keys at the beginning of each do not count.
-        seqused_k: integer [sequences]: how many keys of each there are, instead of all.
-
-    Raises:
-        InvalidArgument, InvalidType: naming the argument that is wrong.
-        Unsupported: dropout.
+    q is [Tq, Hq, D]. k and v are pages [blocks, page size, Hk, D or Dv] with a block_table, integer
+    [sequences, blocks]; else packed [Tk, Hk, D or Dv]. ``leftpad_k``, integer [sequences], says how
+    many keys at the beginning of each do not count, and ``seqused_k`` how many keys of each there
+    are, instead of all.
     """
     given = {"q": q, "k": k, "v": v, "alibi_slopes": options.slopes}
     if options.dropout_p:
@@ -187,15 +178,9 @@ def signed_probabilities(
 ) -> Tensor:
     """exp(s - lse), negated where dropout drops the pair (-0.0 for a pair of no weight).
 
-    Args:
-        q: [B, Hq, M, D]; packed [Tq, Hq, D].
-        k: [B, Hk, N, D]; packed [Tk, Hk, D].
-        v: [B, Hk, N, Dv]; packed [Tk, Hk, Dv].
-        lse: of the call: [B, Hq, M]; packed [Hq, Tq]; -inf for a row without keys.
-        options: the flags of the call.
-        seed: of its dropout.
-        packed: cu_seqlens_q and cu_seqlens_k, or None.
-        longest: the result's rows and columns for packed sequences.
+    q, k and v are [B, H, S, D]; packed [T, H, D], where ``packed`` are cu_seqlens_q and
+    cu_seqlens_k. The lse of the call is [B, Hq, M]; packed [Hq, Tq]; -inf for a row without keys.
+    The seed is that of its dropout.
 
     Returns:
         [B, Hq, M, N] in q's dtype; packed [sequences, Hq, *longest], 0 past each sequence.

@@ -75,17 +75,12 @@ def computed(
 ) -> Found:
     """Attention of [B, S, H, D] tensors or packed [T, H, D] ones.
 
-    Args:
-        q: the queries, packed where ``where`` has their starts.
-        k: the keys likewise, or pages [blocks, page size, Hk, D].
-        v: the values as the keys.
-        flags: the numbers.
-        where: the sequences.
-        qv: a second part of the queries, [..., Hq, Dv], whose products with the values are added to
-            the scores before the scale.
-        descales: what the numbers of float8 q, k and v stand for, as floating [sequences, Hk].
-        lists: the keys that all heads of a row read, integer [B, M, K] or packed [Tq, K]. Where an
-            entry is no key of the sequence there is none.
+    Queries are packed if ``where`` has their starts; keys and values likewise, or in pages [blocks,
+    page size, Hk, D or Dv]. ``qv`` [..., Hq, Dv] is a second part of the queries, whose products
+    with the values are added to the scores before the scale. ``descales``, floating [sequences,
+    Hk], are what the numbers of float8 q, k and v stand for. All heads of a row read the keys in
+    ``lists``, integer [B, M, K] or packed [Tq, K]. Where an entry is no key of the sequence there
+    is none.
     """
     packed = where.starts_q is not None
     shape = "[T, H, D]" if packed else "[B, S, H, D]"

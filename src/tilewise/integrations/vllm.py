@@ -76,6 +76,10 @@ def unregister() -> None:
         place.clear_override()
 
 
+def _always(_: type) -> bool:
+    return True
+
+
 class TilewiseBackend(AttentionBackend):
     """What vLLM asks about the backend before it makes layers."""
 
@@ -103,25 +107,10 @@ class TilewiseBackend(AttentionBackend):
         """Return pages with heads outermost: a head's keys lie next to one another."""
         return (KVCacheLayout.LBHNC,)
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Return that layers may have attention sinks."""
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return that layers may have windows."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return that sequences may see all of their keys."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return that a sequence has the bits that it has alone (docs/serving.md)."""
-        return True
+    # Layers may have sinks and windows. Sequences may see all of their keys, and have the bits that
+    # they have alone (docs/serving.md).
+    supports_sink = supports_sliding_window = classmethod(_always)
+    supports_non_causal = supports_batch_invariance = classmethod(_always)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

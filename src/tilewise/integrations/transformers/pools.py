@@ -52,12 +52,7 @@ def mask_of_choice(
 
 
 class _Visible:
-    """Which tokens queries see: valid ones up to their position.
-
-    Args:
-        valid: bool [B, N].
-        positions: [M].
-    """
+    """Which tokens queries see: valid ones, bool [B, N], up to their position [M]."""
 
     def __init__(self, valid: Tensor, positions: Tensor) -> None:
         self.valid, self.positions = valid, positions

@@ -68,12 +68,9 @@ class _Chosen(NamedTuple):
 
 
 class _Unwritten(TorchFunctionMode):
-    """Gives an object in the place of a product of q [B, _, _, D] and k [B, 1, D, N].
+    """Gives an object of a kind in the place of a product of q [B, _, _, D] and k [B, 1, D, N].
 
     And in the place of the comparison of keys with queries that follows it, to hide later keys.
-
-    Args:
-        kind: the class of the object.
     """
 
     def __init__(self, kind: type[_Scores] | type[_BlockScores]) -> None:

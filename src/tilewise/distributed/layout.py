@@ -220,18 +220,13 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup
 
 
 class Standing(NamedTuple):
-    """The processes that share the sequence.
+    """The processes that share the sequence."""
 
-    Args:
-        ring: those that hold other rows; None where there are no others.
-        ulysses: those that share the rows of one place in the ring, and exchange them for heads;
-            None where there are no others.
-        schedule: a Schedule or a Layout of the ring.
-    """
-
-    ring: Peers | None
+    ring: Peers | None  # those that hold other rows; None where there are no others
+    # Those that share the rows of one place in the ring, and exchange them for heads; None where
+    # there are no others.
     ulysses: Peers | None
-    schedule: Schedule | Layout
+    schedule: Schedule | Layout  # a Schedule or a Layout of the ring
 
     @property
     def places(self) -> int:
@@ -322,18 +317,15 @@ def standing(
 
 
 class Wrapped(NamedTuple):
-    """Local tensors of a call with DTensors, and how a result becomes one.
+    """Local tensors of a call with DTensors, and how a result becomes one."""
 
-    Args:
-        q, k, v: of this process.
-        sinks: all of them; their gradient is a sum over processes that is still to be taken.
-        wrap: makes a DTensor of a local result, whose sequence is in the given dimension.
-    """
-
+    # All three: of this process.
     q: Tensor
     k: Tensor
     v: Tensor
+    # All of them; their gradient is a sum over processes that is still to be taken.
     sinks: Tensor | None
+    # Makes a DTensor of a local result, whose sequence is in the given dimension.
     wrap: Callable[[Tensor, int], Tensor]
 
 

@@ -355,11 +355,8 @@ def agreed(
 
     All processes know of all before one of them raises. So all of them raise.
 
-    Args:
-        groups: of this process; of a mesh of two dimensions, its last one first.
-        call: what has to be the same, by name.
-        numbers: of this process, four at the most.
-        device: on which they travel.
+    ``groups`` are those of this process; of a mesh of two dimensions, its last one first. ``call``
+    has what must be the same, by name. This process has at most four ``numbers``.
 
     Raises:
         InvalidArgument: another process makes another call, or has refused its own.

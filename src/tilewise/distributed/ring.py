@@ -63,14 +63,11 @@ def reader_of(owner: Any, distance: Any, count: int) -> Any:
 
 
 def ring_events(count: int, gathers: bool, gradients: bool) -> Iterator[Event]:
-    """Yield the events of a pass.
+    """Yield the events of a pass over so many positions.
 
-    Args:
-        count: of positions.
-        gathers: whether all keys come at once. Else those of one distance come in each turn, while
-            all compute with those of the turn before.
-        gradients: whether gradients of keys go to their owners. Those of a turn travel while all
-            compute in the next one.
+    ``gathers``: all keys come at once. Else those of one distance come in each turn, while all
+    compute with those of the turn before. ``gradients``: those of keys go to their owners. Those of
+    a turn travel while all compute in the next one.
     """
     every = tuple(range(count))
     turns = [every] if gathers else [every[at : at + 1] for at in every]

@@ -151,11 +151,8 @@ class OfLists(NamedTuple):
 class Part:
     """Batch items or sequences whose query rows are brought together in one way.
 
-    Args:
-        problem: of the call.
-        items: int64 [some], which; None for all of them.
-        rows: query rows that share a list.
-        packed: the rows of a packed call's groups; None if each row is a group, in their order.
+    ``items`` are int64 [some]; None for all of them. So many ``rows`` share a list. ``packed`` are
+    the rows of a packed call's groups; None if each row is a group, in their order.
     """
 
     gathering: Gathering

@@ -56,15 +56,10 @@ def define(
     Each definition looks for the source of its caller. The first one in a file reads the paths of
     all modules that are loaded, a millisecond beside torch. So all ops come through this file.
 
-    Args:
-        name: of the op, without the namespace.
-        kernel: computes it, on any device.
-        fake: returns tensors like the kernel's, without values.
-        schema: arguments and results; those that the annotations of the kernel say, if None.
-        backward: its derivative, as ``torch.library.register_autograd`` takes it. Where None, a
-            backward pass through the op raises.
-        save: its ``setup_context``.
-        vmap: its batching rule.
+    The kernel computes the op on any device. ``fake`` returns tensors like the kernel's, without
+    values. The schema is that of the kernel's annotations if None. ``backward`` and ``save`` are
+    its derivative and ``setup_context``, as ``torch.library.register_autograd`` takes them; without
+    these a backward pass through the op raises. ``vmap`` is its batching rule.
     """
     op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=schema)
     op.register_fake(fake)

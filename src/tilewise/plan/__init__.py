@@ -84,21 +84,14 @@ class Plan(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A backend as the choice sees it.
+    """A backend as the choice sees it."""
 
-    Args:
-        name: its name.
-        reasons: why it cannot do the problem; empty if it can.
-        absent: whether it is not there at all (its core is not built), as against declining.
-        last_resort: a slow reference: taken only where every other candidate is absent.
-        cost: predicted bytes of one head; None where nothing is predicted.
-    """
-
-    name: str
-    reasons: tuple[str, ...]
+    name: str  # its name
+    reasons: tuple[str, ...]  # why it cannot do the problem; empty if it can
+    # Whether it is not there at all (its core is not built), as against declining.
     absent: bool = False
-    last_resort: bool = False
-    cost: int | None = None
+    last_resort: bool = False  # a slow reference: taken only where every other candidate is absent
+    cost: int | None = None  # predicted bytes of one head; None where nothing is predicted
 
 
 class Choice(NamedTuple):

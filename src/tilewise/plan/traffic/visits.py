@@ -399,12 +399,7 @@ class _Spans(NamedTuple):
 
 
 def _spans_of(problem: Problem, tile: tuple[int, int]) -> _Spans:
-    """Return the runs of all tiles of rows: the keys of the tiles that all leaves may see.
-
-    Args:
-        problem: what to compute, with a mask that ``is_run``.
-        tile: queries and keys of a tile.
-    """
+    """Return the runs of all tiles of rows, for a mask that ``is_run``."""
     (across, along), queries, keys = tile, problem.queries, problem.keys
     start = np.arange(0, queries, across)
     stop = np.minimum(start + across, queries)

@@ -337,7 +337,6 @@ def _listed(
     statistics: Statistics,
     return_lse: bool,
 ) -> Any:
-    """Return what a call with key lists returns."""
     if plan is not None:
         required = "None with keys=: each few lists have a plan of their own"
         raise InvalidArgument("plan", "a held plan", required)

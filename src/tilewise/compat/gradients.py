@@ -119,7 +119,6 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        """Refuse."""
         raise Unsupported(ctx.reason, fix=ctx.fix)
 
 

@@ -276,7 +276,6 @@ class _Call(NamedTuple):
 
     @property
     def sinks(self) -> Tensor | None:
-        """The sinks of the call, of all heads."""
         return self.keywords.sinks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

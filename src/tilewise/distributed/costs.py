@@ -313,7 +313,6 @@ def _mesh(mesh: int | tuple[int, int], schedule: Schedule | Layout) -> tuple[int
 
 
 def _cost(events: Sequence[Event], split: _Split, link: Link) -> PassCost:
-    """Return what a pass costs, from its events."""
     ranks = split.ranks
     sent, received = (np.zeros(ranks, dtype=np.int64) for _ in range(2))
     busy, computing = np.zeros((2, ranks)), np.zeros(ranks)
@@ -402,7 +401,6 @@ class _Split:
     # ---- events
 
     def forward(self) -> list[Event]:
-        """Return the events of the forward pass."""
         return [
             *self._heads("q k v", to_rows=False),
             *self._ring(backward=False),
@@ -410,7 +408,6 @@ class _Split:
         ]
 
     def backward(self, lse: bool) -> list[Event]:
-        """Return the events of the backward pass."""
         return [
             *self._heads("lse out" if lse else "out", to_rows=False),
             *self._ring(backward=True),
@@ -427,7 +424,6 @@ class _Split:
         return Message(other * self.mesh[1] + self.share, sizes)
 
     def _ring(self, backward: bool) -> Iterator[Event]:
-        """Yield the events that ``ring`` runs."""
         count = self.mesh[0]
         seconds = self.seconds[int(backward)]
         for kind, what, distances in ring_events(count, self.gathers, gradients=backward):
@@ -545,7 +541,6 @@ class _Speed:
         self._known: dict[Problem, tuple[float, float]] = {}
 
     def of(self, piece: Piece) -> tuple[float, float]:
-        """Return the seconds of a piece."""
         own = stated(self._whole, piece)
         if own.mask_tensors or own.score_tensors or piece.starts is not None:
             return self._seconds(own, piece)

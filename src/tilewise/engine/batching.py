@@ -48,7 +48,6 @@ class _Part(NamedTuple):
     flags: list[bool]
 
     def of_call(self, index: int) -> list[Any]:
-        """Return the tensors of one call."""
         return [x.select(0, index) if flag else x for x, flag in zip(*self, strict=True)]
 
 

@@ -72,7 +72,6 @@ class _Upstream(NamedTuple):
     grad_entropy: Tensor | None
 
     def some(self, problems: slice) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
-        """Return the part of some problems."""
         result, grad_out, *grads = self
         found = Result(result.out[problems], result.lse[problems], result.stats[:, problems])
         by_lse, by_entropy = (None if x is None else x[problems] for x in grads)

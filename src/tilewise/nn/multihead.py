@@ -309,7 +309,6 @@ def _check_shapes(
     attn_mask: Tensor | None,
     module: torch.nn.MultiheadAttention,
 ) -> _Sizes:
-    """The sizes of a call."""
     batched = query.dim() == 3
     form = "[S, E]"
     if batched:

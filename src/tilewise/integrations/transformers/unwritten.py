@@ -117,12 +117,10 @@ class _Scores:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return that of the operands."""
         return self.queries.dtype
 
     @property
     def device(self) -> torch.device:
-        """Return that of the operands."""
         return self.queries.device
 
     @property

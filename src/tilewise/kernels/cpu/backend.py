@@ -134,7 +134,6 @@ def _label(problem: Problem) -> str:
 
 
 def _why_not_expr(what: str, expr: Expr) -> list[str]:
-    """The limits on expressions."""
     limits = core()
     loads = [node for node in expr.nodes if node.op.startswith("load_")]
     rank = max([len(node.args) for node in loads], default=0)

@@ -250,7 +250,6 @@ def _visited(matrix: _Matrix, tile: tuple[int, int], together: bool) -> tuple[_C
 
 
 def _runs(problem: Problem, tile: tuple[int, int]) -> _Counts:
-    """Return the sums of the runs."""
     start, stop, low, high = _spans_of(problem, tile)
     height, walked, size = stop - start, np.maximum(high - low, 0), problem.page_size
     tiles = -(-walked // tile[1])

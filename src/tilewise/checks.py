@@ -30,20 +30,10 @@ def check_tensor(
     device: str | None = None,
     fix: str = "",
 ) -> Tensor:
-    """Return a value that is a tensor as required.
+    """Return a value that is a tensor as required, which ``required`` says in words.
 
-    Args:
-        name: of the argument.
-        value: what was given.
-        required: all of the requirements in words.
-        dtypes: those allowed, or ``FLOATING``; None for any.
-        dims: how many dimensions it may have.
-        shape: its sizes, None for any size there.
-        device: the type of its device.
-        fix: how to put it right.
-
-    Raises:
-        InvalidArgument, InvalidType: it is not as required.
+    ``dtypes`` are those allowed, or ``FLOATING``; None in ``shape`` stands for any size there;
+    ``device`` is a type of devices, and ``fix`` says how to put it right.
     """
     if not isinstance(value, Tensor):
         raise InvalidType(name, named(value), required, fix)
@@ -70,11 +60,7 @@ def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
 
 
 def check_whole(name: str, value: Any, least: int = 0, required: str = "") -> int:
-    """Return a whole number of at least ``least``; ``required`` says it otherwise in an error.
-
-    Raises:
-        InvalidArgument, InvalidType: it is none.
-    """
+    """Return a whole number of at least ``least``; ``required`` says it otherwise in an error."""
     required = required or f"an integer, {least} or more"
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidType(name, named(value), required)
@@ -84,22 +70,14 @@ def check_whole(name: str, value: Any, least: int = 0, required: str = "") -> in
 
 
 def check_both(first: str, one: object, second: str, other: object) -> None:
-    """Two arguments come together, or neither is there.
-
-    Raises:
-        InvalidArgument: one of them is None.
-    """
+    """Two arguments come together, or neither is there."""
     if (one is None) != (other is None):
         missing = first if one is None else second
         raise InvalidArgument(missing, "None", f"both of {first} and {second}, or neither")
 
 
 def check_block(block: object) -> tuple[int, int]:
-    """Return how many queries and keys a tile has.
-
-    Raises:
-        InvalidArgument, InvalidType: it is no pair of whole numbers of at least 1.
-    """
+    """Return how many queries and keys a tile has: a pair of whole numbers of at least 1."""
     if not isinstance(block, tuple) or len(block) != 2:
         raise InvalidType("block", repr(block), "a pair: queries and keys of a tile")
     return check_whole("block[0]", block[0], 1), check_whole("block[1]", block[1], 1)

@@ -64,10 +64,8 @@ class Check(NamedTuple):
 def openmp_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """Return the OpenMP runtimes that are mapped into this process, by path; one is right.
 
-    Two runtimes in one process keep two teams of threads that fight for the same cores.
-
-    Args:
-        maps: the kernel's list of what is mapped; where it is missing the answer is empty.
+    Two runtimes in one process keep two teams of threads that fight for the same cores. ``maps`` is
+    the kernel's list of what is mapped; where it is missing the answer is empty.
     """
     try:
         lines = maps.read_text().splitlines()

@@ -59,11 +59,7 @@ class _SeqLenInfo:
         yield from pairwise(self.seqstart_py)
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Return x [1, rows, ...] in pieces, each of as many sequences as a batch size says.
-
-        Raises:
-            InvalidArgument: x has other rows.
-        """
+        """Return x [1, rows, ...] in pieces, each of as many sequences as a batch size says."""
         rows = self.seqstart_py[-1]
         if x.shape[0] != 1 or x.shape[1] != rows:
             raise InvalidArgument("tensor", f"shape {tuple(x.shape)}", f"[1, {rows}, ...]")
@@ -98,11 +94,7 @@ class _PaddedSeqLenInfo(_Filled):
     def from_seqlens_padded(
         cls, seqlens: Sequence[int], padding: int, *, device: Any = None
     ) -> Self:
-        """Return sequences of these lengths, in as many pieces of ``padding`` rows.
-
-        Raises:
-            InvalidArgument: one is longer.
-        """
+        """Return sequences of these lengths, in as many pieces of ``padding`` rows."""
         lengths, device = list(seqlens), on(device)
         if max(lengths, default=0) > padding:
             raise InvalidArgument("kv_seqlen", str(lengths), f"lengths of at most {padding}")
@@ -126,14 +118,7 @@ class _GappySeqInfo(_Filled):
     ) -> Self:
         """Return sequences of these starts and lengths.
 
-        Args:
-            seqstarts: of each sequence; unless paged also the number of all rows.
-            seqlens: of each sequence.
-            paged: the starts count within pages.
-            device: of the tensors.
-
-        Raises:
-            InvalidArgument: they differ in number.
+        ``seqstarts`` count within pages if ``paged``; else they end with the number of all rows.
         """
         starts, lengths, device = list(seqstarts), list(seqlens), on(device)
         if paged:

@@ -110,7 +110,7 @@ def _problem(
 ) -> Problem:
     """Check what has nothing to do with keys and values; the programs are built already."""
     check_caps(score, q.dtype)
-    numbers = _check_numbers(scale, dropout_p, q)
+    numbers = check_scale(scale, q.shape[-1], q.dtype), check_probability("dropout_p", dropout_p)
     rest = (*numbers, check_sinks(sinks, q.shape[1], q.device.type), page_size, stored)
     return Problem(*sizes, q.dtype, q.device.type, layout, mask, score, *rest)
 
@@ -261,12 +261,13 @@ def check_scale(scale: object, width: int, dtype: torch.dtype) -> float:
     return number
 
 
-def _check_numbers(scale: object, dropout_p: object, q: Tensor) -> tuple[float, float]:
-    number = check_scale(scale, q.shape[-1], q.dtype)
-    rate = check_real("dropout_p", dropout_p, "a probability in [0, 1)")
+def check_probability(name: str, value: object) -> float:
+    """Return a probability of dropping, below 1."""
+    required = "a probability in [0, 1)"
+    rate = check_real(name, value, required)
     if not 0.0 <= rate < 1.0:
-        raise InvalidArgument("dropout_p", str(rate), "a probability in [0, 1)")
-    return number, rate
+        raise InvalidArgument(name, str(rate), required)
+    return rate
 
 
 def check_real(name: str, value: object, required: str) -> float:

@@ -18,7 +18,6 @@ from tilewise.reference.tiles import (
     Tile,
     Totals,
     accumulators,
-    compute_dtype,
     key_spans,
     key_tiles,
     normaliser,
@@ -29,6 +28,7 @@ from tilewise.reference.tiles import (
     score_tile,
     sum_group,
 )
+from tilewise.variants.lower import statistics_dtype
 
 Delta = Literal["pass", "first", "each"]
 _Q_K_V = Needs(True, True, True)
@@ -131,7 +131,7 @@ class _Call:
     ) -> None:
         self.folded = folded
         self.problem, self.result, self.grad_out = problem, result, grad_out
-        self.dtype = compute_dtype(problem.dtype)
+        self.dtype = statistics_dtype(problem.dtype)
         self.ledger = walk.ledger or Ledger()
         scores = (False,) * len(operands.score_tensors)
         needs = _Q_K_V._replace(score_tensors=scores)

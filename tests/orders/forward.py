@@ -18,7 +18,6 @@ from tilewise.reference.tiled import forward_rows
 from tilewise.reference.tiles import (
     Tile,
     base2,
-    compute_dtype,
     empty_in_order_of,
     exp2,
     finite_or_zero,
@@ -30,6 +29,7 @@ from tilewise.reference.tiles import (
     query_tiles,
     score_tile,
 )
+from tilewise.variants.lower import statistics_dtype
 
 
 class Visit(NamedTuple):
@@ -88,7 +88,7 @@ def forward_keys_outside(
     Returns:
         out, in q's dtype and memory order, and stats as ``tiled.forward`` has them.
     """
-    dtype, q = compute_dtype(problem.dtype), operands.q
+    dtype, q = statistics_dtype(problem.dtype), operands.q
     kept, ledger = partial or dtype, walk.ledger or Ledger()
     out = empty_in_order_of(q, problem.value_dim).to(dtype).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
@@ -145,7 +145,7 @@ def _enter_visit(ledger: Ledger, part: Part, tile: Tile, visit: Visit, kept: tor
     ledger.multiplies(tile.scores, problem.value_dim)
     ledger.exponentials += tile.scores.numel() + count
     size = problem.dtype.itemsize
-    row_stats = 2 * count * compute_dtype(problem.dtype).itemsize
+    row_stats = 2 * count * statistics_dtype(problem.dtype).itemsize
     ledger.reads(q=count * problem.head_dim * size)
     if not visit.first:
         ledger.reads(out=count * problem.value_dim * kept.itemsize, stats=row_stats)
@@ -172,7 +172,7 @@ def forward_in_parts(
     Returns:
         out in q's dtype and memory order, and lse.
     """
-    dtype, q = compute_dtype(problem.dtype), operands.q
+    dtype, q = statistics_dtype(problem.dtype), operands.q
     ledger = walk.ledger or Ledger()
     out = empty_in_order_of(q, problem.value_dim).to(dtype).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
@@ -199,7 +199,7 @@ def _enter_merge(ledger: Ledger, part: Part, rows: int, count: int) -> None:
     """The partial results of rows, written and read again, and what becomes of them."""
     problem = part.problem
     each = problem.batch * problem.heads * rows
-    size = compute_dtype(problem.dtype).itemsize
+    size = statistics_dtype(problem.dtype).itemsize
     if count > 1:
         partial = each * count * (problem.value_dim + 2) * size
         ledger.writes(partial=partial)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, check_tensor
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.head_rows import HeadNorm, normed_and_turned, turned_pairs
+from tilewise.variants.lower import statistics_dtype
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ def rotary(
         raise InvalidArgument("positions", came, f"{due} of x {list(x.shape)}")
     if axes is not None:
         _check_axes(axes, dim // 2, positions.shape[0], scaling)
-    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    work = statistics_dtype(x.dtype)
     exponents = torch.arange(0, dim, 2, device=x.device, dtype=work) / dim
     frequencies: Tensor = base**-exponents
     if scaling is not None:

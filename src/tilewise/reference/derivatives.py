@@ -48,7 +48,6 @@ from tilewise.reference.tiles import (
     Totals,
     accumulators,
     base2,
-    compute_dtype,
     empty_in_order_of,
     exp2,
     finite_or_zero,
@@ -61,6 +60,7 @@ from tilewise.reference.tiles import (
     query_tiles,
     sum_group,
 )
+from tilewise.variants.lower import statistics_dtype
 
 
 def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def tangents(problem: Problem, operands: Operands, toward: Operands) -> tuple[Te
         The tangent of out, in q's dtype and memory order, and that of lse, in the compute dtype;
         0 for dead rows.
     """
-    dtype = compute_dtype(problem.dtype)
+    dtype = statistics_dtype(problem.dtype)
     q = operands.q
     out = empty_in_order_of(q, problem.value_dim).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
@@ -135,7 +135,7 @@ def second(
     Returns:
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
-    dtype = compute_dtype(problem.dtype)
+    dtype = statistics_dtype(problem.dtype)
     totals = accumulators(problem, operands, needs, dtype)
     for part, part_toward in zip(parts(problem, operands), parts(problem, toward), strict=True):
         views = totals.of(part, problem)

@@ -33,7 +33,6 @@ from tilewise.reference.tiles import (
     Totals,
     accumulators,
     base2,
-    compute_dtype,
     empty_in_order_of,
     exp2,
     far,
@@ -50,6 +49,7 @@ from tilewise.reference.tiles import (
     sink_exponents,
     sum_group,
 )
+from tilewise.variants.lower import statistics_dtype
 
 
 def forward(
@@ -69,7 +69,7 @@ def forward(
         stats (row maximum in base-2 units and row sum, without the sink) in the compute dtype; the
         statistics.
     """
-    dtype = compute_dtype(problem.dtype)
+    dtype = statistics_dtype(problem.dtype)
     q = operands.q
     out = empty_in_order_of(q, problem.value_dim).zero_()
     shape = q.shape[:-1] if problem.layout == "dense" else (problem.heads, problem.queries)
@@ -115,7 +115,7 @@ def backward(
     Returns:
         The wanted gradients, each in its operand's shape and dtype; None elsewhere.
     """
-    dtype = compute_dtype(problem.dtype)
+    dtype = statistics_dtype(problem.dtype)
     totals = accumulators(problem, operands, needs, dtype)
     for part in parts(problem, operands, walk):
         views = totals.of(part, problem)

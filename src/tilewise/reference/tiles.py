@@ -25,11 +25,6 @@ _WHOLE = 128  # products are padded to multiples of this
 _PIECE = 32  # terms of a sum that are added up before they meet the others
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic for operands of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def empty_in_order_of(q: Tensor, width: int) -> Tensor:
     """Uninitialised ``[*q.shape[:-1], width]``, its dimensions in the memory order of q's.
 

@@ -64,7 +64,7 @@ class Extent(NamedTuple):
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of lse, slopes and sinks: float32, and float64 for float64."""
+    """Return the dtype of sums, lse, slopes and sinks: float32, and float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

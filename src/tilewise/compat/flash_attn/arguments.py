@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.checks import FLOATING, check_tensor, named
 from tilewise.errors import InvalidArgument, InvalidType
 from tilewise.problem import DTYPES
+from tilewise.validation import check_probability, check_real
 from tilewise.variants import masks, scores
 from tilewise.variants.lower import check_cap, largest_factor
 
@@ -108,15 +109,9 @@ def check_rank(name: str, tensor: object, shape: str) -> None:
     check_tensor(name, tensor, shape, dims=shape.count(",") + 1)
 
 
-def check_number(name: str, value: object, required: str) -> None:
-    """It is a number, and not a boolean."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidType(name, named(value), required)
-
-
 def check_finite(name: str, value: Any, required: str) -> None:
     """It is a number, and neither infinite nor NaN."""
-    check_number(name, value, required)
+    check_real(name, value, required)
     # A comparison, and not math.isfinite: torch.compile traces it for a symbolic number.
     if not -math.inf < value < math.inf:
         raise InvalidArgument(name, str(value), required)
@@ -135,14 +130,6 @@ def check_computed_in(dtype: torch.dtype, options: Options) -> None:
         raise InvalidArgument("softmax_scale", str(scale), required)
     if options.cap > 0:
         check_cap("softcap", options.cap, dtype, ", or 0 for none")
-
-
-def check_probability(name: str, value: float) -> None:
-    """It is a probability of dropping, below 1."""
-    required = "a probability in [0, 1)"
-    check_number(name, value, required)
-    if not 0.0 <= value < 1.0:
-        raise InvalidArgument(name, str(value), required)
 
 
 def as_flash_attn(lse: Tensor | None) -> Tensor:

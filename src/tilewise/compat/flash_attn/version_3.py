@@ -30,6 +30,7 @@ from tilewise.compat.flash_attn.arguments import WindowSize, check_rank
 from tilewise.compat.flash_attn.newer import Flags, Sequences, computed
 from tilewise.errors import InvalidArgument
 from tilewise.reference.merge import merge_partial
+from tilewise.variants.lower import statistics_dtype
 
 __all__ = [
     "flash_attn_combine",
@@ -286,7 +287,7 @@ def flash_attn_combine(
     shape, device = tuple(out_partial.shape[:-1]), out_partial.device.type
     required = f"a floating tensor {list(shape)} on {out_partial.device}"
     check_tensor("lse_partial", lse_partial, required, FLOATING, shape=shape, device=device)
-    wide = torch.float64 if lse_partial.dtype == torch.float64 else torch.float32
+    wide = statistics_dtype(lse_partial.dtype)
     by_heads = out_partial.to(wide).transpose(2, 3), lse_partial.to(wide).transpose(2, 3)
     found, lse = (x.transpose(1, 2) for x in merge_partial(*(list(x) for x in by_heads)))
     if out is None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise.checks import FLOATING, check_tensor
-from tilewise.compat.flash_attn.arguments import Options, check_number, check_probability
+from tilewise.compat.flash_attn.arguments import Options
 from tilewise.compat.flash_attn.cache import Cache, attend, check_blocks, check_lengths
 from tilewise.compat.gradients import Forward, gradients_of
 from tilewise.compat.xformers.reading import Keys, Reading, read
 from tilewise.engine.call import read_keywords
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.functional import attention, attention_varlen
+from tilewise.validation import check_probability, check_real
 from tilewise.variants import scores
 
 _LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
@@ -59,7 +60,7 @@ def read_call(
     _check_tensors(query, key, value)
     check_probability("p", p)
     if scale is not None:
-        check_number("scale", scale, "a finite number, or None for 1/sqrt(K)")
+        check_real("scale", scale, "a finite number, or None for 1/sqrt(K)")
     heads = tuple(query.shape[2:-1])
     q, k, v = query, key, value
     if wider is not None and wider.itemsize > q.dtype.itemsize:

@@ -23,6 +23,7 @@ from tilewise.head_rows import HeadNorm
 from tilewise.nn.implementations import Ask, Implementation, implementation_of, with_statistics
 from tilewise.nn.rotation import Rotary, longest, rotary
 from tilewise.serving.caches import KVCache, PagedKVCache
+from tilewise.validation import check_probability
 from tilewise.variants.masks import causal
 from tilewise.variants.values import Mask, Score, as_mask, as_score
 
@@ -185,14 +186,12 @@ class Attention(nn.Module):
             fix = "Or name the head width: head_dim=."
             raise InvalidArgument("width", str(width), f"a multiple of heads={heads}", fix)
         self.head_dim = check_whole("head_dim", width // heads if head_dim is None else head_dim, 1)
-        if not 0.0 <= dropout_p < 1.0:
-            raise InvalidArgument("dropout_p", str(dropout_p), "a number in [0, 1)")
         implementation_of(implementation)
         self.rotary = rotary
         self.mask = None if mask is None else _mask_to_keep(mask)
         self.score = None if score is None else _score_to_keep(score)
         self.scale = 1.0 / math.sqrt(self.head_dim) if scale is None else float(scale)
-        self.dropout_p = dropout_p
+        self.dropout_p = check_probability("dropout_p", dropout_p)
         self.implementation: Implementation = implementation
         self.on_statistics: Callable[[SoftmaxStats], None] | None = None
         inner, inner_kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -12,31 +12,10 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "FakeTensor",
-    "any_autocast",
-    "constant_while_compiling",
-    "dispatch_modes",
-    "functorch_active",
-    "has_batch",
-    "has_tangent",
-    "in_forward_level",
-    "is_batched",
-    "is_tracked",
-    "jit_tracing",
-    "left_alone",
-    "onednn_products",
-    "sees_operations",
-    "vmap_active",
-    "with_batch",
-    "with_memory",
-    "without_batch",
-    "without_wrappers",
-]
-
+FakeTensor = fake_tensor.FakeTensor
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -109,8 +109,10 @@ class TilewiseBackend(AttentionBackend):
 
     # Layers may have sinks and windows. Sequences may see all of their keys, and have the bits that
     # they have alone (docs/serving.md).
-    supports_sink = supports_sliding_window = classmethod(_always)
-    supports_non_causal = supports_batch_invariance = classmethod(_always)
+    supports_sink = classmethod(_always)
+    supports_sliding_window = classmethod(_always)
+    supports_non_causal = classmethod(_always)
+    supports_batch_invariance = classmethod(_always)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

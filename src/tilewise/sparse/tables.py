@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.checks import check_whole
+from tilewise.checks import check_both, check_whole
 from tilewise.engine import dispatch
 from tilewise.errors import InvalidArgument
 from tilewise.problem import DTYPES, Operands, Problem
@@ -65,15 +65,13 @@ def sizes(
     dtype = torch.float32 if dtype is FLOAT8 else dtype  # what masks of float8 compute in
     batch = None if batch is None else check_whole("batch", batch)
     heads = None if heads is None else check_whole("heads", heads, 1)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
+    check_both("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         if queries is None:
             raise InvalidArgument("queries", "None", "M, the number of query rows")
         queries = check_whole("queries", queries)
         keys = queries if keys is None else check_whole("keys", keys)
         return Sizes(batch, heads, queries, keys, None, dtype)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise InvalidArgument(name, "None", "both of cu_seqlens_q and cu_seqlens_k, or neither")
     for name, value in (("queries", queries), ("keys", keys), ("batch", batch)):
         if value is not None:
             raise InvalidArgument(name, str(value), "nothing beside cu_seqlens_q and cu_seqlens_k")

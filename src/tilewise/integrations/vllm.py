@@ -76,8 +76,7 @@ def unregister() -> None:
         place.clear_override()
 
 
-def _always(_: type) -> bool:
-    return True
+_ALWAYS: Any = classmethod(lambda _: True)
 
 
 class TilewiseBackend(AttentionBackend):
@@ -109,10 +108,8 @@ class TilewiseBackend(AttentionBackend):
 
     # Layers may have sinks and windows. Sequences may see all of their keys, and have the bits that
     # they have alone (docs/serving.md).
-    supports_sink = classmethod(_always)
-    supports_sliding_window = classmethod(_always)
-    supports_non_causal = classmethod(_always)
-    supports_batch_invariance = classmethod(_always)
+    supports_sink = supports_sliding_window = _ALWAYS
+    supports_non_causal = supports_batch_invariance = _ALWAYS
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ import torch
 
 from tilewise.chips import Chip, ceilings_file, detect
 from tilewise.engine import dispatch
+from tilewise.folders import write_whole
 from tilewise.inspect import peaks
 from tilewise.kernels.cpu import absence, core
 
@@ -275,9 +275,5 @@ def keep(chip: Chip, path: Path | None = None) -> Path:
         "peak_flops_s": dict(chip.peak_flops_s),
         "exponentials_s": chip.exponentials_s,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: written beside it and renamed over it.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump(kept, file, indent=1)
-    os.replace(file.name, path)
+    write_whole(path, json.dumps(kept, indent=1))
     return path

@@ -55,6 +55,26 @@ def private_folder(where: Path) -> Path:
     return where.resolve()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one step, and its folder: whoever reads meanwhile sees the one before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, draft = tempfile.mkstemp(prefix=".draft-", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        Path(draft).chmod(0o644)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
 def _check_private(where: Path) -> None:
     """Refuse a folder that is not the user's alone, or that others could replace."""
     if not hasattr(os, "geteuid"):

@@ -190,14 +190,20 @@ class Grads(NamedTuple):
     sinks: Tensor | None = None
 
 
-def side_by_side(first: Tensor, second: Tensor) -> bool:
-    """Return whether each row of ``second`` begins in memory where that of ``first`` ends."""
-    return (
-        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and first.stride() == second.stride()
-        and first.stride(-1) == 1
-        and first.storage_offset() + first.shape[-1] == second.storage_offset()
-    )
+def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
+    """Return rows of both as a view; None unless those of ``second`` begin where ``first``'s end.
+
+    Both are [..., D or Dv], with the other sizes alike.
+    """
+    if (
+        first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        or first.stride() != second.stride()
+        or first.stride(-1) != 1
+        or first.storage_offset() + first.shape[-1] != second.storage_offset()
+    ):
+        return None
+    width = first.shape[-1] + second.shape[-1]
+    return first.as_strided((*first.shape[:-1], width), first.stride())
 
 
 def output_like(like: Tensor, width: int) -> Tensor:

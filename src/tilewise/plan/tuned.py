@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from tilewise.errors import TunedBlocksWarning
-from tilewise.folders import cache_folder
+from tilewise.folders import cache_folder, write_whole
 
 __all__ = [
     "NOTHING",
@@ -418,18 +417,7 @@ def write(path: Path, tuned: Tuned) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, draft = tempfile.mkstemp(prefix=".tuned-", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(file, "w", encoding="utf-8") as opened:
-            opened.write(text_of(tuned))
-            opened.flush()
-            os.fsync(opened.fileno())
-        Path(draft).chmod(0o644)
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    write_whole(path, text_of(tuned))
 
 
 def shown(path: Path) -> str:

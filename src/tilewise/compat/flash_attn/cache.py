@@ -189,10 +189,9 @@ def with_values(cache: Cache, q: Tensor, qv: Tensor) -> tuple[Cache, Tensor]:
     q is [B, M, Hq, D], or packed [Tq, Hq, D]. qv and the values have width Dv.
     """
     k, v, table = cache.k, cache.v, cache.table
-    width = k.shape[-1] + v.shape[-1]
     for first, second, ours in ((v, k, (qv, q)), (k, v, (q, qv))):
-        if not torch.compiler.is_compiling() and side_by_side(first, second):
-            wide = first.as_strided((*first.shape[:-1], width), first.stride())
+        wide = None if torch.compiler.is_compiling() else side_by_side(first, second)
+        if wide is not None:
             return Cache(wide, v, cache.lengths, table, cache.starts), torch.cat(ours, -1)
     blocks = table.numel()
     if blocks < k.shape[0]:

@@ -39,22 +39,10 @@ class Answer(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Starts of packed sequences, and the longest ones, which set the size of S_dmask."""
+    """Packed sequences of queries and of keys."""
 
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Return both max_seqlens."""
-        return self.max_seqlen_q, self.max_seqlen_k
-
-    @property
-    def starts(self) -> tuple[Tensor, Tensor]:
-        """Return both cu_seqlens."""
-        return self.cu_seqlens_q, self.cu_seqlens_k
+    starts: tuple[Tensor, Tensor]  # cu_seqlens
+    longest: tuple[int, int]  # max_seqlens, which set the size of S_dmask
 
 
 def check_dense(**tensors: object) -> None:
@@ -151,8 +139,7 @@ def paged(
 
 def _as_pages(k: Tensor, v: Tensor, packing: Packing, seqused_k: Tensor | None) -> Any:
     """Packed keys and values as pages of one row each, and the table that finds them."""
-    keys = packing.cu_seqlens_k
-    width = packing.max_seqlen_k
+    keys, width = packing.starts[1], packing.longest[1]
     if keys.is_cpu:
         check_cu_seqlens("cu_seqlens_k", keys, k.shape[0])
         lengths = keys.diff()
@@ -219,8 +206,6 @@ def _of(part: Part, lse: Tensor) -> Tensor:
         seen = visible(problem.mask, operands.mask_tensors, block, s.device)
     s, _ = apply_score(problem.score, operands.score_tensors, s, block, seen)
     p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0.0)
-    sizes = (block.batches, block.heads, block.queries, block.keys)
-    names = ("batches", "heads", "queries", "keys")
-    places = dict(zip(names, sizes, strict=True))
+    places = {name: getattr(block, name) for name in ("batches", "heads", "queries", "keys")}
     kept = keep_mask(operands.seed, problem.dropout_p, **places).to(s.device)
     return torch.where(kept, p, -p)

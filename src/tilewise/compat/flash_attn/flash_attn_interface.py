@@ -188,7 +188,7 @@ def flash_attn_varlen_func(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout with a block_table.
     """
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     check_packed(packing, block_table is not None, q, k=k, v=v)
     flags = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = read(cu_seqlens_q.shape[0] - 1, q.shape[1], *flags)

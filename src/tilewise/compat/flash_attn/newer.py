@@ -137,16 +137,8 @@ def _check_used(name: str, used: Tensor | None, starts: Tensor | None, rows: Ten
 def _read(count: int, heads: int, flags: Flags, where: Sequences) -> Options:
     """Return the flags as a mask and a score; places count within what is used."""
     chunk = check_whole("attention_chunk", flags.attention_chunk, 0)
-    options = read(
-        count,
-        heads,
-        0.0,
-        flags.softmax_scale,
-        flags.causal,
-        flags.window_size,
-        flags.softcap,
-        None,
-    )
+    numbers = (flags.softmax_scale, flags.causal, flags.window_size, flags.softcap, None)
+    options = read(count, heads, 0.0, *numbers)
     used_q, used_k = where.used_q, where.used_k if where.pages is None else None
     if not chunk and used_q is None and used_k is None:
         return options

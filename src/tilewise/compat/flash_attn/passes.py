@@ -103,7 +103,7 @@ def _flash_attn_varlen_forward(
         InvalidArgument, InvalidType: naming the argument that is wrong.
         Unsupported: dropout with a block_table, leftpad_k or seqused_k.
     """
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     check_packed(packing, block_table is not None, q, k=k, v=v)
     window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
@@ -204,7 +204,7 @@ def _flash_attn_varlen_backward(
         Unsupported: as ``_flash_attn_backward``.
     """
     _refuse_sums_in_place(q)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing((cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     check_packed(packing, False, q, k=k, v=v, dout=dout, out=out)
     window = two_bounds(window_size_left, window_size_right)
     flags = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)

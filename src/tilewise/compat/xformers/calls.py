@@ -137,11 +137,8 @@ def _in_place(call: Call, keys: Keys) -> Any:
     k, v = call.k[0], call.v[0]
     if k.shape[0] % keys.page:
         fix = "The mask is for another cache, or for other pages."
-        came, required = (
-            f"{k.shape[0]} rows",
-            f"a multiple of the {keys.page} of a sequence or page",
-        )
-        raise InvalidArgument("key", came, required, fix)
+        required = f"a multiple of the {keys.page} of a sequence or page"
+        raise InvalidArgument("key", f"{k.shape[0]} rows", required, fix)
     table, starts, lengths = keys.table, None, keys.lengths
     if table is not None:
         starts, lengths = keys.starts, keys.lengths + keys.starts

@@ -174,10 +174,8 @@ def weights(layer: Any) -> tuple[Tensor, Tensor]:
 def _joined(latent: Tensor, rotated: Tensor) -> Tensor:
     """Return [c; r]: a view where they lie side by side, else a copy."""
     wanted = torch.is_grad_enabled() and (latent.requires_grad or rotated.requires_grad)
-    if not wanted and not is_traced(latent) and side_by_side(latent, rotated):
-        size = (*latent.shape[:-1], latent.shape[-1] + rotated.shape[-1])
-        return latent.as_strided(size, latent.stride())
-    return torch.cat((latent, rotated), -1)
+    view = None if wanted or is_traced(latent) else side_by_side(latent, rotated)
+    return torch.cat((latent, rotated), -1) if view is None else view
 
 
 def _update(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

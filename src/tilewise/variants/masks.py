@@ -35,17 +35,12 @@ _ALIGNS = ("bottom_right", "top_left")
 _LENGTHS_FORM = "an integer tensor [B]"
 
 
-def _own(m: Any, n: Any, align: str) -> Any:
-    """Return the key at a row's own position."""
-    return m + (n.length - m.length) if align == "bottom_right" else m
-
-
 @constant_while_compiling
 def _band(left: int | None, right: int | None, align: str) -> Program:
     """Return the program of a + m - left <= n <= a + m + right."""
 
     def inside(b: Any, h: Any, m: Any, n: Any) -> Any:
-        own = _own(m, n, align)
+        own = m + (n.length - m.length) if align == "bottom_right" else m
         seen: Any = True
         if left is not None:
             seen = n >= own - left

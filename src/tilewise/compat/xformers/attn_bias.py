@@ -31,6 +31,11 @@ __all__ = ["VARLEN_BIASES", "AttentionBias", *NAMES]
 class AttentionBias:
     """The base of all biases."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("window_left", 0), ("window_right", 0), ("_window_size", 1)):
+            if hasattr(self, name):
+                check_whole(name.removeprefix("_"), getattr(self, name), least)
+
     def to(self, device: Any) -> Self:
         """Return the same bias with its tensors on a device."""
         if not is_dataclass(self):
@@ -117,10 +122,6 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_left: int
     window_right: int
 
-    def __post_init__(self) -> None:
-        check_whole("window_left", self.window_left)
-        check_whole("window_right", self.window_right)
-
 
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, bottom right: the last row sees all keys."""
@@ -137,9 +138,6 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     """Causal, bottom right, and of those keys the last ``_window_size``."""
 
     _window_size: int
-
-    def __post_init__(self) -> None:
-        check_whole("window_size", self._window_size, 1)
 
 
 @dataclass
@@ -268,18 +266,12 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
-        check_whole("window_size", self._window_size, 1)
-
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
     """``BlockDiagonalCausalFromBottomRightMask``, and of those keys the last ``_window_size``."""
 
     _window_size: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("window_size", self._window_size, 1)
 
 
 @dataclass
@@ -344,10 +336,6 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     window_left: int
     window_right: int
 
-    def __post_init__(self) -> None:
-        check_whole("window_left", self.window_left)
-        check_whole("window_right", self.window_right)
-
     @classmethod
     def from_seqlens_local(
         cls,
@@ -366,9 +354,6 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
     """``BlockDiagonalCausalWithOffsetPaddedKeysMask``, and the last ``_window_size`` keys."""
 
     _window_size: int
-
-    def __post_init__(self) -> None:
-        check_whole("window_size", self._window_size, 1)
 
     @classmethod
     def from_seqlens_local(

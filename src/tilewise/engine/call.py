@@ -340,17 +340,13 @@ def read_seed(
     """
     if seed is None:
         seed = draw_seed(device) if problem.dropout_p else 0
+    required = "an integer or an int64 tensor of one element"
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
-            raise InvalidArgument(
-                "seed",
-                f"a tensor of {seed.dtype}, shape {tuple(seed.shape)}",
-                "an integer or an int64 tensor of one element",
-            )
+            came = f"a tensor of {seed.dtype}, shape {tuple(seed.shape)}"
+            raise InvalidArgument("seed", came, required)
     elif isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidType(
-            "seed", f"a {type(seed).__name__}", "an integer or an int64 tensor of one element"
-        )
+        raise InvalidType("seed", f"a {type(seed).__name__}", required)
     elif not -(2**63) <= seed < 2**64:
         raise InvalidArgument("seed", str(seed), "a number of 64 bits")
     if not problem.dropout_p:

@@ -18,17 +18,11 @@ _LAST = 2**31 - 1  # kernels read pages as int32
 
 
 class Pages(NamedTuple):
-    """The integer tensors of ``functional.attention_paged``.
+    """The integer tensors of ``functional.attention_paged``."""
 
-    Args:
-        block_table: [B, P], the page of each run of page_size keys of each sequence.
-        key_lengths: [B], how many keys each sequence has.
-        cu_seqlens_q: [B + 1] of packed queries, or None.
-    """
-
-    block_table: Tensor
-    key_lengths: Tensor
-    cu_seqlens_q: Tensor | None
+    block_table: Tensor  # [B, P], the page of each run of page_size keys of each sequence
+    key_lengths: Tensor  # [B], how many keys each sequence has
+    cu_seqlens_q: Tensor | None  # [B + 1] of packed queries, or None
 
 
 def signs(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -105,25 +105,28 @@ def parts(problem: Problem, operands: Operands, walk: Walk | None = None) -> Ite
     for b in range(problem.batch):
         rows, columns = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
         m, n = rows.stop - rows.start, columns.stop - columns.start
-        yield Part(
-            problem._replace(layout="dense", batch=1, queries=m, keys=n),
-            operands._replace(
-                q=operands.q[rows].transpose(0, 1)[None],
-                k=operands.k[columns].transpose(0, 1)[None],
-                v=operands.v[columns].transpose(0, 1)[None],
-                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
-                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
-                cu_seqlens_q=None,
-                cu_seqlens_k=None,
-                q_scale=_row(operands.q_scale, b),
-                k_scale=_row(operands.k_scale, b),
-                v_scale=_row(operands.v_scale, b),
-            ),
-            b,
-            rows,
-            columns,
-            walk,
+        own = _of_sequence(operands, problem, b, m, n)
+        q, k, v = (
+            packed[at].transpose(0, 1)[None]
+            for packed, at in zip(operands[:3], (rows, columns, columns), strict=True)
         )
+        small = problem._replace(layout="dense", batch=1, queries=m, keys=n)
+        yield Part(small, own._replace(q=q, k=k, v=v), b, rows, columns, walk)
+
+
+def _of_sequence(operands: Operands, problem: Problem, b: int, m: int, n: int) -> Operands:
+    """Return the operands of sequence ``b``, of m queries and n keys; q, k and v stay whole."""
+    return operands._replace(
+        mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
+        score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        block_table=None,
+        key_lengths=None,
+        q_scale=_row(operands.q_scale, b),
+        k_scale=_row(operands.k_scale, b),
+        v_scale=_row(operands.v_scale, b),
+    )
 
 
 def _row(scale: Tensor | None, b: int) -> Tensor | None:
@@ -153,34 +156,16 @@ def _paged_parts(problem: Problem, operands: Operands, walk: Walk) -> Iterator[P
     for b, n in enumerate(operands.key_lengths.tolist()):
         rows = slice(b, b + 1) if bounds is None else slice(*bounds[b : b + 2])
         m = problem.queries if bounds is None else rows.stop - rows.start
-        q = operands.q[rows]
+        q = operands.q[rows] if bounds is None else operands.q[rows].transpose(0, 1)[None]
         used = operands.block_table[b, : -(-n // problem.page_size)].long()
         k, v = (_gathered(pages, used, n) for pages in (operands.k, operands.v))
-        k_scale, v_scale = (
-            _row(scale, b) if problem.stored is None or scale is None else _gathered(scale, used, n)
-            for scale in (operands.k_scale, operands.v_scale)
-        )
-        yield Part(
-            problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0),
-            operands._replace(
-                q=q if bounds is None else q.transpose(0, 1)[None],
-                k=k,
-                v=v,
-                mask_tensors=cut(problem.mask, operands.mask_tensors, b, m, n),
-                score_tensors=cut(problem.score, operands.score_tensors, b, m, n),
-                cu_seqlens_q=None,
-                block_table=None,
-                key_lengths=None,
-                q_scale=_row(operands.q_scale, b),
-                k_scale=k_scale,
-                v_scale=v_scale,
-            ),
-            b,
-            rows,
-            slice(0, 0),
-            walk,
-            problem.page_size,
-        )
+        own = _of_sequence(operands, problem, b, m, n)._replace(q=q, k=k, v=v)
+        if problem.stored is not None:  # with a scale for each row
+            scales = (operands.k_scale, operands.v_scale)
+            k_scale, v_scale = (None if x is None else _gathered(x, used, n) for x in scales)
+            own = own._replace(k_scale=k_scale, v_scale=v_scale)
+        small = problem._replace(layout="dense", batch=1, queries=m, keys=n, page_size=0)
+        yield Part(small, own, b, rows, slice(0, 0), walk, problem.page_size)
 
 
 def _gathered(pages: Tensor, used: Tensor, keys: int) -> Tensor:

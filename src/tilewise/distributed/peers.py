@@ -93,19 +93,14 @@ class Pending:
 class Peers:
     """The processes that share a sequence.
 
-    Args:
-        group: of torch.distributed.
-        timeout: of a message; None for the group's own.
-
-    Attributes:
-        groups: those of this process in a call, this one among them. It leaves them together.
+    ``timeout`` is that of a message; None for the group's own.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self.group, self.timeout = group, timeout
         self.position = dist.get_rank(group)
         self.count = dist.get_world_size(group)
-        self.groups = [self]
+        self.groups = [self]  # those of this process in a call, which it leaves together
 
     def wait(self, work: dist.Work, device: torch.device) -> None:
         """Wait for a message of tensors of a device; RuntimeError where it does not come.

@@ -156,12 +156,9 @@ _Kept = TypeVar("_Kept")
 class Cache(Generic[_Kept]):
     """Values by call signature: bounded, and without a lock or a reordering on a hit.
 
-    Two generations approximate the order of use. A value that the young generation misses and the
-    old one has moves back to the young one. When the young one is full, it becomes the old one, and
-    the values not used since are dropped.
-
-    Args:
-        size: entries per generation; twice as many are held at most.
+    Two generations approximate the order of use, with ``size`` values at most in each. A value that
+    the young generation misses and the old one has moves back to the young one. When the young one
+    is full, it becomes the old one, and the values not used since are dropped.
     """
 
     def __init__(self, size: int = 512) -> None:

@@ -396,9 +396,8 @@ class Gathering:
     def _at_once(self, summed: int) -> int:
         """Return how many lists to copy at a time.
 
-        Args:
-            summed: bytes of the score's gradients. Each time adds up all of them, so the copies
-                are as large; and their sums may not depend on the number of threads.
+        ``summed`` are the bytes of the score's gradients. Each time adds up all of them, so the
+        copies are as large; and their sums may not depend on the number of threads.
         """
         problem, many = self.problem, self._heads * self.lists.width
         widths = problem.head_dim + problem.value_dim

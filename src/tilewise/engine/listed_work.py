@@ -218,14 +218,9 @@ class Part:
 class ListedWork:
     """A call over tensors with values, which are checked.
 
-    Args:
-        inputs: q, k and v.
-        keywords: of the call; sinks do not count.
-        indices: of the lists.
-        frame: of the call.
-        found: the lists as sets; None to make them.
-        alone: whether rows keep the lists that they came with, as they do on a device.
-        backward: which pass it is for: each has its own way of sharing lists.
+    ``inputs`` are q, k and v, ``found`` the lists as sets, None to make them. With ``alone`` rows
+    keep the lists that they came with, as they do on a device. ``backward`` says which pass it is
+    for: each has its own way of sharing lists. Sinks in the keywords do not count.
 
     Attributes:
         listed: the lists as sets, as they came.

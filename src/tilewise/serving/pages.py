@@ -146,12 +146,8 @@ class Growth(NamedTuple):
 class Sequences:
     """Sequences that grow, share their pages and let go of them.
 
-    Every operation is done whole or, where it raises, not at all.
-
-    Args:
-        pages: how many there are.
-        page_size: keys of a page.
-        window: how many keys a query sees, its own the last of them; None for all before it.
+    Every operation is done whole or, where it raises, not at all. The arguments are those of
+    ``PagedKVCache``.
     """
 
     def __init__(self, pages: int, page_size: int, window: int | None) -> None:
@@ -403,11 +399,8 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
 class Pool:
     """Rows of keys, or of values, in pages.
 
-    Args:
-        pages, heads, page_size, width: the sizes.
-        dtype: of rows that go in and that are read.
-        storage: None for dtype itself; or an 8-bit dtype of ``quantised``.
-        device: where it is.
+    ``dtype`` is that of rows that go in and that are read, ``storage`` None for the same, or an
+    8-bit dtype of ``quantised``.
 
     Attributes:
         values: [pages, Hk, page_size, width] in the dtype of storage.

@@ -62,10 +62,8 @@ def as_instruction(expr: Expr) -> Instr:
 def mask_expression(program: Program, ranks: Sequence[int] | None = None) -> Expr:
     """Return the boolean of a mask's program; its slots are the same.
 
-    Args:
-        program: the mask.
-        ranks: dimensions of the captured tensors as the user gave them. Then the loads are those
-            that the user wrote, and a tensor of a built-in mask is one boolean without an index.
+    With ``ranks``, the dimensions of the captured tensors as the user gave them, the loads are
+    those that the user wrote, and a tensor of a built-in mask is one boolean without an index.
     """
     graph = Graph()
     pair = own_pair(graph)

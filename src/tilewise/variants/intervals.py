@@ -24,15 +24,11 @@ _TAKE_UNKNOWN = ("where", "to_float", "to_int")
 
 
 def bounds(expr: Expr, ranges: Mapping[str, Interval], extremes: Extremes | None = None) -> Bounds:
-    """Return what the first result of an expression can be on a box.
+    """Return what the first result of a mask or score can be on a box; None if that is not known.
 
-    Args:
-        expr: a mask or score.
-        ranges: intervals of the leaves by name; of those that are missing nothing is known.
-        extremes: of the captured tensors; None if nothing is known of them.
-
-    Returns:
-        an ``Interval`` of all its values, or the boolean that it always is; None if not known.
+    It is an ``Interval`` of all its values, or the boolean that it always is. ``ranges`` are
+    intervals of the leaves by name; of those that are missing nothing is known. ``extremes`` are
+    those of the captured tensors; None if nothing is known of them.
     """
     return every_bound(expr, ranges, extremes)[expr.outputs[0]]
 

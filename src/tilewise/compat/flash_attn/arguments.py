@@ -69,8 +69,7 @@ def read(
 def bounds(window_size: WindowSize) -> tuple[int, int]:
     """Read (left, right) as two Python integers; a tensor on a device is copied from there.
 
-    Args:
-        window_size: two integers of Python, of numpy or in tensors; or an integer tensor [2].
+    ``window_size`` are two integers of Python, of numpy or in tensors; or an integer tensor [2].
     """
     required = "two integers (left, right), each -1 for no bound"
     if isinstance(window_size, Tensor):

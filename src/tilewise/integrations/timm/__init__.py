@@ -198,10 +198,8 @@ def _note_traced(number: int, reason: str | None) -> bool:
 class _Route(TorchFunctionMode):
     """Torch's functions, but for one.
 
-    Args:
-        report: where calls are counted.
-        shift: [windows, N, N], added to the scores of batch item b by its row b % windows; see
-            ``_shifted``.
+    ``shift``, [windows, N, N], is added to the scores of batch item b by its row b % windows; see
+    ``_shifted``.
     """
 
     def __init__(self, report: Report, shift: Tensor | None = None) -> None:

@@ -31,17 +31,12 @@ from tilewise.integrations.transformers.unwritten import choose_blocks, choose_k
 
 
 class _Form(NamedTuple):
-    """A form of indexers, or of modules beside them.
+    """A form of indexers, or of modules beside them."""
 
-    Args:
-        parts: the attributes that tell it from others.
-        methods: what stands in for methods of a module, which comes first.
-        notes: attributes that these may leave behind.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the attributes that tell it from others
+    # What stands in for methods of a module, which comes first.
     methods: dict[str, Callable[..., Any]]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # attributes that these may leave behind
 
 
 def tile_indexers(model: nn.Module) -> None:

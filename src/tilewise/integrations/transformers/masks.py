@@ -219,14 +219,8 @@ def mask_of_model(
 ) -> Pairs | Tensor:
     """Return what ``make_mask`` returns, written out where layers of the model need a tensor.
 
-    Args:
-        sizes: of ``make_mask``.
-        dtype: of a mask that is written out: 0 for pairs that attend, else its least number.
-        config: of the model.
-        rest: of ``make_mask``.
-
-    Returns:
-        As ``make_mask``; or [B, 1, M, N] of dtype, which is added to scores.
+    That is [B, 1, M, N] of ``dtype``, which is added to scores: 0 for pairs that attend, else its
+    least number. ``config`` is the model's; the rest is what ``make_mask`` takes.
     """
     made = make_mask(*sizes, **rest)
     if not torch.compiler.is_compiling():  # dynamo knows no weak references

@@ -103,9 +103,7 @@ class _Scores:
         index_scores = matmul(weights, scores)                   [B, M, N]
         index_scores.masked_fill(~mask, -inf).topk(K).indices    [B, M, K]
 
-    Args:
-        queries: [B, M, Hi, D].
-        keys: [B, 1, N, D].
+    ``queries`` are [B, M, Hi, D], ``keys`` [B, 1, N, D].
     """
 
     def __init__(self, queries: Tensor, keys: Tensor) -> None:
@@ -189,9 +187,7 @@ class _BlockScores:
         block_scores = pad(scores, -inf).view(..., blocks, block).amax(-1)   [B, Hi, M, blocks]
         block_scores.scatter_(-1, local, inf).topk(K)                        [B, Hi, M, K]
 
-    Args:
-        queries: [B, Hi, M, D].
-        keys: [B, 1, N, D].
+    ``queries`` are [B, Hi, M, D], ``keys`` [B, 1, N, D].
     """
 
     def __init__(self, queries: Tensor, keys: Tensor) -> None:

@@ -120,18 +120,13 @@ class _Compiler(NamedTuple):
 
 
 class _Memory:
-    """Memory of this process: functions by content, and the outcome per expression.
-
-    Args:
-        asked: whether compiling was asked for within ``compiling()``.
-        outcomes: by label, what became of each of the programs, in words.
-        functions: addresses by the name of their file.
-    """
+    """Memory of this process: functions by content, and the outcome per expression."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = 0  # whether compiling was asked for within ``compiling()``
+        # By label, what became of each of the programs, in words.
         self.outcomes: dict[str, dict[int, str]] = {}
-        self.functions: dict[str, int] = {}
+        self.functions: dict[str, int] = {}  # addresses by the name of their file
         self.warned: set[str] = set()
 
 

@@ -57,12 +57,9 @@ def forward(
 ) -> Result:
     """Attention by tiles.
 
-    Args:
-        problem: what to compute.
-        operands: q ``[B, Hq, M, D]``, k ``[B, Hk, N, D]``, v ``[B, Hk, N, Dv]`` (varlen
-            ``[T, H, D]``) of any strides, captured tensors, sinks, seed.
-        statistics: which of them the result has.
-        walk: tile sizes, and where accesses to slow memory are entered; None is ``WALK``.
+    q is ``[B, Hq, M, D]``, k ``[B, Hk, N, D]`` and v ``[B, Hk, N, Dv]`` (varlen ``[T, H, D]``), of
+    any strides. ``walk`` has tile sizes, and says where accesses to slow memory are entered; None
+    is ``WALK``.
 
     Returns:
         out in q's dtype (bfloat16 for float8) and memory order; lse (natural, with the sink) and

@@ -225,13 +225,9 @@ def gathered(
     (``engine/shared_lists.py``). Then a mask reads a third tensor, ``readers`` [B', K / block]: bit
     r of a block says whether query row r of the problem reads it.
 
-    Args:
-        program: of the call, fitted, its tensors in kernel form (``variants/lower.py``); without
-            ``raw``, and not empty unless ``block`` is there.
-        kind: what it is.
-        rows: R.
-        heads: G.
-        block: keys in a block of ``readers``; 0 where these hide nothing.
+    ``program`` is that of the call, fitted, its tensors in kernel form (``variants/lower.py``);
+    without ``raw``, and not empty unless ``block`` is there: the keys in a block of ``readers``, 0
+    where these hide nothing. R is ``rows``, G ``heads``.
 
     Returns:
         a program that reads the same tensors, then ``places`` and ``lists`` in two more slots, and

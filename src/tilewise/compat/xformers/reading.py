@@ -6,7 +6,7 @@ The first part says how: starts, lengths, and their copies in Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
@@ -195,51 +195,29 @@ class Reading(NamedTuple):
     keys: Keys | None = None  # where the keys of sequences lie; None where one follows the other
 
 
-def _everything(bias: Any) -> Band:
-    return Band()
-
-
-def _causal(bias: Any) -> Band:
-    return Band(None, 0)
-
-
-def _causal_first(bias: Any) -> Band:
-    return Band(None, 0, "top_left")
-
-
-def _local(bias: Any) -> Band:
-    return Band(bias._window_size - 1, 0)
-
-
-def _local_first(bias: Any) -> Band:
-    return Band(bias._window_size - 1, 0, "top_left")
-
-
-def _between(bias: Any) -> Band:
-    return Band(bias.window_left, bias.window_right)
-
-
-_BANDS: dict[str, Callable[[Any], Band]] = {
-    "LowerTriangularMask": _causal_first,
-    "LowerTriangularMaskWithTensorBias": _causal_first,
-    "LowerTriangularFromBottomRightMask": _causal,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _local,
-    "LocalAttentionFromBottomRightMask": _between,
-    "BlockDiagonalMask": _everything,
-    "BlockDiagonalCausalMask": _causal_first,
-    "BlockDiagonalCausalFromBottomRightMask": _causal,
-    "BlockDiagonalCausalLocalAttentionMask": _local_first,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local,
-    "BlockDiagonalPaddedKeysMask": _everything,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _between,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local,
-    "BlockDiagonalGappyKeysMask": _everything,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
-    "PagedBlockDiagonalPaddedKeysMask": _everything,
-    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-    "PagedBlockDiagonalGappyKeysMask": _everything,
-    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+_EVERYTHING, _CAUSAL, _CAUSAL_FIRST = Band(), Band(None, 0), Band(None, 0, "top_left")
+# What a class means without the numbers of its window, which ``read`` takes from the object.
+_BANDS = {
+    "LowerTriangularMask": _CAUSAL_FIRST,
+    "LowerTriangularMaskWithTensorBias": _CAUSAL_FIRST,
+    "LowerTriangularFromBottomRightMask": _CAUSAL,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _CAUSAL,
+    "LocalAttentionFromBottomRightMask": _EVERYTHING,
+    "BlockDiagonalMask": _EVERYTHING,
+    "BlockDiagonalCausalMask": _CAUSAL_FIRST,
+    "BlockDiagonalCausalFromBottomRightMask": _CAUSAL,
+    "BlockDiagonalCausalLocalAttentionMask": _CAUSAL_FIRST,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _CAUSAL,
+    "BlockDiagonalPaddedKeysMask": _EVERYTHING,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _CAUSAL,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _EVERYTHING,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _CAUSAL,
+    "BlockDiagonalGappyKeysMask": _EVERYTHING,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _CAUSAL,
+    "PagedBlockDiagonalPaddedKeysMask": _EVERYTHING,
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _CAUSAL,
+    "PagedBlockDiagonalGappyKeysMask": _EVERYTHING,
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _CAUSAL,
 }
 NAMES = tuple(_BANDS)
 
@@ -262,7 +240,11 @@ def read(bias: Any) -> Reading:
             raise Unsupported(f"the bias {kind.__name__}: what it changes is not known", fix=fix)
         required = "None, a floating tensor, or a bias of xformers.ops.fmha.attn_bias"
         raise InvalidType("attn_bias", named(bias), required)
-    band = _BANDS[kind.__name__](bias)
+    band = _BANDS[kind.__name__]
+    if hasattr(bias, "_window_size"):
+        band = Band(bias._window_size - 1, *band[1:])
+    elif hasattr(bias, "window_left"):
+        band = Band(bias.window_left, bias.window_right)
     if not hasattr(bias, "q_seqinfo"):
         return Reading(band, getattr(bias, "_bias", None))
     rows, keys = bias.q_seqinfo.seqstart, bias.k_seqinfo

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engine.key_lists import Groups, Listed, block_counts, key_counts, row_groups
-from tilewise.kernels.cpu import absence
-from tilewise.kernels.key_lists import union_sizes, unions
+from tilewise.kernels.key_lists import makes_unions, union_sizes, unions
 from tilewise.problem import Problem
 
 
@@ -67,7 +66,7 @@ def may_share(
     how many keys a list has room for. ``backward`` is the pass: it may share where the forward pass
     does not.
     """
-    if rows > 1 or problem.queries == 1 or device.type != "cpu" or absence() is not None:
+    if rows > 1 or problem.queries == 1 or not makes_unions(device):
         return False
     rule, heads = _BACKWARD if backward else _FORWARD, problem.heads // problem.kv_heads
     # Lists that are all alike gain the most.

@@ -29,6 +29,11 @@ def by_core(x: Tensor) -> bool:
     return x.is_cpu and absence() is None
 
 
+def makes_unions(device: torch.device) -> bool:
+    """Return whether unions of lists are made there: the core makes them, in memory."""
+    return device.type == "cpu" and absence() is None
+
+
 def key_sets(indices: Tensor, block: int, lengths: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return sets and counts, as ``engine.key_lists.Listed``, and where the first mistake is.
 

@@ -28,7 +28,6 @@ from tilewise.plan.traffic import plain, tiled
 from tilewise.plan.traffic.count import Operand, Pass, Traffic, merged
 from tilewise.plan.traffic.visits import Visits, is_run, runs_of, visits_of
 from tilewise.problem import Problem
-from tilewise.variants.lower import statistics_dtype
 
 Method: TypeAlias = Literal["core", "plain"]
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -168,7 +167,7 @@ def core_forward(problem: Problem, task_queries: int, cache_bytes: int) -> Traff
     # A tile comes round again when the rest of one block of keys and the next have gone by.
     blocks = min(2 * _BLOCK_KEYS, problem.keys) * widths * e
     # Between two walks over the same keys a tile's rows come and its results go.
-    passing = rows * (widths * e + 3 * statistics_dtype(problem.dtype).itemsize)
+    passing = rows * (widths * e + 3 * tiled.statistic_bytes(problem.dtype))
     (walk,) = tiled.forward(problem, visits).passes
     if room + blocks > cache_bytes:
         # Packed and zeroed, walked over for every block of keys, and once more to be written out.
@@ -204,7 +203,7 @@ def core_backward(problem: Problem, cache_bytes: int) -> Traffic:
     if problem.keys > _ONE_CHUNK:
         raise InvalidArgument("keys", str(problem.keys), f"at most {_ONE_CHUNK}: one chunk")
     visits = visits_of(problem, (_TILE_QUERIES, _BLOCK_KEYS))
-    e, f = problem.dtype.itemsize, statistics_dtype(problem.dtype).itemsize
+    e, f = problem.dtype.itemsize, tiled.statistic_bytes(problem.dtype)
     head, value = problem.head_dim * e, problem.value_dim * e
     rows, keys, groups = visits.rows, visits.keys, max(1, visits.groups)
     tile = min(_TILE_QUERIES, problem.queries)

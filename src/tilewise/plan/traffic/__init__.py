@@ -24,9 +24,9 @@ from tilewise.chips import Chip
 from tilewise.plan.loops import Loops
 from tilewise.plan.traffic import memory, plain, tiled
 from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Seconds, Traffic, predict
+from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.plan.traffic.visits import Visits, lengths_of, visits_of
 from tilewise.problem import Operands, Problem
-from tilewise.variants.lower import statistics_dtype
 from tilewise.variants.program import Instr
 
 __all__ = [
@@ -228,7 +228,7 @@ def gathered_account(
         lengths: queries and keys of each sequence of a packed or paged call.
     """
     keys = lists * problem.kv_heads * small.keys
-    e, f = problem.dtype.itemsize, statistics_dtype(problem.dtype).itemsize
+    e, f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
     widths = (("k", problem.head_dim), ("v", problem.value_dim))
     copies = [Operand(name, keys * width * e, keys * width * e) for name, width in widths]
     copy = Pass("copy", (*copies, Operand("lists", keys * _INDEX_BYTES)))
@@ -268,7 +268,7 @@ def _in_place(
 
     ``keys`` are those of all lists and heads; the rest is what ``gathered_account`` takes.
     """
-    e, f = problem.dtype.itemsize, statistics_dtype(problem.dtype).itemsize
+    e, f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
     widths = (("k", problem.head_dim), ("v", problem.value_dim))
     assert loops.keys is not None
     tile = loops.keys[1]

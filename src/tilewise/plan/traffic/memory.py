@@ -14,9 +14,9 @@ import torch
 
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.count import stored_row
+from tilewise.plan.traffic.tiled import statistic_bytes
 from tilewise.problem import Problem
 from tilewise.variants.float8 import output_dtype
-from tilewise.variants.lower import statistics_dtype
 
 _MOST = 2**40  # of a batch or a length: beyond what any memory holds
 
@@ -61,7 +61,7 @@ def tiled_held(problem: Problem, training: bool = True) -> Held:
     """Ours: operands, output and three numbers a row; in the backward two more, and gradients."""
     q, kv, out = _operands(problem)
     items = problem.batch if problem.layout == "dense" else 1
-    row = items * problem.heads * problem.queries * statistics_dtype(problem.dtype).itemsize
+    row = items * problem.heads * problem.queries * statistic_bytes(problem.dtype)
     if not training:
         return Held(0, q + kv + out + 3 * row)
     return Held(q + kv + out + 3 * row, out + q + kv + 2 * row)

@@ -11,6 +11,8 @@ byte. None includes the gradients of the sinks or of tensors that a score reads.
 
 from __future__ import annotations
 
+import torch
+
 from tilewise.errors import InvalidArgument
 from tilewise.plan.traffic.count import ENTRY_BYTES, Operand, Pass, Sharing, Traffic, stored_row
 from tilewise.plan.traffic.visits import Visits
@@ -19,12 +21,17 @@ from tilewise.variants.float8 import output_dtype
 from tilewise.variants.lower import statistics_dtype
 
 
+def statistic_bytes(dtype: torch.dtype) -> int:
+    """Return bytes of a row statistic: float32's, or float64's for float64."""
+    return statistics_dtype(dtype).itemsize
+
+
 class _Sizes:
     """The bytes of rows and keys that the formulas are made of."""
 
     def __init__(self, problem: Problem, visits: Visits) -> None:
         self.problem, self.visits = problem, visits
-        self.e, self.f = problem.dtype.itemsize, statistics_dtype(problem.dtype).itemsize
+        self.e, self.f = problem.dtype.itemsize, statistic_bytes(problem.dtype)
         self.head, self.value = problem.head_dim * self.e, problem.value_dim * self.e
         self.out = problem.value_dim * output_dtype(problem.dtype).itemsize
         self.widths = problem.head_dim, problem.value_dim

@@ -18,19 +18,12 @@ from tilewise.problem import Problem
 
 
 class _Rule(NamedTuple):
-    """When rows share a list in a pass (measured: notes/performance-log.md).
+    """When rows share a list in a pass (measured: notes/performance-log.md)."""
 
-    Args:
-        packing: rows whose products with a key take as long as reading and packing it.
-        worth: the part of the cost of lists for single rows that a union must stay below.
-        marked: blocks of a sequence for each listed one of a union, at most: each has a mark.
-        least: listed keys of an item from which on its rows may share: choosing takes time.
-    """
-
-    packing: int
-    worth: float
-    marked: int
-    least: int
+    packing: int  # rows whose products with a key take as long as reading and packing it
+    worth: float  # the part of the cost of lists for single rows that a union must stay below
+    marked: int  # blocks of a sequence for each listed one of a union, at most: each has a mark
+    least: int  # listed keys of an item from which on its rows may share: choosing takes time
 
     def cost(self, rows: int, heads: int) -> int:
         """Return what a key costs that so many rows of so many heads read together."""
@@ -82,13 +75,8 @@ def shared(
     A part and the width of its lists follow from the lists of an item alone. So an item has the
     same bits whatever else is in the batch.
 
-    Args:
-        listed: a list for each query row, item after item.
-        heads: that share a key head.
-        queries: int64 [B], rows of each batch item or sequence.
-        lengths: int64 [B], its keys.
-        block: keys in a block.
-        backward: which pass.
+    ``listed`` has a list for each query row, item after item. ``queries`` and ``lengths`` are the
+    rows and keys of each item, int64 [B]. So many ``heads`` share a key head.
     """
     limits = block_counts(lengths, block)
     every = rows_together(listed.indices, queries, limits, heads, block, backward)
@@ -120,15 +108,9 @@ def rows_together(
 ) -> list[int]:
     """Return how many neighbouring rows of each batch item should share a list: powers of two.
 
-    It depends on the lists of the item alone.
-
-    Args:
-        sets: int32 [T, Hk or 1, K] of ``Listed``, a list for each query row, item after item.
-        queries: int64 [B], rows of each batch item or sequence.
-        limits: int32 [B], its blocks.
-        heads: that share a key head.
-        block: keys in a block.
-        backward: which pass.
+    It depends on the lists of the item alone. ``sets`` [T, Hk or 1, K] are those of ``Listed``,
+    ``queries`` [B] the rows of each item, and ``limits`` [B] its blocks. So many ``heads`` share a
+    key head.
     """
     width, rule = sets.shape[-1], _BACKWARD if backward else _FORWARD
     starts = (queries.cumsum(0) - queries).tolist()

@@ -1,6 +1,6 @@
 """What the modules beside attention take, next to plain torch: scripts/bench_modules.py.
 
-- ``loss``: ``linear_cross_entropy``, forward and backward, beside torch's own.
+- ``loss``: ``linear_cross_entropy``, forward and backward, beside torch's; ``few``: of few tokens.
 - ``indexer``: ``top_keys``.
 - ``latent``: decoding over a latent cache. "read" adds up the bytes of the cache, so its time over
   ours is the share of the memory's bandwidth.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain, product
@@ -45,6 +45,9 @@ LOSSES = (
     (1024, 768, 128000, HALF, HALF),
     (1024, 512, 256000, HALF, HALF),
     (2048, 768, 32000, HALF, SINGLE),
+)
+FEW = tuple(
+    (tokens, 768, 50257, dtype, dtype) for dtype in (SINGLE, HALF) for tokens in (32, 64, 256)
 )
 # Queries and keys.
 INDEXED = ((4096, 4096, SINGLE), (256, 32768, SINGLE), (256, 32768, HALF), (1, 32768, SINGLE))
@@ -73,9 +76,9 @@ def drawn(dtype: torch.dtype, *sizes: int) -> Tensor:
     return torch.randn(sizes, generator=generator).to(dtype)
 
 
-def losses() -> Iterator[Case]:
+def losses(sizes: Sequence[tuple[Any, ...]] = LOSSES) -> Iterator[Case]:
     """Yield the loss of vocabularies. Plain code makes it of float32 logits, as trainers do."""
-    for tokens, width, words, dtype, weights in LOSSES:
+    for tokens, width, words, dtype, weights in sizes:
         hidden = drawn(dtype, tokens, width).requires_grad_()
         weight = (drawn(weights, words, width) * width**-0.5).requires_grad_()
         targets = torch.arange(tokens) * 7919 % words
@@ -88,9 +91,11 @@ def losses() -> Iterator[Case]:
 
         ways = {"plain": plain_loss, "tilewise": tilewise.linear_cross_entropy}
         own = getattr(functional, "linear_cross_entropy", None)
-        if own is not None and dtype == weights and words == LOSSES[0][2]:
-            options = torch.nn.LinearCrossEntropyOptions()
-            ways |= {"torch": own, "torch, in chunks": partial(own, options=options)}
+        if own is not None and dtype == weights:
+            ways["torch"] = own
+            if words == LOSSES[0][2]:
+                options = torch.nn.LinearCrossEntropyOptions()
+                ways["torch, in chunks"] = partial(own, options=options)
         name = f"{tokens:,} tokens, width {width}, {words:,} words"
         name += ", weights in float32" if dtype != weights else ""
         both = 2 * (hidden.nbytes + weight.nbytes)
@@ -351,6 +356,7 @@ def line(found: dict[str, Any]) -> str:
 
 MODULES = {
     "loss": losses,
+    "few": partial(losses, FEW),
     "indexer": indexers,
     "latent": latents,
     "model": models,

@@ -44,7 +44,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """What goes over the rows of logits; and as on a CPU without products of 16 bits."""
     if request.param == "torch":
         monkeypatch.setattr(module, "_kernel", lambda _: InTorch())
-    monkeypatch.setattr(products, "fast_products", lambda _: request.param != "by float32")
+    for name in ("fast_products", "onednn_products"):
+        monkeypatch.setattr(products, name, lambda _: request.param != "by float32")
     monkeypatch.setattr(products, "PIECE", 20)
     return str(request.param)
 

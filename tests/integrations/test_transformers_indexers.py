@@ -330,7 +330,8 @@ def test_memory_of_a_prompt(name: str) -> None:
 def test_memory_of_training(name: str) -> None:
     """Twice the tokens take at most twice the memory, forward and backward.
 
-    N x N booleans would add 32 MiB to that. The six by ``top_keys`` alone share their code: DeepSeek-V3.2 is one.
+    N x N booleans would add 32 MiB to that. The six by ``top_keys`` alone share their code.
+    DeepSeek-V3.2 is one of them.
     """
     ((half, whole),) = printed(MEMORY, name, "training", "4096", "8192")
     assert float(whole) < 2 * float(half) + 16

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.cpu import fast_products
+from tilewise.torch_private import onednn_products
 
 PIECE = 256  # rows, columns and terms of a product by float32: larger ones take memory of MKL
+_FEW = 64  # rows or columns
 
 
 class Loss(NamedTuple):
@@ -67,7 +69,7 @@ def write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tenso
 
     Here and below a second operand with wider numbers is rounded to the dtype of the first.
     """
-    if _by_float32(hidden):
+    if _by_float32(hidden, weight.T):
         _multiply(hidden, weight.T, out, bias)
     elif bias is None:
         torch.mm(hidden, weight.to(hidden.dtype).T, out=out)
@@ -77,7 +79,7 @@ def write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tenso
 
 def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write ``a @ b`` to ``out``, of the dtype of a."""
-    if _by_float32(a):
+    if _by_float32(a, b):
         _multiply(a, b, out)
     else:
         torch.mm(a, b.to(a.dtype), out=out)
@@ -85,7 +87,7 @@ def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """Add ``a @ b`` to ``total``, of the dtype of a or a wider one; the first writes over it."""
-    if _by_float32(a):
+    if _by_float32(a, b):
         _multiply(a, b, total, added=not first)
     elif total.dtype == a.dtype:
         total.addmm_(a, b.to(a.dtype), beta=0 if first else 1)
@@ -96,13 +98,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
         total.copy_(product) if first else total.add_(product)
 
 
-def _by_float32(x: Tensor) -> bool:
-    """Return whether products of x are computed in float32.
+def _by_float32(a: Tensor, b: Tensor) -> bool:
+    """Return whether ``a @ b`` is computed in float32.
 
     On a CPU without AVX-512 torch multiplies 16 bits at 1 to 27 GFLOP/s, where float32 has 70; on
     an Intel processor with dot products of bfloat16 and no matrix tiles at 83, where it has 150.
+    There few tokens are faster as they are: it takes longer to widen the weights.
     """
-    return x.is_cpu and x.dtype.itemsize == 2 and not fast_products(x.dtype)
+    if not a.is_cpu or a.dtype.itemsize != 2 or fast_products(a.dtype):
+        return False
+    return min(*a.shape, b.shape[1]) >= _FEW or not onednn_products(a.dtype)
 
 
 def _multiply(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 import tilewise
 from tests.cases import Case, Inputs, build
@@ -20,7 +21,7 @@ from tests.peak import only_linux, printed
 from tests.plain import attend
 from tests.variants_catalogue import CATALOGUE, Call, Sizes, Variant, assert_all_close
 from tilewise import KeyBlocks, masks, scores
-from tilewise.engine import shared_lists
+from tilewise.engine import key_lists, shared_lists
 from tilewise.engine.key_lists import listed, page_size
 from tilewise.engine.shared_lists import rows_together
 from tilewise.errors import InvalidArgument, InvalidType, Unsupported
@@ -130,7 +131,7 @@ def test_neighbours_share_what_they_all_read(heads: int, alike: bool) -> None:
     flat = KeyBlocks(lists, 1)
     lengths = torch.full((SIZES.batch * SIZES.queries,), SIZES.keys)
     queries, keys = (torch.full((SIZES.batch,), each) for each in (SIZES.queries, SIZES.keys))
-    rows = rows_together(listed(flat, lengths).indices, queries, keys, 2)
+    rows = rows_together(listed(flat, lengths), queries, keys, 2)
     assert rows == [8 if alike else 1] * SIZES.batch
 
 
@@ -145,7 +146,7 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
     same = near[:, :, 1:2].expand_as(near)
     lists = torch.cat([near, apart, same, other, torch.full_like(near, -1)])
     flat = torch.full((sizes.batch * sizes.queries,), sizes.keys)
-    sets = listed(KeyBlocks(lists, 1), flat).indices
+    sets = listed(KeyBlocks(lists, 1), flat)
     queries, keys = (torch.full((5,), each) for each in (few.queries, few.keys))
     rows = rows_together(sets, queries, keys, 2)
     assert len(set(rows)) > 2, f"all items share alike: {rows}"
@@ -158,11 +159,32 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
         return [out, lse, stats.max_logit, stats.entropy, stats.top1, *grads]
 
     together = of(leaves, lists)
+    # A wider tensor holds the same lists.
+    wider = functional.pad(lists, (0, 5 * many), value=-1)
+    assert_all_same_bits(of(leaves, wider), together, "a result of wider lists")
     for item in range(sizes.batch):
         one = slice(item, item + 1)
         alone = of(tuple(x[one].detach().requires_grad_() for x in leaves), lists[one])
         for number, (mine, all_of_them) in enumerate(zip(alone, together, strict=True)):
             assert_same_bits(mine, all_of_them[one], f"item {item}, result {number}")
+
+
+def test_keys_count_and_not_the_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item shares by what it lists, however wide the tensor of the batch is."""
+    lists, sizes = lists_of(SIZES, 2, alike=True), torch.full((74,), SIZES.keys)
+    queries, keys = (torch.full((SIZES.batch,), each) for each in (SIZES.queries, SIZES.keys))
+    sets = listed(KeyBlocks(lists, 1), sizes)
+    wider = listed(KeyBlocks(functional.pad(lists, (0, 90), value=-1), 1), sizes)
+    assert wider.indices.shape[-1] == LISTED + 90
+    for item, total in enumerate(sets.counts.view(2, -1).sum(1).tolist()):
+        for more in (0, 1):
+            rule = shared_lists._FORWARD._replace(least=total // 2 + more)
+            monkeypatch.setattr(shared_lists, "_FORWARD", rule)
+            for each in (sets, wider):
+                assert (rows_together(each, queries, keys, 2)[item] > 1) == (more == 0)
+    rule = shared_lists._FORWARD._replace(marked=0, least=0)
+    monkeypatch.setattr(shared_lists, "_FORWARD", rule)
+    assert rows_together(wider, queries, keys, 2) == [1, 1]
 
 
 @pytest.mark.parametrize(("backward", "least"), [(False, 1 << 15), (True, 1 << 13)])
@@ -176,7 +198,8 @@ def test_few_listed_keys_are_left_alone(
 
     def of(rows: int, width: int, block: int = 1) -> list[int]:
         sets, limits = lists[:rows, :, :width].contiguous(), torch.tensor([2 * full])
-        return rows_together(sets, torch.tensor([rows]), limits, 2, block, backward)
+        these = key_lists.Listed(sets, torch.full((rows, 1), width * block))
+        return rows_together(these, torch.tensor([rows]), limits, 2, block, backward)
 
     assert of(16, full) == [16]
     assert of(15, full) == of(16, full - 1) == of(16, full // 8) == [1]
@@ -228,8 +251,9 @@ def test_the_backward_pass_shares_where_the_forward_does_not(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_changes_no_choice(dtype: torch.dtype) -> None:
     """The groups that are looked at are counted in whole numbers: bfloat16 rounds 999 to 1000."""
-    sets = lists_of(Sizes(1, 4, 16, 64), 1, 8, alike=True).sort(-1).values
-    sets = torch.where(sets < 0, 64, sets).transpose(1, 2).int().repeat(1, 1000, 1, 1)[0]
+    found = lists_of(Sizes(1, 4, 16, 64), 1, 8, alike=True).sort(-1).values
+    indices = torch.where(found < 0, 64, found).transpose(1, 2).int().repeat(1, 1000, 1, 1)[0]
+    sets = key_lists.Listed(indices, (indices < 64).sum(-1))
     queries, keys = torch.tensor([len(sets)]), torch.tensor([64])
     due = rows_together(sets, queries, keys, 2)
     torch.set_default_dtype(dtype)

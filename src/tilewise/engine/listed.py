@@ -211,6 +211,7 @@ def explain_lists(
     if any(together):
         text = f"up to {MOST_ROWS} neighbours whose lists name mostly the same keys are one problem"
         text += "" if all(together) else ", in the backward pass alone"
+        text += "; bytes below are those without it"
         notes += (("shared", text),)
     alone = problem.layout == "dense" and not problem.page_size
     paged = plan_problem(small._replace(page_size=page_size(block, problem.keys, alone)), name)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewise.engine.key_lists import Groups, Listed, block_counts, key_counts, row_groups
 from tilewise.kernels.key_lists import makes_unions, union_sizes, unions
@@ -79,7 +80,7 @@ def shared(
     rows and keys of each item, int64 [B]. So many ``heads`` share a key head.
     """
     limits = block_counts(lengths, block)
-    every = rows_together(listed.indices, queries, limits, heads, block, backward)
+    every = rows_together(listed, queries, limits, heads, block, backward)
     if max(every, default=1) == 1:
         return []
     found: list[Shared] = []
@@ -99,7 +100,7 @@ def shared(
 
 
 def rows_together(
-    sets: Tensor,
+    listed: Listed,
     queries: Tensor,
     limits: Tensor,
     heads: int,
@@ -108,17 +109,29 @@ def rows_together(
 ) -> list[int]:
     """Return how many neighbouring rows of each batch item should share a list: powers of two.
 
-    It depends on the lists of the item alone. ``sets`` [T, Hk or 1, K] are those of ``Listed``,
-    ``queries`` [B] the rows of each item, and ``limits`` [B] its blocks. So many ``heads`` share a
-    key head.
+    It depends on what the rows of the item list, and not on how wide the tensor of lists is.
+    ``queries`` [B] are the rows of each item, and ``limits`` [B] its blocks. So many ``heads``
+    share a key head.
     """
-    width, rule = sets.shape[-1], _BACKWARD if backward else _FORWARD
-    starts = (queries.cumsum(0) - queries).tolist()
+    sets, rule = listed.indices, _BACKWARD if backward else _FORWARD
+    ends = queries.cumsum(0)
+    edges = functional.pad(listed.counts.sum(dim=1).cumsum(0), (1, 0))
+    starts = (ends - queries).tolist()
     items, firsts, sizes = [], [], []
-    for number, (many, limit) in enumerate(zip(queries.tolist(), limits.tolist(), strict=True)):
+    # For each item: its rows, the keys that these would list if they listed all, and do list.
+    about = list(
+        zip(
+            queries.tolist(),
+            (queries * limits * (block * sets.shape[1])).tolist(),
+            (edges[ends] - edges[ends - queries]).tolist(),
+            strict=True,
+        )
+    )
+    for number, (many, all_keys, keys) in enumerate(about):
         most = min(MOST_ROWS, 1 << max(many, 1).bit_length() - 1)
+        few = keys < rule.least * sets.shape[1]
         # A union looks at a mark for each block of the sequence.
-        if most == 1 or limit > rule.marked * most * width or many * width * block < rule.least:
+        if most == 1 or few or all_keys > rule.marked * most * keys:
             continue
         # Some groups of the most rows, evenly from all of them.
         whole = many // most
@@ -135,10 +148,10 @@ def rows_together(
     read = union_sizes(sets, first, most_rows, limits[item].long()).sum(dim=1)
     by_item = read.new_zeros(len(queries), read.shape[1]).index_add_(0, item, read)
     chosen = []
-    for limit, keys in zip(limits.tolist(), by_item.tolist(), strict=True):
-        costs = {1 << at: each * rule.cost(1 << at, heads) for at, each in enumerate(keys)}
+    for (_, all_keys, keys), unions_of in zip(about, by_item.tolist(), strict=True):
+        costs = {1 << at: each * rule.cost(1 << at, heads) for at, each in enumerate(unions_of)}
         best = min(costs, key=lambda rows: costs[rows])
-        pays = costs[best] < rule.worth * costs[1] and limit <= rule.marked * best * width
+        pays = costs[best] < rule.worth * costs[1] and all_keys <= rule.marked * best * keys
         chosen.append(best if pays else 1)
     return chosen
 

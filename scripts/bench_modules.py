@@ -5,6 +5,8 @@
 - ``latent``: decoding over a latent cache. "read" adds up the bytes of the cache, so its time over
   ours is the share of the memory's bandwidth.
 - ``model``: a decoded token of a layer of transformers' DeepSeek-V3, where that is installed.
+- ``lists``: attention by key lists over two lengths, alone, so that a call follows a call. 64 rows
+  of 64 heads of width 128 that share a key head.
 - ``heads``: RMSNorm and rotation of heads in one pass (``nn.rotary(norm=)``), beside torch's own.
 - ``block``: a Llama-like block, and parts of it that could be fused. For each part there are the
   operations of torch, and products that read and write as many numbers as one fused pass would.
@@ -54,6 +56,7 @@ INDEXED = ((4096, 4096, SINGLE), (256, 32768, SINGLE), (256, 32768, HALF), (1, 3
 INDEX_HEADS, INDEX_WIDTH, CHOSEN = 64, 128, 2048
 LATENT, VALUES, TOKENS, HEADS, PAGE = 576, 512, 65536, (1, 2, 4, 8, 16, 128), 128
 CACHED = (1024, 4096, 16384)
+LISTED, LISTED_KEYS, ROWS = (2048, 8192, 32768), (32768, 131072), 64
 # Batch, heads, tokens, width.
 NORMED = ((4, 12, 1024, 64), (1, 16, 4096, 64), (1, 32, 4096, 128))
 BLOCK, HIDDEN = (2, 1024, 768), 2048  # batch, tokens, width; the feed-forward part's width
@@ -211,6 +214,20 @@ def decoded(model: Any, token: Tensor, cache: Any) -> Tensor:
     return found
 
 
+def listed() -> Iterator[Case]:
+    """Yield calls with random lists, forward and in both passes."""
+    for dtype, keys, many in product((SINGLE, HALF), LISTED_KEYS, LISTED):
+        q = drawn(dtype, 1, 64, ROWS, 128).requires_grad_()
+        k, v = (drawn(dtype, 1, 1, keys, 128).requires_grad_() for _ in range(2))
+        drawing = torch.rand(1, 1, ROWS, keys, generator=torch.Generator().manual_seed(0))
+        call = partial(tilewise.attention, keys=drawing.topk(many).indices.int())
+        name = f"{many:,} of {keys:,} keys"
+        held = sum(x.nbytes for x in (q, k, v))
+        yield Case("lists", f"{name}, forward", dtype, {"tilewise": no_grad(call, q, k, v)}, held)
+        both = {"tilewise": both_passes(call, q, k, v)}
+        yield Case("lists", f"{name}, both passes", dtype, both, 2 * held)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads as model code does, with angles [S, D] in the dtype of ``x``."""
     one, two = x.chunk(2, dim=-1)
@@ -360,6 +377,7 @@ MODULES = {
     "indexer": indexers,
     "latent": latents,
     "model": models,
+    "lists": listed,
     "heads": normed_heads,
     "block": blocks,
 }

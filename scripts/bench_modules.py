@@ -7,6 +7,7 @@
 - ``model``: a decoded token of a layer of transformers' DeepSeek-V3, where that is installed.
 - ``lists``: attention by key lists over two lengths, alone, so that a call follows a call. 64 rows
   of 64 heads of width 128 that share a key head.
+- ``neighbours``: rows whose lists differ by a share of their keys, alone and with shared lists.
 - ``heads``: RMSNorm and rotation of heads in one pass (``nn.rotary(norm=)``), beside torch's own.
 - ``block``: a Llama-like block, and parts of it that could be fused. For each part there are the
   operations of torch, and products that read and write as many numbers as one fused pass would.
@@ -36,6 +37,7 @@ from tilelab.common.clock import interleave, seconds_of
 from tilelab.common.environment import write_runs
 from tilelab.common.memory import highest
 from tilewise import masks
+from tilewise.engine import shared_lists
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 # Tokens, width, words; the dtypes of hidden states and weights.
@@ -57,6 +59,7 @@ INDEX_HEADS, INDEX_WIDTH, CHOSEN = 64, 128, 2048
 LATENT, VALUES, TOKENS, HEADS, PAGE = 576, 512, 65536, (1, 2, 4, 8, 16, 128), 128
 CACHED = (1024, 4096, 16384)
 LISTED, LISTED_KEYS, ROWS = (2048, 8192, 32768), (32768, 131072), 64
+CHANGES, SHARING = (0.0, 0.02, 0.05, 0.1, 0.2), (1, 4, 8, 16, 32, 64)  # of keys a row; heads
 # Batch, heads, tokens, width.
 NORMED = ((4, 12, 1024, 64), (1, 16, 4096, 64), (1, 32, 4096, 128))
 BLOCK, HIDDEN = (2, 1024, 768), 2048  # batch, tokens, width; the feed-forward part's width
@@ -228,6 +231,46 @@ def listed() -> Iterator[Case]:
         yield Case("lists", f"{name}, both passes", dtype, both, 2 * held)
 
 
+def neighbours() -> Iterator[Case]:
+    """Yield 128 rows with 1,024 of 8,192 keys, by each row's list and by lists that rows share."""
+    rules = {"_FORWARD": shared_lists._FORWARD, "_BACKWARD": shared_lists._BACKWARD}
+    none = {name: rule._replace(worth=0.0) for name, rule in rules.items()}
+    for dtype, heads, change in product((SINGLE, HALF), SHARING, CHANGES):
+        q = drawn(dtype, 1, heads, 128, 128).requires_grad_()
+        k, v = (drawn(dtype, 1, 1, 8192, 128).requires_grad_() for _ in range(2))
+        call = partial(tilewise.attention, keys=changing(128, 1024, 8192, change))
+        runs = {"forward": no_grad(call, q, k, v), "both passes": both_passes(call, q, k, v)}
+
+        def under(rule: dict[str, Any], run: Callable[[], Any]) -> Callable[[], Any]:
+            def ruled() -> Any:
+                for name, value in rule.items():
+                    setattr(shared_lists, name, value)
+                return run()
+
+            return ruled
+
+        calls = {
+            f"{way}, {words}": under(rule, run)
+            for way, run in runs.items()
+            for words, rule in (("alone", none), ("shared", rules))
+        }
+        name = f"{heads} heads to a key head, {change:.0%} of the keys change"
+        yield Case("neighbours", name, dtype, calls, q.nbytes + k.nbytes + v.nbytes)
+
+
+def changing(rows: int, many: int, keys: int, change: float) -> Tensor:
+    """Return lists [1, 1, rows, many]: each row replaces a share of the keys of the row before."""
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randperm(keys, generator=generator)[:many]]
+    new = int(many * change)
+    for _ in range(rows - 1):
+        free = torch.ones(keys, dtype=torch.bool).index_fill_(0, found[-1], False).nonzero()[:, 0]
+        kept = found[-1][torch.randperm(many, generator=generator)[new:]]
+        drawn_keys = free[torch.randperm(len(free), generator=generator)[:new]]
+        found.append(torch.cat((kept, drawn_keys)))
+    return torch.stack(found).int()[None, None]
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads as model code does, with angles [S, D] in the dtype of ``x``."""
     one, two = x.chunk(2, dim=-1)
@@ -322,11 +365,16 @@ def blocks() -> Iterator[Case]:
             both = x + y
             return both + functional.rms_norm(both, both.shape[-1:], weight, 1e-6)
 
+        def centred(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            both = x + y
+            return both + functional.layer_norm(both, both.shape[-1:], weight)
+
         calls = {
             "block": both_passes(forward, x, *block.parameters()),
             "SwiGLU": both_passes(swiglu, a, b),
             "SwiGLU in one pass": one_pass(a, b),
             "residual and norm, twice": twice(both_passes(summed, x, y, weight)),
+            "residual and LayerNorm, twice": twice(both_passes(centred, x, y, weight)),
             "residual and norm in one pass, twice": twice(one_pass(x, y)),
             "gate": both_passes(gated, x, y),
             "gate in one pass": one_pass(x, y),
@@ -378,6 +426,7 @@ MODULES = {
     "latent": latents,
     "model": models,
     "lists": listed,
+    "neighbours": neighbours,
     "heads": normed_heads,
     "block": blocks,
 }

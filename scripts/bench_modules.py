@@ -1,7 +1,7 @@
 """What the modules beside attention take, next to plain torch: scripts/bench_modules.py.
 
-- ``loss``: ``linear_cross_entropy``, forward and backward, beside torch's; ``few`` tokens; ``large``:
-  128,000 words alone.
+- ``loss``: ``linear_cross_entropy``, forward and backward, beside torch's; ``few`` tokens, and
+  ``large`` vocabularies of 128,000 words.
 - ``indexer``: ``top_keys``.
 - ``latent``: decoding over a latent cache. "read" adds up the bytes of the cache, so its time over
   ours is the share of the memory's bandwidth.

@@ -132,8 +132,8 @@ struct Forward : Problem {
   // Few queries in bfloat16: by dot products where there are some (1), widened (0), as is faster on this processor
   // (-1).
   int dots = -1;
-  // Few queries beside 8 bits: by the kernels with tables of bytes (1), without (0), or as this processor has them (-1).
-  // No result depends on it.
+  // Few queries beside 8 bits: by the kernels with tables of bytes (1), without (0), or as this processor has them
+  // (-1). No result depends on it.
   int byte_tables = -1;
   // Few queries: keys and values of the next block are fetched ahead (1), not (0), or where they seem far (-1). No
   // result depends on it.

@@ -190,12 +190,12 @@ struct KeyUnions {
 
   int threads = 1;
   i64 groups = 0, heads = 1, width = 0;
-  i64 longest = 0;                               // the largest of `limits`
-  const std::int32_t* sets = nullptr;            // [rows of all, heads, width], of key_sets
-  const i64 *first = nullptr, *rows = nullptr;   // [groups]: the place of the first row, and how many
-  const i64* limits = nullptr;                   // [groups]: blocks of the sequence; a number from there on is none
-  i64* sizes = nullptr;                          // out [groups, heads, kSizes], or null: blocks in the unions of so
-                                                 // many neighbours each, added up over the group
+  i64 longest = 0;                              // the largest of `limits`
+  const std::int32_t* sets = nullptr;           // [rows of all, heads, width], of key_sets
+  const i64 *first = nullptr, *rows = nullptr;  // [groups]: the place of the first row, and how many
+  const i64* limits = nullptr;                  // [groups]: blocks of the sequence; a number from there on is none
+  i64* sizes = nullptr;                         // out [groups, heads, kSizes], or null: blocks in the unions of so
+                                                // many neighbours each, added up over the group
   std::int32_t *blocks = nullptr, *readers = nullptr;  // out [groups, heads, wide], or null: the union in ascending
   i64 wide = 0;                                        // order, then the limit; bit r is set where row r reads it
 };

@@ -39,6 +39,7 @@ from tilelab.common.environment import write_runs
 from tilelab.common.memory import highest
 from tilewise import masks
 from tilewise.engine import shared_lists
+from tilewise.serving.pages import quantised
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 # Tokens, width, words; the dtypes of hidden states and weights.
@@ -54,8 +55,18 @@ LOSSES = (
 FEW = tuple(
     (tokens, 768, 50257, dtype, dtype) for dtype in (SINGLE, HALF) for tokens in (32, 64, 256)
 )
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 # Queries and keys.
-INDEXED = ((4096, 4096, SINGLE), (256, 32768, SINGLE), (256, 32768, HALF), (1, 32768, SINGLE))
+INDEXED = (
+    (4096, 4096, SINGLE),
+    (256, 32768, SINGLE),
+    (256, 32768, HALF),
+    (256, 32768, INT8),
+    (256, 32768, FLOAT8),
+    (1, 32768, SINGLE),
+    (1, 32768, INT8),
+    (1, 32768, FLOAT8),
+)
 INDEX_HEADS, INDEX_WIDTH, CHOSEN = 64, 128, 2048
 LATENT, VALUES, TOKENS, HEADS, PAGE = 576, 512, 65536, (1, 2, 4, 8, 16, 128), 128
 CACHED = (1024, 4096, 16384)
@@ -119,20 +130,29 @@ def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def indexers() -> Iterator[Case]:
     """Yield an indexer's choice under a causal mask."""
     for queries, keys, dtype in INDEXED:
-        q = drawn(dtype, 1, INDEX_HEADS, queries, INDEX_WIDTH)
-        k = drawn(dtype, 1, 1, keys, INDEX_WIDTH)
-        weights = drawn(dtype, 1, queries, INDEX_HEADS)
-        chosen = partial(tilewise.top_keys, q, k, weights, CHOSEN, mask=masks.causal())
-        calls = {"plain": partial(plain_keys, q, k, weights), "tilewise": chosen}
+        stored = dtype if dtype.itemsize > 1 else SINGLE
+        q = drawn(stored, 1, INDEX_HEADS, queries, INDEX_WIDTH)
+        k = drawn(stored, 1, 1, keys, INDEX_WIDTH)
+        weights, scales = drawn(stored, 1, queries, INDEX_HEADS), None
+        if stored is not dtype:
+            q, of_q = quantised(q, dtype)
+            k, scales = quantised(k, dtype)
+            weights = weights * of_q.transpose(1, 2)
+        chosen = partial(
+            tilewise.top_keys, q, k, weights, CHOSEN, mask=masks.causal(), key_scales=scales
+        )
+        calls = {"plain": partial(plain_keys, q, k, weights, scales), "tilewise": chosen}
         name = f"{queries:,} queries, {keys:,} keys, {INDEX_HEADS} heads, k = {CHOSEN:,}"
         yield Case("indexer", name, dtype, calls, q.nbytes + k.nbytes + weights.nbytes)
 
 
-def plain_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+def plain_keys(q: Tensor, k: Tensor, weights: Tensor, scales: Tensor | None) -> Tensor:
     """Return the keys with the largest scores, from all scores in float32."""
     q, k, weights = (x.float() for x in (q, k, weights))
     scores = torch.einsum("bhmd,bnd->bmhn", q, k[:, 0]).mul_(INDEX_WIDTH**-0.5).relu_()
     total = torch.einsum("bmhn,bmh->bmn", scores, weights)
+    if scales is not None:
+        total *= scales
     rows, keys = total.shape[1:]
     hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(keys - rows + 1)
     return total.masked_fill_(hidden, -torch.inf).topk(min(CHOSEN, keys)).indices

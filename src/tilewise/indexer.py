@@ -331,7 +331,8 @@ class _Item(NamedTuple):
         """
         some = _widened(self.keys[keys.start : keys.stop], self.dtype)
         # Whole tiles: libraries round what remains of one in another way than the rest.
-        some = functional.pad(some, (0, 0, 0, -len(keys) % _WHOLE))
+        if lacking := -len(keys) % _WHOLE:
+            some = functional.pad(some, (0, 0, 0, lacking))
         products = (queries.flatten(0, 1) @ some.T).relu_()
         sums: Tensor = (weights @ products.view(*queries.shape[:2], -1))[:, 0, : len(keys)]
         sums = sums * abs(self.scale)  # once, so that its rounding parts no equal scores

@@ -166,6 +166,34 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
             assert_same_bits(mine, all_of_them[one], f"item {item}, result {number}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block", "many"), [(1, 32), (1, 560), (16, 35)])
+@alike
+def test_padding_changes_no_bit(dtype: torch.dtype, block: int, many: int, alike: bool) -> None:
+    """A batch pads its lists to one width: some are full without it, and none with it.
+
+    Keys are cut into blocks of 128, and a rest of 48 goes with the last of them.
+    """
+    sizes = Sizes(2, 4, 20, 1600)
+    lists = lists_of(sizes._replace(keys=1600 // block), 2, many, alike=alike)
+    lists[:, :, 1::3] = torch.arange(many, dtype=torch.int32)
+
+    def of(lists: Tensor) -> list[Tensor]:
+        leaves = _leaves(dtype, sizes)
+        given: dict[str, Any] = {"mask": masks.causal(), "score": scores.alibi(SLOPES.to(dtype))}
+        out, lse, _ = tilewise.attention(
+            *leaves, keys=KeyBlocks(lists, block), return_lse=True, **given
+        )
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
+
+    expected = of(lists)
+    for more in (1, 700 // block):
+        for number, (mine, due) in enumerate(
+            zip(of(functional.pad(lists, (0, more), value=-1)), expected, strict=True)
+        ):
+            assert_same_bits(mine, due, f"{more} more, result {number}")
+
+
 def test_keys_count_and_not_the_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An item shares by what it lists, however wide the tensor of the batch is."""
     lists, sizes = lists_of(SIZES, 2, alike=True), torch.full((74,), SIZES.keys)

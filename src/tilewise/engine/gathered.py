@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewise.engine.dispatch import check_name, plan_of
 from tilewise.engine.key_lists import Lists, Table, of_heads
@@ -71,11 +72,21 @@ class _Upstream(NamedTuple):
     grad_lse: Tensor | None
     grad_entropy: Tensor | None
 
-    def some(self, problems: slice) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
+    def some(
+        self, problems: slice, packed: bool = False
+    ) -> tuple[Result, Tensor, Tensor | None, Tensor | None]:
+        """Return those of some problems; ``packed`` as a variable-length call has them."""
         result, grad_out, *grads = self
-        found = Result(result.out[problems], result.lse[problems], result.stats[:, problems])
-        by_lse, by_entropy = (None if x is None else x[problems] for x in grads)
-        return found, grad_out[problems], by_lse, by_entropy
+        wide = [x[problems] for x in (result.out, grad_out)]
+        numbers = [None if x is None else x[problems] for x in (result.lse, *grads)]
+        stats = result.stats[:, problems]
+        if packed:
+            wide = [x.flatten(0, 2)[:, None] for x in wide]
+            numbers = [None if x is None else x.flatten()[None] for x in numbers]
+            stats = stats.flatten(1)[:, None]
+        (out, upstream), (lse, by_lse, by_entropy) = wide, numbers
+        assert lse is not None
+        return Result(out, lse, stats), upstream, by_lse, by_entropy
 
 
 def _by_problem(
@@ -123,6 +134,20 @@ def small_problem(
         sinks=False,
         page_size=page_size,
     )
+
+
+def _packed(small: Problem, operands: Operands, keys: Tensor) -> tuple[Problem, Operands]:
+    """Return small problems as sequences of a variable-length call; ``keys`` [problems] are theirs.
+
+    Their keys lie one after the other, and nobody reads what is behind them. So lists of any
+    lengths have the plan of full ones.
+    """
+    queries = torch.full_like(keys, small.queries)
+    of_queries, of_keys = (functional.pad(x.cumsum(0), (1, 0)) for x in (queries, keys))
+    q, k, v = (x.flatten(0, 2)[:, None] for x in operands[:3])
+    problem = small._replace(layout="varlen", queries=len(q), keys=len(k))
+    packed = operands._replace(q=q, k=k, v=v, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys)
+    return problem, packed
 
 
 def _numbers_of(tables: list[Table], places: tuple[Tensor, Tensor], heads: int) -> list[Tensor]:
@@ -179,10 +204,10 @@ class Gathering:
         )
         self._varied = any(self._programs)
 
-    def _small(self, lists: slice, page_size: int = 0) -> Problem:
+    def _small(self, lists: slice, width: int, page_size: int = 0) -> Problem:
         """Return the problem of some lists, with everything but what cuts them off."""
         problems = (lists.stop - lists.start) * self._heads
-        sizes = (problems, self.q.shape[2], self.lists.width)
+        sizes = (problems, self.q.shape[2], width)
         return small_problem(self.problem, *sizes, *self._programs, page_size)
 
     def _captured(
@@ -305,7 +330,7 @@ class Gathering:
             pages, table = self._own_pages(lists, tables)
         if wanted and keys is None:
             keys = of_heads(self.lists.keys(lists), self._heads)
-        small = self._small(lists, pages[0].shape[2])
+        small = self._small(lists, self.lists.width, pages[0].shape[2])
         mask, score = self._captured(lists, keys)
         k, v, *scales = pages
         k_scale, v_scale = (x[..., 0] for x in scales) if scales else (None, None)
@@ -353,10 +378,15 @@ class Gathering:
 
     def _copies(self, backend: str, summed: int, sums: list[Table]) -> Iterator[_Copied]:
         """Give all lists with copies of what they name, a few at a time, in their order."""
-        total = self.q.shape[0] if self.k.shape[2] else 0
-        size, width, heads = self._at_once(summed), self.lists.width, self._heads
-        # On a device nobody waits to know whether all lists are full.
-        full = self.q.is_cpu and bool((self.lists.listed.counts == width).all())
+        total, heads = self.q.shape[0] if self.k.shape[2] else 0, self._heads
+        width, counts = self.lists.width, self.lists.listed.counts
+        # Lists that are not full are packed one after the other, so that how a list is padded
+        # changes no bit. On a device nobody waits to know, and a mask hides what pads them.
+        packed = False
+        if self.q.is_cpu and total:
+            width = max(1, int(counts.max()))
+            packed = bool((counts < width).any())
+        size = self._at_once(summed, width)
         tables = [Table.of(x) for x in (self.k, self.v)] if total else []
         sources = [x.rows for x in tables]
         # Used again for the next lists: new memory would come page by page.
@@ -365,41 +395,46 @@ class Gathering:
         many = size * max(1, _PLACED // (size * heads * width))
         for first in range(0, total, many):
             placed = slice(first, min(first + many, total))
-            all_keys = self.lists.keys(placed)
+            all_keys = self.lists.keys(placed)[..., :width]
             places = self.lists.places(placed, all_keys, self.k.shape[2])
-            all_numbers = _numbers_of([*tables, *sums], places, heads)
+            all_numbers = [x.flatten() for x in _numbers_of([*tables, *sums], places, heads)]
+            all_own = of_heads(counts[placed], heads)
+            if packed:
+                there = (torch.arange(width, device="cpu") < all_own[:, None]).flatten()
+                all_numbers = [each[there] for each in all_numbers]
+            at = 0
             for start in range(first, placed.stop, size):
                 lists = slice(start, min(start + size, total))
-                some = slice(start - first, lists.stop - first)
-                small = self._small(lists)
-                of_keys = of_heads(all_keys[some], heads) if self._varied else None
+                small = self._small(lists, width)
+                of_keys = None
+                if self._varied:
+                    of_keys = of_heads(all_keys[start - first : lists.stop - first], heads)
                 mask, score = self._captured(lists, of_keys)
-                if not full:
+                problems = slice((start - first) * heads, (lists.stop - first) * heads)
+                own = all_own[problems]
+                if not self.q.is_cpu:
                     cut: Program = (Instr("below", (), (len(mask),)),)
                     small = small._replace(mask=(*small.mask, *cut, Instr("and")) if mask else cut)
-                    mask = (*mask, of_heads(self.lists.listed.counts[lists], heads))
-                numbers = [each[some].flatten() for each in all_numbers]
-                k, v = (
+                    mask = (*mask, own)
+                named = slice(at, at + (int(own.sum()) if packed else small.batch * width))
+                at = named.stop
+                numbers = [each[named] for each in all_numbers]
+                for rows, each, room in zip(sources, numbers[:2], rooms, strict=True):
                     copied_rows(rows, each, room[: len(each)])
-                    for rows, each, room in zip(sources, numbers[:2], rooms, strict=True)
-                )
-                operands = Operands(
-                    self.q[lists].reshape(small.batch, 1, -1, small.head_dim),
-                    k.view(small.batch, 1, width, -1),
-                    v.view(small.batch, 1, width, -1),
-                    mask,
-                    score,
-                    for_backward=True,
-                )
+                k, v = (x[: small.batch * width].view(small.batch, 1, width, -1) for x in rooms)
+                q = self.q[lists].reshape(small.batch, 1, -1, small.head_dim)
+                operands = Operands(q, k, v, mask, score, for_backward=True)
+                if packed:
+                    small, operands = _packed(small, operands, own)
                 yield _Copied(lists, plan_of(small, backend), operands, numbers[2:])
 
-    def _at_once(self, summed: int) -> int:
-        """Return how many lists to copy at a time.
+    def _at_once(self, summed: int, width: int) -> int:
+        """Return how many lists of ``width`` keys to copy at a time.
 
         ``summed`` are the bytes of the score's gradients. Each time adds up all of them, so the
         copies are as large; and their sums may not depend on the number of threads.
         """
-        problem, many = self.problem, self._heads * self.lists.width
+        problem, many = self.problem, self._heads * width
         widths = problem.head_dim + problem.value_dim
         of_one = max(1, many * widths * self.q.element_size())
         if not self.q.is_cpu:
@@ -442,7 +477,8 @@ class Gathering:
         unread = (False, False) if self._score.program else ()
         small = needs._replace(score_tensors=(*needs.score_tensors, *unread))
         # The backend that the forward pass took, here of one list: it reads its statistics.
-        paged = self._small(slice(0, 1), self.lists.page_of(self.k.shape[2]))
+        size = self.lists.page_of(self.k.shape[2])
+        paged = self._small(slice(0, 1), self.lists.width, size)
         plan = plan_of(paged, self._backend)
         given = _by_problem(result, grad_out, grad_lse, grad_entropy)
         if plan.in_place is None:
@@ -472,7 +508,9 @@ class Gathering:
         sums = [Table.of(x) for x in (by_k, by_v) if x is not None]
         totals = [x.rows for x in sums]
         for part in self._copies(backend, summed, sums):
-            result, grad_out, grad_lse, grad_entropy = given.some(self._problems(part.lists))
+            packed = part.operands.cu_seqlens_q is not None
+            given_some = given.some(self._problems(part.lists), packed)
+            result, grad_out, grad_lse, grad_entropy = given_some
             grads = part.plan.backward(
                 part.operands, result, grad_out, grad_lse, needs, grad_entropy
             )
@@ -483,7 +521,7 @@ class Gathering:
             ]
             for rows, numbers, found in zip(totals, part.numbers, wanted, strict=True):
                 assert found is not None
-                add_rows(rows, numbers, found.reshape(-1, found.shape[-1]))
+                add_rows(rows, numbers, found.reshape(-1, found.shape[-1])[: len(numbers)])
             yield part.lists, grads
 
     def placed(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tilelab.study.ask.config import Study
 from tilelab.study.recipes.own import own_study
 
-TRAIN = Path(__file__).with_name("train.py")
+# From the folder where the study starts, so that its hash is the same on another machine.
+TRAIN = os.path.relpath(Path(__file__).with_name("train.py"))
 
 
 def study(*, seeds: int = 3, steps: int = 100) -> Study:

@@ -13,13 +13,12 @@ Exit status:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rich.console import Console
 
@@ -76,7 +75,10 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser | None = None) -> 
     name, texts = _recipe(parser, rest)
     recipe = recipes.find(name)
     _check_options(texts, (*recipe.options, *vars(options)))
-    values = {key: _value(text, recipe.options.get(key)) for key, text in texts.items()}
+    values = {
+        key: text if isinstance(recipe.options.get(key), str) else overrides.json_or_text(text)
+        for key, text in texts.items()
+    }
     study = overrides.apply(recipe.study(**values), options.set)
     console = _console()
     for note in overrides.notes(study, options.set):
@@ -149,16 +151,6 @@ def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
             raise InvalidArgument(option, "an option that is not known", required, fix)
 
 
-def _value(text: str, standard: object) -> Any:
-    """Return the value of an option's text: JSON, unless its default value is text itself."""
-    if isinstance(standard, str):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _confirm(duration: str) -> bool:
     try:
         answer = input(f"This will take about {duration}. Start? [y/N] ")
@@ -175,10 +167,8 @@ def _recipes(argv: Sequence[str]) -> int:
         default = " (the default)" if name == DEFAULT else ""
         say(console, f"{name}{default}", style="bold")
         say(console, f"  {recipe.summary}")
-        if recipe.options:
-            options = (
-                f"--{key.replace('_', '-')} {value}" for key, value in recipe.options.items()
-            )
+        options = [f"--{key.replace('_', '-')} {value}" for key, value in recipe.options.items()]
+        if options:
             say(console, f"  {'  '.join(options)}", style="dim")
     return 0
 
@@ -245,11 +235,9 @@ def _export(argv: Sequence[str]) -> int:
     say(console, f"{what} in {options.folder}.")
     if found.kind != found.family:
         module = f"tilelab.models.{found.family}"
-        note = f"transformers has none of this type; {module} loads it."
-        say(console, note)
+        say(console, f"transformers has none of this type; {module} loads it.")
     if found.family != "gpt2":
-        begins = f"--set model.checkpoint={options.folder}"
-        say(console, f"A run begins with it by {begins}")
+        say(console, f"A run begins with it by --set model.checkpoint={options.folder}")
     return 0
 
 

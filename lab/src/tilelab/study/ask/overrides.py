@@ -34,16 +34,10 @@ class _Override(NamedTuple):
 
 
 def apply(study: Study, overrides: Sequence[str]) -> Study:
-    """Return the study with the overrides laid over it, in order.
+    """Return the study with the overrides laid over it, in order: see the top of this file.
 
     A value is read as JSON, else as a list where it has commas, else as text. Where text is wanted,
     it is taken as it is.
-
-    Args:
-        study: what a recipe made; it is not changed.
-        overrides: ``path=value``; the path is a field of experiments, a dotted path of a run's
-            config, ``arms`` or ``experiments`` (names to keep), and may begin with the name of an
-            experiment; or ``chip`` or ``correction``, of the study.
 
     Raises:
         InvalidArgument: no ``=``, an unknown key (the nearest is suggested), or a value that does
@@ -114,8 +108,7 @@ def _apply(study: Study, override: _Override) -> Study:
 
 
 def _keep_experiments(study: Study, names: list[str]) -> Study:
-    known = [each.name for each in study.experiments]
-    _check_names("experiments", names, known)
+    _check_names("experiments", names, [each.name for each in study.experiments])
     kept = [each for each in study.experiments if each.name in names]
     return change(study, {"experiments": kept})
 
@@ -137,10 +130,8 @@ def _keep_arms(study: Study, override: _Override) -> Study:
             changes["sweep.values"] = values
         return change(experiment, changes)
 
-    fewer_arms = _each(study, override, fewer)
-    return _keep_experiments(
-        fewer_arms, [each.name for each in study.experiments if each.name not in left]
-    )
+    whole = [each.name for each in study.experiments if each.name not in left]
+    return _keep_experiments(_each(study, override, fewer), whole)
 
 
 def _each(study: Study, override: _Override, changed: Callable[[Experiment], Experiment]) -> Study:
@@ -177,16 +168,17 @@ def _names(text: str) -> list[str]:
 def _value(text: str, current: Any) -> Any:
     """Return the value that a text stands for, where ``current`` is the one that it replaces."""
     if isinstance(current, str):
-        return _json(text) if text.startswith('"') else text
-    value = _json(text)
+        return json_or_text(text) if text.startswith('"') else text
+    value = json_or_text(text)
     if isinstance(value, str) and "," in value and value == text:
-        value = [_json(each.strip()) for each in value.split(",")]
+        value = [json_or_text(each.strip()) for each in value.split(",")]
     if isinstance(current, list) and value is not None and not isinstance(value, list):
         value = [value]
     return value
 
 
-def _json(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Return the value of JSON, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:

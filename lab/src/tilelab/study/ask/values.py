@@ -31,7 +31,6 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
-from pydantic.fields import FieldInfo
 
 from tilewise.errors import InvalidArgument
 
@@ -55,7 +54,7 @@ class Entry(NamedTuple):
     function: Callable[..., Any]
     options: type[BaseModel]  # with their types, bounds and standard values
     summary: str  # the first line of its docstring
-    check: Callable[..., None] | None  # raises where options do not fit together
+    check: Callable[..., object] | None  # raises where options do not fit together
 
     @property
     def defaults(self) -> dict[str, Value]:
@@ -75,7 +74,7 @@ def provide(kind: Kind, module: str) -> None:
     _MODULES[kind] = module
 
 
-def register(kind: Kind, check: Callable[..., None] | None = None) -> Callable[[F], F]:
+def register(kind: Kind, check: Callable[..., object] | None = None) -> Callable[[F], F]:
     """Decorator that makes a function a choice of that kind, under its own name.
 
     ``check`` is called with all options by keyword when a config is made. It raises InvalidArgument
@@ -184,11 +183,10 @@ def changed(default: Any, *, before: Any) -> Any:
 
 def earlier(kind: type[Frozen]) -> dict[str, Any]:
     """Return the values of fields that configs of earlier versions lack, and that have changed."""
-    extras = {name: each.json_schema_extra for name, each in kind.model_fields.items()}
     return {
-        name: each[_BEFORE]
-        for name, each in extras.items()
-        if isinstance(each, dict) and _BEFORE in each
+        name: each.json_schema_extra[_BEFORE]
+        for name, each in kind.model_fields.items()
+        if isinstance(each.json_schema_extra, dict) and _BEFORE in each.json_schema_extra
     }
 
 
@@ -276,10 +274,8 @@ def change(config: M, changes: Mapping[str, Any]) -> M:
     is a mapping). Setting the ``name`` of a choice keeps those options that the new one has too.
     Setting the steps of a budget clears its tokens, and the other way round.
 
-    Args:
-        config: what to start from; it is not changed.
-        changes: dotted path -> new value. Their order does not matter: a part is set before what is
-            in it, and the name of a choice before its options.
+    The order of ``changes`` does not matter: a part is set before what is in it, and the name of a
+    choice before its options.
 
     Raises:
         InvalidArgument: an unknown path (the nearest is suggested), or a value that does not fit.
@@ -324,23 +320,16 @@ def _canonical(config: Frozen) -> dict[str, Any]:
     if isinstance(config, Choice):
         fields |= find(config.kind, config.name).options.model_fields
     for name, field in fields.items():
-        value = getattr(config, name)
-        extra = field.json_schema_extra
-        if extra == _UNHASHED or (
-            isinstance(extra, dict) and "added" in extra and value == _standard(field)
-        ):
+        value, extra = getattr(config, name), field.json_schema_extra
+        marks = extra if isinstance(extra, dict) else {}
+        before = marks.get(_BEFORE, field.get_default())  # what configs did without the field
+        if marks == _UNHASHED or ("added" in marks and value == before):
             del values[name]
         elif isinstance(value, Frozen):
             values[name] = _canonical(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             values[name] = [_canonical(each) for each in value]
     return values
-
-
-def _standard(field: FieldInfo) -> Any:
-    """Return what configs did before the field existed."""
-    extra = field.json_schema_extra
-    return extra[_BEFORE] if isinstance(extra, dict) and _BEFORE in extra else field.get_default()
 
 
 _CHOICES: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind)}

@@ -13,7 +13,8 @@ out. Tiles are 64 queries x 128 keys, so windows and blocks which are much small
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -50,16 +51,10 @@ def build(variant: Variant, heads: Heads, off_by_one: bool = False) -> Variation
     assert isinstance(made, Variation)
     if not off_by_one:
         return made
-    wrong = mask_of(_without_itself if heads.causal else _without_the_first)
+    without_itself = mask_of(lambda b, h, m, n: (n < m) | (m == 0))
+    without_the_first = mask_of(lambda b, h, m, n: (n > 0) | (m == 0))
+    wrong = without_itself if heads.causal else without_the_first
     return made._replace(mask=made.mask & wrong)
-
-
-def _without_itself(b: Any, h: Any, m: Any, n: Any) -> Any:
-    return (n < m) | (m == 0)
-
-
-def _without_the_first(b: Any, h: Any, m: Any, n: Any) -> Any:
-    return (n > 0) | (m == 0)
 
 
 @register("variant")
@@ -117,11 +112,7 @@ def strided(heads: Heads, *, stride: Count = 128) -> Variation:
     return _looking(heads, patterns.strided(stride))
 
 
-def _summary_fits(stride: int, summary: int) -> None:
-    patterns.fixed(stride, summary)
-
-
-@register("variant", _summary_fits)
+@register("variant", check=patterns.fixed)
 def fixed(heads: Heads, *, stride: Count = 128, summary: CountOrZero = 8) -> Variation:
     """The own block of ``stride``, and the last ``summary`` tokens of every block before.
 
@@ -130,11 +121,7 @@ def fixed(heads: Heads, *, stride: Count = 128, summary: CountOrZero = 8) -> Var
     return _looking(heads, patterns.fixed(stride, summary))
 
 
-def _window_is_odd(window: int, block: int, globals: int, random: int) -> None:
-    patterns.bigbird(0, block=block, window=window, globals=globals, random=random)
-
-
-@register("variant", _window_is_odd)
+@register("variant", check=partial(patterns.bigbird, 0))
 def bigbird(
     heads: Heads,
     *,

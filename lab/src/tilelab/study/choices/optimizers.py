@@ -81,12 +81,9 @@ def parameter_groups(model: nn.Module, apart: bool = False, by_layer: bool = Fal
     return [each for each in groups if each.parameters]
 
 
-_LAYERS = "layers"
-
-
 def _layers(model: nn.Module) -> dict[str, int]:
     """Return the layer of each parameter by its name, 1 for the first; see ``parameter_groups``."""
-    count = len(getattr(model, _LAYERS, ()))
+    count = len(getattr(model, "layers", ()))
     if not count:
         came = f"a {type(model).__name__} without layers"
         required = "a model with layers, or 1"
@@ -94,7 +91,7 @@ def _layers(model: nn.Module) -> dict[str, int]:
     found, here = {}, 0
     for name, _ in model.named_parameters():  # in the order in which a model has them
         part, _, inside = name.partition(".")
-        if part == _LAYERS:
+        if part == "layers":
             here = 1 + int(inside.partition(".")[0])
         elif here:
             here = count
@@ -171,9 +168,8 @@ def adamw(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     """
-    return _torch_adamw(
-        _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay), betas, eps
-    )
+    rates = _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay)
+    return _torch_adamw(rates, betas, eps)
 
 
 @register("optimizer")
@@ -193,9 +189,8 @@ def lion(
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
     """
-    return Lion(
-        _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay), betas=betas
-    )
+    rates = _for_torch(groups, lr, weight_decay, embedding_lr_share, layer_lr_decay)
+    return Lion(rates, betas=betas)
 
 
 @register("optimizer")
@@ -221,13 +216,9 @@ def muon(
 
     Sources: Jordan et al., Muon (2024); the adjustment: Liu et al., Muon is Scalable (2025), eq. 4.
     """
-    matrices = [each for each in groups if each.decays]
+    matrices = _for_torch([each for each in groups if each.decays], lr, weight_decay)
+    hidden = torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn=adjust)
     others = [each for each in groups if not each.decays]
-    hidden = torch.optim.Muon(
-        _for_torch(matrices, lr, weight_decay),
-        momentum=momentum,
-        adjust_lr_fn=adjust,
-    )
     rest = _for_torch(others, lr * adamw_lr_share, weight_decay, embedding_lr_share)
     return MuonAdamW(hidden, _torch_adamw(rest, betas, eps) if rest else None)
 
@@ -265,8 +256,7 @@ def sgd(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
     """
-    torch_groups = _for_torch(groups, lr, weight_decay)
-    return Sgd(torch_groups, momentum=momentum, nesterov=nesterov)
+    return Sgd(_for_torch(groups, lr, weight_decay), momentum=momentum, nesterov=nesterov)
 
 
 @register("optimizer")
@@ -311,8 +301,8 @@ def schedule_free(
                         parameter.detach().copy_(bits)
                 self._kept = None
 
-    torch_groups = _for_torch(groups, lr, weight_decay)
-    made: torch.optim.Optimizer = ScheduleFree(torch_groups, betas=betas, eps=eps)
+    made: torch.optim.Optimizer
+    made = ScheduleFree(_for_torch(groups, lr, weight_decay), betas=betas, eps=eps)
     return made
 
 
@@ -367,10 +357,7 @@ class _Momentum(torch.optim.Optimizer):
 
 
 class Lion(_Momentum):
-    """Sign of an interpolated momentum: u = sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
-
-    Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
-    """
+    """Sign of an interpolated momentum: u = sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g."""
 
     def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
         """See above."""
@@ -381,12 +368,7 @@ class Lion(_Momentum):
 
 
 class Sgd(_Momentum):
-    """Momentum, with decay that does not pass through it: m <- mu m + g;  u = m.
-
-    With Nesterov u = g + mu m.
-
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
-    """
+    """Momentum, with decay beside it: m <- mu m + g;  u = m, with Nesterov u = g + mu m."""
 
     def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
         """See above."""

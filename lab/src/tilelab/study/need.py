@@ -150,8 +150,10 @@ def need(config: RunConfig, device: str = "cpu") -> Need:
 
 def logits_bytes(config: RunConfig) -> int:
     """Return the bytes of all logits of a micro-batch in float32, made at once or not."""
-    tokens = config.training.batch * config.model.context
-    return int(_FLOAT_BYTES * tokens * vocabulary(config.data) * _predicted(config))
+    tokens, share = config.training.batch * config.model.context, 1.0
+    if config.model.family != "gpt2":  # logits are of the hidden tokens alone, or of classes
+        share = float(config.task.options.get("probability", 0.0))
+    return int(_FLOAT_BYTES * tokens * vocabulary(config.data) * share)
 
 
 def gpu_need(config: RunConfig) -> Need:
@@ -173,15 +175,6 @@ def host_need(config: RunConfig, device: str = "cpu") -> Need:
         found = Need(state=found.state, activations=0, matrix=0, freed=0, moment=0)
     data = config.learning.data_bytes(config)
     return replace(found, data=data.kept, reading=data.most)
-
-
-def _predicted(config: RunConfig) -> float:
-    """Return the share of the tokens for which logits of the whole vocabulary are made."""
-    if config.model.family == "gpt2":
-        return 1.0
-    share = config.task.options.get("probability", 0.0)
-    assert isinstance(share, float)
-    return share
 
 
 def _layer_bytes(config: RunConfig, device: str) -> int:

@@ -181,8 +181,6 @@ class Experiment(Frozen):
             raise InvalidArgument("arms", "a control", "a systems arm that it is the control of")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise InvalidArgument("seeds", str(self.seeds), "at least one, and each once")
-        for arm in self.arms:
-            self.config_of(arm.name)
         for name in names:
             self._check_metric(name, self.config_of(name).learning.metrics)
         if self.sweep is not None:

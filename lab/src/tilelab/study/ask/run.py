@@ -162,7 +162,7 @@ def finals(
     """Return the runs that count.
 
     Args:
-        experiment: of the runs.
+        experiment: that has them.
         tuned: arm -> the values that its trials chose, by their paths; an arm that has none has no
             runs. None where every arm runs with the values of its config.
         wanted: arm -> its seeds; None for all.
@@ -178,9 +178,7 @@ def finals(
             values = {} if tuned is None else tuned.get(name)
             if values is None:
                 continue
-            config, branches = experiment.config_of(name, values), name in branching
-            alone = experiment.alone
-            found.append(
-                RunSpec(experiment.name, name, seed, config, alone=alone, branches=branches)
-            )
+            config = experiment.config_of(name, values)
+            run = RunSpec(experiment.name, name, seed, config, alone=experiment.alone)
+            found.append(replace(run, branches=name in branching))
     return found

@@ -130,10 +130,7 @@ class Stream:
 
     def at(self, step: int) -> list[Rows]:
         """Return the micro-batches of an optimizer step, 0 for the first."""
-        return [
-            self._rows([self._offset(epoch) + index * self._context for epoch, index in part])
-            for part in self._samples.at(step)
-        ]
+        return [self._rows(part) for part in self._samples.at(step)]
 
     def seen(self, samples: int) -> NDArray[np.int64]:
         """Return the place of each of a run's first samples, int64 [n, 2]; see ``RunRows.seen``."""
@@ -143,15 +140,19 @@ class Stream:
     def _offset(self, epoch: int) -> int:
         return int(drawn(self._seed, epoch, 1, first=self.windows)[0] % np.uint64(self._offsets))
 
-    def _rows(self, starts: list[int]) -> Rows:
-        return _windows(self._tokens.train, starts, self._context)
+    def _starts(self, places: list[tuple[int, int]]) -> list[int]:
+        return [self._offset(epoch) + index * self._context for epoch, index in places]
+
+    def _rows(self, places: list[tuple[int, int]]) -> Rows:
+        return _windows(self._tokens.train, self._starts(places), self._context)
 
 
 class Packed(Stream):
     """The windows of ``Stream``, apart by document."""
 
-    def _rows(self, starts: list[int]) -> Rows:
-        rows = _apart(super()._rows(starts), starts, self._tokens.documents.train)
+    def _rows(self, places: list[tuple[int, int]]) -> Rows:
+        begins = self._tokens.documents.train
+        rows = _apart(super()._rows(places), self._starts(places), begins)
         if not rows.learnt:
             came = "documents, and a micro-batch in which every token is one of its own"
             fix = "Take a larger training.batch or model.context, or data.packing=stream."
@@ -160,7 +161,7 @@ class Packed(Stream):
         return rows
 
 
-class Padded:
+class Padded(Stream):
     """Rows of one document each, see the top of this file; arguments are those of ``Stream``.
 
     An epoch goes once through all rows. A document of one token has nothing to predict, and no row.
@@ -172,40 +173,33 @@ class Padded:
         self._text, self._context = tokens.train, context
         begins = tokens.documents.train
         ends = np.append(begins[1:], len(self._text))
-        self._rows = [
+        self._pieces = [
             (int(start), int(min(context, end - 1 - start)))
             for begin, end in zip(begins, ends, strict=True)
             for start in range(begin, end - 1, context)
         ]
-        if not self._rows:
+        if not self._pieces:
             required = "documents of two tokens or more"
             raise InvalidArgument("data.packing", "padded, of none", required)
-        self.windows = len(self._rows)
+        self.windows = len(self._pieces)
         self._samples = Samples(self.windows, batch, accumulation, seed)
 
     def seen(self, samples: int) -> NDArray[np.int64]:
         """Return the place of each of a run's first samples, int64 [n, 2]; see ``RunRows.seen``."""
-        rows = np.array(self._rows, np.int64)[self._samples.first(samples)]
+        rows = np.array(self._pieces, np.int64)[self._samples.first(samples)]
         return np.stack([rows[:, 0], rows.sum(axis=1) + 1], axis=1)
 
-    def at(self, step: int) -> list[Rows]:
-        """Return the micro-batches of an optimizer step, 0 for the first."""
-        return [
-            self._filled([self._rows[index] for _, index in part])
-            for part in self._samples.at(step)
-        ]
-
-    def _filled(self, rows: list[tuple[int, int]]) -> Rows:
-        tokens = torch.zeros(len(rows), self._context, dtype=torch.int64)
+    def _rows(self, places: list[tuple[int, int]]) -> Rows:
+        tokens = torch.zeros(len(places), self._context, dtype=torch.int64)
         targets = torch.full_like(tokens, IGNORED)
-        for at, (start, length) in enumerate(rows):
+        for at, (_, index) in enumerate(places):
+            start, length = self._pieces[index]
             piece = torch.from_numpy(self._text[start : start + length + 1].astype(np.int64))
             tokens[at, :length], targets[at, :length] = piece[:-1], piece[1:]
         return Rows(tokens, targets)
 
 
-_KINDS: dict[str, type[Stream] | type[Padded]]
-_KINDS = {"stream": Stream, "documents": Packed, "padded": Padded}
+_KINDS: dict[str, type[Stream]] = {"stream": Stream, "documents": Packed, "padded": Padded}
 
 
 class RunRows:
@@ -337,10 +331,7 @@ def _windows(text: NDArray[Any], starts: list[int], context: int) -> Rows:
 
 
 def _apart(rows: Rows, starts: list[int], begins: NDArray[np.int64]) -> Rows:
-    """Windows of a text with their documents, and without the targets beyond these.
-
-    ``starts`` has the first token of each window, ``begins`` that of each document.
-    """
+    """Windows of a text with their documents, and without the targets beyond these."""
     found = [segments(begins, start, rows.tokens.shape[1]) for start in starts]
     documents, own = (torch.from_numpy(np.stack(each)) for each in zip(*found, strict=True))
     return Rows(rows.tokens, rows.targets.masked_fill(~own, IGNORED), documents)

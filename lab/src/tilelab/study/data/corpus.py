@@ -108,8 +108,8 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
         InvalidArgument: no such text, not text, or too little of it to split.
     """
     if source in NAMED:
-        named = NAMED[source]
-        return _split_files(named.words, named.pieces(size_cap_bytes), held_out, tuning)
+        words, pieces_of = NAMED[source]
+        return _split_files(words, pieces_of(size_cap_bytes), held_out, tuning)
     if source in wikitext.NAMES:
         return _wikitext(wikitext.find(source, data_folder()), size_cap_bytes, tuning)
     path = Path(source).expanduser()
@@ -122,8 +122,7 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
         pieces = _text_files(path, size_cap_bytes)
         return _split_files(path.resolve().name, pieces, held_out, tuning)
     if _PATTERN.intersection(source):
-        pieces = _matching(path, size_cap_bytes)
-        return _split_files(source, pieces, held_out, tuning)
+        return _split_files(source, _matching(path, size_cap_bytes), held_out, tuning)
     raise InvalidArgument("data.source", repr(source), f"{', '.join(NAMES)}, or a path that exists")
 
 
@@ -159,18 +158,13 @@ def installed_packages(size_cap_bytes: int) -> list[Piece]:
     return _whole_files(root, list(root.rglob("*.py")), size_cap_bytes, _read_if_utf8)
 
 
-class Named(NamedTuple):
-    """A text that has a name."""
-
-    words: str  # what records and reports call it
-    pieces: Callable[[int], list[Piece]]  # its files, up to so many bytes in all
-
-
-NAMED = {
-    "stdlib": Named(
-        f"the standard library of Python {sysconfig.get_python_version()}", standard_library
+# Name -> what records and reports call the text, and its files up to so many bytes in all.
+NAMED: dict[str, tuple[str, Callable[[int], list[Piece]]]] = {
+    "stdlib": (
+        f"the standard library of Python {sysconfig.get_python_version()}",
+        standard_library,
     ),
-    "packages": Named("the installed Python packages", installed_packages),
+    "packages": ("the installed Python packages", installed_packages),
 }
 NAMES = (*NAMED, *wikitext.NAMES)
 
@@ -245,9 +239,7 @@ def _read(path: Path) -> bytes:
 
 def _lines(data: bytes, size_cap_bytes: int) -> bytes:
     """Return the text up to a size, cut after a line (or a character, where a line is longer)."""
-    if len(data) <= size_cap_bytes:
-        return data
-    return data[: _cut(data, size_cap_bytes)]
+    return data if len(data) <= size_cap_bytes else data[: _cut(data, size_cap_bytes)]
 
 
 def _cut(data: bytes, at: int) -> int:
@@ -289,11 +281,8 @@ def _split_files(
 
 
 def _chosen(among: Sequence[Piece], pieces: Sequence[Piece], share: int) -> set[str]:
-    """Return the paths that fit into a share of bytes, in the order of their hashes.
-
-    Copies of others of the ``pieces`` stay in training: their text would be learnt by heart. Where
-    no file fits, the smallest is chosen.
-    """
+    """Return the paths that fit into a share of bytes, or the smallest, in hashes' order."""
+    # Copies of others stay in training: their text would be learnt by heart.
     candidates, left = _first_by_hash(among, share), share
     copies = _copies(pieces, candidates)
     kept = set()
@@ -307,10 +296,7 @@ def _chosen(among: Sequence[Piece], pieces: Sequence[Piece], share: int) -> set[
 
 
 def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
-    """Files that fit into the share, in the order of their paths' hashes, a few shares of them.
-
-    More would hardly be held out, and what is compared with all of the text should be small.
-    """
+    # A few shares: more would hardly be held out, and is compared with all of the text.
     found, size = [], 0
     for piece in sorted(pieces, key=lambda piece: hashlib.sha256(piece.path.encode()).digest()):
         if 0 < len(piece.data) <= share and size <= _CANDIDATE_SHARES * share:
@@ -320,11 +306,8 @@ def _first_by_hash(pieces: Sequence[Piece], share: int) -> list[Piece]:
 
 
 def _copies(pieces: Sequence[Piece], candidates: Sequence[Piece]) -> set[str]:
-    """Return the candidates most of whose text is, line by line, in another file as well.
-
-    The standard library has whole families of them: its tables of code pages differ in a few lines.
-    Short lines say nothing, and licences at the head of every file are less than most of it.
-    """
+    """Return the candidates most of whose text is, line by line, in another file as well."""
+    # Such as tables of code pages. Short lines say nothing; licences are less than most of a file.
     lines_of = {
         piece.path: {line for line in piece.data.split(b"\n") if len(line) > _SHORT_LINE}
         for piece in candidates

@@ -225,11 +225,9 @@ def _decoded(text: bytes, name: str) -> str:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Pieces of some size whose tokens, put together, are those of the whole.
-
-    GPT-2 first cuts text into words, from left to right and never looking back. No word has a space
-    or newline after another character, so that text may be cut before these.
-    """
+    """Pieces of some size whose tokens, put together, are those of the whole."""
+    # GPT-2 first cuts text into words, from left to right and never looking back. No word has a
+    # space or newline after another character, so that text may be cut before these.
     start = 0
     while len(text) - start > _CHUNK_LENGTH:
         found = _WORD_END.search(text, start + _CHUNK_LENGTH)

@@ -101,23 +101,7 @@ def mean_piece(starts: NDArray[np.int64], size: int, window: int, *, cut_at_star
     return float((pieces**2).sum() / pieces.sum())
 
 
-def read_documents(path: Path, *tokens: int) -> Documents:
-    """Return the borders in a file; a ValueError, KeyError or OSError where they do not fit.
-
-    ``tokens`` are those of each part: training, held-out, and for tuning where there is one.
-    """
-    said = json.loads(path.read_text(encoding="utf-8"))
-    parts = [np.asarray(said[name], np.int64) for name in _PARTS[: len(tokens)]]
-    for part, size in zip(parts, tokens, strict=True):
-        inside = len(part) > 0 and part[0] == 0 and part[-1] < size
-        if not inside or not (np.diff(part) > 0).all():
-            raise ValueError("these are no borders of its documents")
-    return Documents(*parts)
-
-
 FORMAT = 1
-
-
 _OTHER_CHECKSUM = "its checksum is another one"
 
 
@@ -326,7 +310,13 @@ def _documents(
 
     _made_once(path, make)
     with reading("the file of documents", path):
-        return read_documents(path, *map(len, parts))
+        said = json.loads(path.read_text(encoding="utf-8"))
+        begins = [np.asarray(said[name], np.int64) for name in _PARTS[: len(parts)]]
+        for each, part in zip(begins, parts, strict=True):
+            inside = len(each) > 0 and each[0] == 0 and each[-1] < len(part)
+            if not inside or not (np.diff(each) > 0).all():
+                raise ValueError("these are no borders of its documents")
+    return Documents(*begins)
 
 
 def _made_once(path: Path, make: Callable[[], None]) -> None:

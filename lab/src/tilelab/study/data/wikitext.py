@@ -139,8 +139,7 @@ def find(name: str, folder: Path | None) -> Files:
     if folder is not None:
         for place in (folder, *(folder / each for each in (name, f"{name}-v1", "wikitext"))):
             official = place.name.startswith(name.removesuffix("-raw"))
-            found = _pair(place, name, suffix, stem, official)
-            if found is not None:
+            if found := _pair(place, name, suffix, stem, official):
                 return found
     came = "no TILEWISE_DATA" if folder is None else f"TILEWISE_DATA={folder} without it"
     address = f"https://wikitext.smerity.com/{name}-v1.zip"
@@ -154,11 +153,8 @@ def find(name: str, folder: Path | None) -> Files:
 
 def inside(folder: Path) -> Files | None:
     """Return the official files of a WikiText right in a folder; None for another folder."""
-    for suffix in ("tokens", "raw"):
-        found = _pair(folder, folder.name, suffix, "", official=True)
-        if found is not None:
-            return found
-    return None
+    found = (_pair(folder, folder.name, suffix, "", official=True) for suffix in ("tokens", "raw"))
+    return next(filter(None, found), None)
 
 
 def _pair(folder: Path, name: str, suffix: str, stem: str, official: bool) -> Files | None:
@@ -170,11 +166,7 @@ def _pair(folder: Path, name: str, suffix: str, stem: str, official: bool) -> Fi
         part = [f"{stem}.train-prefix.{suffix}.txt"]
         # Raw validation text is the same in WikiText-2 and -103.
         valid += [f"{stem}.valid.{suffix}.txt"] + ["wikitext.valid.raw.txt"] * (suffix == "raw")
-    whole, held_out = first_of(folder, *train), first_of(folder, *valid)
-    prefix = None if whole else first_of(folder, *part)
-    if held_out is None or (whole is None and prefix is None):
-        return None
-    if prefix is not None:
-        return Files(f"{name} (prefix)", prefix, held_out)
-    assert whole is not None
-    return Files(name, whole, held_out)
+    learnt, held_out = first_of(folder, *train), first_of(folder, *valid)
+    if learnt is None:
+        learnt, name = first_of(folder, *part), f"{name} (prefix)"
+    return Files(name, learnt, held_out) if learnt and held_out else None

@@ -111,11 +111,8 @@ class Rows(NamedTuple):
 
     def take(self, indices: Sequence[int]) -> Rows:
         """Some of them, in that order."""
-        first, labels, second = (
-            None if each is None else [each[index] for index in indices] for each in self[:3]
-        )
-        assert first is not None
-        assert labels is not None
+        first, labels = ([each[index] for index in indices] for each in (self.first, self.labels))
+        second = None if self.second is None else [self.second[index] for index in indices]
         return Rows(first, labels, second, self.left_out)
 
 

@@ -95,14 +95,13 @@ class GlueTask(Classification):
     def score(self, outputs: Mapping[str, Output]) -> dict[str, float | None]:
         """Return GLUE's metrics of the data set."""
         first, *others = outputs.values()
-        found: dict[str, float | None] = {}
         if self.classes == 1:
             pearson = scores.pearson(first.logits, first.labels)
             spearman = scores.spearman(first.logits, first.labels)
             mean = (pearson + spearman) / 2
             return {"pearson": pearson, "spearman": spearman, "pearson_spearman": mean}
         accuracy = scores.accuracy(first.predicted, first.labels)
-        found["accuracy"] = accuracy
+        found: dict[str, float | None] = {"accuracy": accuracy}
         for other in others:
             found["accuracy_mismatched"] = scores.accuracy(other.predicted, other.labels)
         if self.classes == 2:
@@ -210,8 +209,9 @@ DATASETS: Mapping[str, Dataset] = {
 def _from_file(dataset: Dataset, path: Path) -> Rows:
     rows = [line.split("\t") for line in lines(path)]  # whatever quotes are in its text
     header = list(dataset.header) or rows.pop(0)
-    at = {column: header.index(column) for column in _columns(dataset) if column in header}
-    missing = [column for column in _columns(dataset) if column not in at]
+    columns = [each for each in (dataset.first, dataset.second, dataset.label) if each]
+    at = {column: header.index(column) for column in columns if column in header}
+    missing = [column for column in columns if column not in at]
     if missing:
         came = f"{path} with the columns {', '.join(header)}"
         raise InvalidArgument("data.source", came, f"a column {missing[0]!r}, as GLUE has it")
@@ -226,10 +226,6 @@ def _from_file(dataset: Dataset, path: Path) -> Rows:
     second = [row[at[dataset.second]] for row in rows] if dataset.second else None
     first = [row[at[dataset.first]] for row in rows]
     return Rows(first, labels, second, whole - len(rows))
-
-
-def _columns(dataset: Dataset) -> list[str]:
-    return [each for each in (dataset.first, dataset.second, dataset.label) if each]
 
 
 def _label(dataset: Dataset, text: str, path: Path) -> float:

@@ -174,22 +174,6 @@ def read(data: Data, train_examples: int) -> Images:
     return Images(name, source, classes, train, {"held_out": held_out})
 
 
-def data_bytes(data: Data, train_examples: int) -> DataBytes:
-    """Estimate the bytes that ``read`` will take, from file headers; 0 for unreadable files."""
-    if data.source.startswith(HUB):
-        return DataBytes()
-    try:
-        shapes = [_shape(path) for path in _paths(data.source)]
-    except (InvalidArgument, KeyError, *_DAMAGED):
-        return DataBytes()  # ``read`` will say what is wrong
-    sizes = [math.prod(shape) for shape in shapes]
-    colour = [math.prod(shape) for shape in shapes if len(shape) == 4]  # channels change places
-    own = round(data.held_out * sizes[0]) if len(sizes) == 1 else 0
-    sample = train_examples * math.prod(shapes[0][1:])
-    kept = (sample or sizes[0]) + own + sum(sizes[1:])
-    return DataBytes(kept, max(sum(sizes) + max(own + sample, *colour, 0), kept))
-
-
 def _shape(path: Path) -> tuple[int, ...]:
     with zipfile.ZipFile(path) as file, file.open("images.npy") as array:
         if np.lib.format.read_magic(array) == (1, 0):
@@ -198,10 +182,7 @@ def _shape(path: Path) -> tuple[int, ...]:
 
 
 def _split(whole: Pictures, share: float, source: str) -> tuple[Pictures, Pictures]:
-    """Split the images into a training and a held-out part, drawn once and for all.
-
-    The training part takes the place of the whole: there may be gigabytes of it.
-    """
+    """Split the images in two; the training part takes the place of the whole, of gigabytes."""
     count = max(1, round(share * len(whole)))
     if count >= len(whole):
         came = f"{share} of {len(whole)} images of {source}"
@@ -380,8 +361,17 @@ class ImageClassification(Classification):
         return read(config.data, self.train_examples)
 
     def data_bytes(self, config: RunConfig) -> DataBytes:
-        """See ``AbstractTask``."""
-        return data_bytes(config.data, self.train_examples)
+        """See ``AbstractTask``; by the headers of the files."""
+        try:
+            shapes = [_shape(path) for path in _paths(config.data.source)]
+        except (InvalidArgument, KeyError, *_DAMAGED):
+            return DataBytes()  # of the Hub, or ``prepare`` will say what is wrong
+        sizes = [math.prod(shape) for shape in shapes]
+        colour = [math.prod(shape) for shape in shapes if len(shape) == 4]  # channels change places
+        own = round(config.data.held_out * sizes[0]) if len(sizes) == 1 else 0
+        sample = self.train_examples * math.prod(shapes[0][1:])
+        kept = (sample or sizes[0]) + own + sum(sizes[1:])
+        return DataBytes(kept, max(sum(sizes) + max(own + sample, *colour, 0), kept))
 
     def batch(self, config: RunConfig, data: Any, split: Any, indices: list[int]) -> Batch:
         """Images as the model takes them, float32 [B, C, S, S] in -1 to 1."""

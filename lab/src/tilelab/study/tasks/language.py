@@ -35,6 +35,7 @@ import tilewise
 from tilelab.models.bert import BERT, Head
 from tilelab.models.gpt2 import GPT2
 from tilelab.models.layers import Packed, pack
+from tilelab.stats.paired import exp
 from tilelab.study.ask.config import RunConfig, Training
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.data import order
@@ -327,14 +328,7 @@ def word_perplexity(score: Score, tokens: Tokens) -> float | None:
     if tokens.held_out_words is None:
         return None
     bytes_after_first = tokens.held_out_bytes - int(tokens.token_bytes[tokens.held_out[0]])
-    return _exp(score.nats / score.bytes * bytes_after_first / (tokens.held_out_words - 1))
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+    return exp(score.nats / score.bytes * bytes_after_first / (tokens.held_out_words - 1))
 
 
 _MASKED, _OTHER = 0.8, 0.1  # of the chosen tokens; the rest stays

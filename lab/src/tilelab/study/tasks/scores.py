@@ -80,16 +80,11 @@ def pearson(predicted: Numbers, true: Numbers) -> float:
 
 
 def spearman(predicted: Numbers, true: Numbers) -> float:
-    """Return the linear correlation of the ranks."""
+    """Return the linear correlation of the ranks; equal values share the mean of theirs."""
+    from scipy.stats import rankdata  # slow to import, and few tasks need it
+
     finite = np.isfinite(predicted).all() and np.isfinite(true).all()
-    return pearson(_ranks(predicted), _ranks(true)) if finite else math.nan
-
-
-def _ranks(values: Numbers) -> NDArray[np.float64]:
-    """1 for the smallest; equal values share the mean of their ranks."""
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    shared: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[group]
-    return shared
+    return pearson(rankdata(predicted), rankdata(true)) if finite else math.nan
 
 
 @contextmanager
@@ -106,28 +101,6 @@ def evaluating(model: nn.Module, autocast: torch.dtype | None = None) -> Iterato
         model.train(was_training)
 
 
-class _Softmaxes:
-    def __init__(self, layers: int) -> None:
-        self._entropies: list[list[torch.Tensor]] = [[] for _ in range(layers)]
-        self._largest = [-math.inf] * layers
-
-    def add(self, layer: int, stats: SoftmaxStats) -> None:
-        """Note the rows of one call, [B, Hq, M] each, or [Hq, T] of packed sequences."""
-        of_heads = stats.entropy.detach().double().mean(dim=-1)
-        self._entropies[layer].append(of_heads.view(-1, of_heads.shape[-1]))
-        self._largest[layer] = max(self._largest[layer], stats.max_logit.max().item())
-
-    def found(self) -> list[LayerSoftmax]:
-        layers = []
-        for layer, (entropies, largest) in enumerate(
-            zip(self._entropies, self._largest, strict=True)
-        ):
-            of_heads = torch.cat(entropies).mean(dim=0)
-            mean, lowest = of_heads.mean().item(), of_heads.min().item()
-            layers.append(LayerSoftmax(layer, mean, lowest, largest))
-        return layers
-
-
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | None]:
     """Forward passes of this block are noted; what it gives says what was found.
@@ -139,11 +112,26 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[LayerSoftmax]] | Non
     if not layers or any(each.implementation != "tilewise" for each in layers):
         yield None
         return
-    softmaxes = _Softmaxes(len(layers))
+    entropies: list[list[torch.Tensor]] = [[] for _ in layers]
+    largest = [-math.inf] * len(layers)
+
+    def add(place: int, stats: SoftmaxStats) -> None:
+        """Note the rows of one call, [B, Hq, M] each, or [Hq, T] of packed sequences."""
+        of_heads = stats.entropy.detach().double().mean(dim=-1)
+        entropies[place].append(of_heads.view(-1, of_heads.shape[-1]))
+        largest[place] = max(largest[place], stats.max_logit.max().item())
+
+    def found() -> list[LayerSoftmax]:
+        means = [torch.cat(each).mean(dim=0) for each in entropies]
+        return [
+            LayerSoftmax(place, heads.mean().item(), heads.min().item(), largest[place])
+            for place, heads in enumerate(means)
+        ]
+
     for place, layer in enumerate(layers):
-        layer.on_statistics = partial(softmaxes.add, place)
+        layer.on_statistics = partial(add, place)
     try:
-        yield softmaxes.found
+        yield found
     finally:
         for layer in layers:
             layer.on_statistics = None

@@ -297,7 +297,7 @@ def dtype_of(precision: str) -> torch.dtype:
 def losses(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the objective and the plain cross-entropy, both means over tokens in nats.
+    """Return the objective and the plain cross-entropy without a graph, means over tokens in nats.
 
     With log-probabilities l and the partition sum Z of a token's logits, V tokens in all::
 
@@ -311,9 +311,6 @@ def losses(
         targets: [...]; -100 for a token that has none and does not count.
         label_smoothing: share of the target that goes to all tokens evenly, in [0, 1).
         z_loss: factor of log(Z)^2, which keeps logits from drifting.
-
-    Returns:
-        the objective, with its graph, and the cross-entropy without one.
 
     Sources: Szegedy et al. (2016), section 7; z-loss: Chowdhery et al., PaLM (2022), section 5.
     """

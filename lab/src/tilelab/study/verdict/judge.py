@@ -31,16 +31,7 @@ from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import Floors
-from tilelab.study.verdict.caveats import (
-    control_notes,
-    experiment_notes,
-    held_out_note,
-    kernel_flags,
-    kernel_uses,
-    pairing_note,
-    rounding,
-    with_floors,
-)
+from tilelab.study.verdict import caveats
 from tilelab.study.verdict.clocks import at_first_end, speed_of
 from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
 from tilelab.study.verdict.ladder import climb, rates
@@ -140,7 +131,11 @@ def _parts(
     if experiment.ladder is None:
         return [(experiment, frozenset())]
     tuned = rates(experiment, records) or {}
-    return [(each, _lost(tuned.get(name, {}))) for name, each in experiment.rungs.items()]
+    lost = {
+        rung: frozenset(arm for arm, value in values.items() if value is None)
+        for rung, values in tuned.items()
+    }
+    return [(each, lost.get(name, frozenset())) for name, each in experiment.rungs.items()]
 
 
 def stages_of(
@@ -165,16 +160,11 @@ def stages_of(
         return [stage(*each) for each in _parts(experiment, records)]
     found = [stage(experiment)]
     while True:
-        last, following_it = found[-1], following(found)
-        found[-1] = last._replace(verdict=replace(last.verdict, follows=following_it.words))
-        if following_it.experiment is None:
+        last, (after, words) = found[-1], following(found)
+        found[-1] = last._replace(verdict=replace(last.verdict, follows=words))
+        if after is None:
             return found
-        found.append(stage(following_it.experiment))
-
-
-def _lost(rates: Mapping[str, float | None]) -> frozenset[str]:
-    """Return the arms of a rung that have no value to run with."""
-    return frozenset(arm for arm, value in rates.items() if value is None)
+        found.append(stage(after))
 
 
 @dataclass(frozen=True)
@@ -190,7 +180,7 @@ class _Runs:
     @cached_property
     def measures(self) -> ArmMeasures:
         over = over_seeds(list(self.values.values()))
-        return replace(over, kernels=kernel_uses(self.finals.values()))
+        return replace(over, kernels=caveats.kernel_uses(self.finals.values()))
 
     @property
     def cost(self) -> Cost:
@@ -303,14 +293,16 @@ def _experiment(
         interactions=() if separate else interactions(per_seed, seeds, rules, broken, count),
         sweeps=sweeps,
         notes=(
-            *experiment_notes(experiment, finals, [each.measures for each in runs.values()]),
-            *control_notes(experiment, arms),
+            *caveats.experiment_notes(
+                experiment, finals, [each.measures for each in runs.values()]
+            ),
+            *caveats.control_notes(experiment, arms),
         ),
         effects=effects,
         sensitivity=_sensitivity(experiment, family, _tested(experiment, judged), effects),
         error=judged[0].error if judged else None,
     )
-    return with_floors(verdict, floors, _same_text(experiment, finals))
+    return caveats.with_floors(verdict, floors, _same_text(experiment, finals))
 
 
 def _sensitivity(
@@ -412,9 +404,9 @@ def _arm(
     target = target_result(experiment, runs.finals, baseline.finals)
     if withheld and target is not None:
         target = replace(target, **_NO_TARGET_TIMES)
-    notes = pairing_note(runs.finals, baseline.finals)
-    notes += held_out_note(experiment, arm)
-    agrees, drift = rounding(experiment, arm, finals)
+    notes = caveats.pairing_note(runs.finals, baseline.finals)
+    notes += caveats.held_out_note(experiment, arm)
+    agrees, drift = caveats.rounding(experiment, arm, finals)
     notes += (drift,) if drift else ()
     if compared.whole and constant(test.paired):
         notes += (SAME_WITH_EVERY_SEED,)
@@ -426,7 +418,7 @@ def _arm(
     return ArmVerdict(
         **vars(judged.verdict(arm.name)),
         kind=arm.kind,
-        kernel_flags=kernel_flags(
+        kernel_flags=caveats.kernel_flags(
             experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
         ),
         speed_withheld=withheld,

@@ -104,7 +104,6 @@ class Measure:
     table: Literal["quality", "stability", "speed", "attention", ""] = ""  # of the report
     column: str = ""
     show: Callable[[float], str] | None = None  # None: the digits of the experiment's metric
-    is_time: bool = False  # a time or a speed, which is withheld where the arm's speed is
     to: str = ""  # its column shows a range, from it to this other measure
 
 
@@ -153,7 +152,6 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "tokens/s",
             rate,
-            is_time=True,
         ),
         Measure(
             "tokens_per_cpu_s",
@@ -163,7 +161,6 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "tokens/CPU-s",
             rate,
-            is_time=True,
         ),
         Measure(
             "step_s",
@@ -173,7 +170,6 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "step",
             duration,
-            is_time=True,
         ),
         Measure(
             "step_low_s",
@@ -183,10 +179,9 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "first to ninth decile",
             duration,
-            is_time=True,
             to="step_high_s",
         ),
-        Measure("step_high_s", "its ninth decile", "s", lambda run: run.decile(9), is_time=True),
+        Measure("step_high_s", "its ninth decile", "s", lambda run: run.decile(9)),
         Measure(
             "mfu_full",
             "operations per token, c = 12, x `tokens_per_s` / peak",
@@ -195,7 +190,6 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "MFU, c = 12",
             percent,
-            is_time=True,
         ),
         Measure(
             "mfu_causal",
@@ -205,7 +199,6 @@ MEASURES: Mapping[str, Measure] = {
             "speed",
             "MFU, c = 6",
             percent,
-            is_time=True,
         ),
         Measure(
             "gradient_norm",
@@ -260,7 +253,8 @@ MEASURES: Mapping[str, Measure] = {
         ),
     )
 }
-TIMES = {name for name, each in MEASURES.items() if each.is_time}  # withheld with the speed
+# Times and speeds: withheld where the speed of an arm is.
+TIMES = {each.name for each in MEASURES.values() if each.table == "speed"} | {"step_high_s"}
 
 
 def learnt(record: RunRecord, steps: Iterable[Step]) -> int:
@@ -413,10 +407,8 @@ def _reaches(experiment: Experiment, target: float, finals: Finals) -> dict[int,
 
 
 def _budget(record: RunRecord) -> float:
-    """Return tokens at the end of a run; of one that diverged, those that it should have had.
-
-    Censoring a run where it diverged would make an unstable arm look as if it had only run less.
-    """
+    """Return tokens at the end of a run; of one that diverged, those that it should have had."""
+    # Censored where it diverged, an unstable arm would look as if it had only run less.
     if not record.diverged and record.evaluations:
         return float(record.evaluations[-1].tokens)
     budget, step = record.start.config["budget"], record.start.tokens_per_step

@@ -12,19 +12,15 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from tilelab.stats.values import Effect as Effect
-from tilelab.stats.values import ErrorUsed as ErrorUsed
+from tilelab.stats.values import ErrorUsed, Verdict
 from tilelab.stats.values import FactorEffect as FactorEffect
 from tilelab.stats.values import Interaction as Interaction
-from tilelab.stats.values import InteractionLabel as InteractionLabel
 from tilelab.stats.values import Interval as Interval
 from tilelab.stats.values import Label as Label
-from tilelab.stats.values import Look as Look
 from tilelab.stats.values import Ratio as Ratio
 from tilelab.stats.values import SeedResult as SeedResult
 from tilelab.stats.values import Status as Status
 from tilelab.stats.values import Summary as Summary
-from tilelab.stats.values import Verdict as Verdict
 from tilelab.study.ask.metrics import Floor
 from tilelab.study.records.events import Memory, finite
 

@@ -28,13 +28,6 @@ class Stage(NamedTuple):
     verdict: ExperimentVerdict
 
 
-class _Next(NamedTuple):
-    """The next stage, or None, and why, as a sentence."""
-
-    experiment: Experiment | None
-    words: str
-
-
 def over(verdict: ExperimentVerdict) -> bool:
     """Return whether every run of an experiment has ended."""
     seeds = [each for arm in verdict.arms for each in arm.per_seed]
@@ -43,23 +36,23 @@ def over(verdict: ExperimentVerdict) -> bool:
     )
 
 
-def following(stages: Sequence[Stage]) -> _Next:
-    """Return the experiment that the stages lead to, where they are over and there is one."""
+def following(stages: Sequence[Stage]) -> tuple[Experiment | None, str]:
+    """Return the experiment that the stages lead to, or None, and why, as a sentence."""
     first, last = stages[0].planned, stages[-1]
     if not over(last.verdict):
-        return _Next(None, "")
+        return None, ""
     said = ""
     if first.combine is not None and len(stages) == 1:
         factors, said = _survivors(first, last.verdict)
         if len(factors) > 1:
-            return _Next(combined(first, factors), said)
+            return combined(first, factors), said
     if first.confirm is None or last.planned.name == _name(first, "confirm"):
-        return _Next(None, said)
+        return None, said
     if last.verdict.baseline.diverged:
-        return _Next(None, f"{said} The baseline diverged: nothing is confirmed.".strip())
+        return None, f"{said} The baseline diverged: nothing is confirmed.".strip()
     winner, why = _winner(first, last, len(stages) == 1)
     said = f"{said} {why}".strip()
-    return _Next(None if winner is None else confirmed(first, last.verdict.sweeps, winner), said)
+    return None if winner is None else confirmed(first, last.verdict.sweeps, winner), said
 
 
 def combined(first: Experiment, factors: Sequence[str]) -> Experiment:
@@ -114,12 +107,9 @@ def stand_ins(first: Experiment) -> list[Experiment]:
 
 def follows(stage: Experiment, other: Experiment) -> bool:
     """Return whether a stage comes after another of the same experiment."""
-    return _rank(stage) > _rank(other)
-
-
-def _rank(stage: Experiment) -> int:
-    """0 for an experiment of the config, unless it is called like a stage."""
-    return {"combine": 1, "confirm": 2}.get(stage.name.rpartition(".")[2], 0)
+    order = {"combine": 1, "confirm": 2}  # 0 for an experiment of the config
+    places = [order.get(each.name.rpartition(".")[2], 0) for each in (stage, other)]
+    return places[0] > places[1]
 
 
 def _stage(first: Experiment, name: str, **fields: Any) -> Experiment:

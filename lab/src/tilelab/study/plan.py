@@ -51,18 +51,13 @@ def planned(study: Study, records: Mapping[str, RunRecord] | None = None) -> lis
 
 
 class _Runs(NamedTuple):
-    """The runs of an experiment: those that are known, and stand-ins for those that are not yet."""
-
     known: list[RunSpec]
-    expected: list[RunSpec]
+    expected: list[RunSpec]  # stand-ins for those that are not known yet
 
 
 def _runs(experiment: Experiment, records: Mapping[str, RunRecord], families: Families) -> _Runs:
-    """Return all runs of an experiment, as far as the records tell.
-
-    No arm counts before the last trial of all has ended. So all arms begin to count together, and a
-    study that is stopped has none without the rest.
-    """
+    # No arm counts before the last trial of all has ended. So all arms begin to count together, and
+    # a study that is stopped has none without the rest.
     if experiment.ladder is not None:
         return _ladder_runs(experiment, records)
     stages = [experiment]
@@ -108,14 +103,11 @@ _Tuned = Mapping[str, Mapping[str, float] | None] | None  # as ``run.finals`` ta
 
 
 def _tuned(experiment: Experiment, rates: Mapping[str, float | None] | None = None) -> _Tuned:
-    """Return what the arms are tuned to: their rates, or a sweep's first candidates without any.
-
-    The first trial of a search has the arm's own values.
-    """
+    """Return what the arms are tuned to: their rates, or a sweep's first candidates without any."""
     sweep = experiment.sweep
     if sweep is None:
         return None
-    if sweep.search is not None:
+    if sweep.search is not None:  # whose first trial has the arm's own values
         return {name: {} for name in experiment.arm_names}
     if rates is None:
         rates = {name: experiment.candidates(name)[0] for name in experiment.arm_names}
@@ -129,7 +121,6 @@ def _over(runs: _Runs, records: Mapping[str, RunRecord]) -> bool:
 def _stage_runs(
     experiment: Experiment, records: Mapping[str, RunRecord], families: Families
 ) -> _Runs:
-    """Return the runs of one experiment, without the stages that follow from it."""
     if experiment.sweep is None:
         return _finals(experiment, None, records, families)
     known = known_trials(experiment, records)
@@ -225,7 +216,6 @@ class Agenda:
                 )
 
     def _plan(self) -> None:
-        """All runs whose config is known, in order, and those that are expected after them."""
         self._known, self._expected = [], []
         for experiment in self.study.experiments:
             runs = _runs(experiment, self.records, self._families)

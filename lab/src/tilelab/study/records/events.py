@@ -44,10 +44,8 @@ def _sealed(line: str, before: bytes) -> bytes:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes, _DamagedLine | None]]:
-    """Yield number and text of every whole line, and what is wrong with it.
-
-    A last line that does not end is left out: it was in flight when the writer died.
-    """
+    """Yield number and text of every whole line, and what is wrong with it."""
+    # A last line that does not end was in flight when the writer died.
     *whole, _torn = path.read_bytes().split(b"\n")
     before, seals = b"", False
     for number, line in enumerate(whole, 1):
@@ -356,16 +354,10 @@ class RunRecord:
                 # One that a resumed run makes again takes the place of the first.
                 kept = [each for each in self.evaluations if each.step != event.step]
                 self.evaluations = [*kept, event]
-            case Memory():
-                self.memory = event
-            case Kernels():
-                self.kernels = event
             case Checkpoint():
                 self.checkpoint = event.step
-            case Sample():
-                self.sample = event
-            case End():
-                self.end = event
+            case Memory() | Kernels() | Sample() | End():  # the last one counts
+                setattr(self, event.event, event)
 
 
 def is_over(run: str, records: Mapping[str, RunRecord]) -> bool:

@@ -146,13 +146,9 @@ def held_out_note(experiment: Experiment, arm: Arm) -> tuple[str, ...]:
 
 
 def _scored(config: RunConfig) -> tuple[int | str, ...]:
-    """Return a key of the tokens that the final evaluation scores, and of what is before them.
-
-    Empty where it reads all of the text once, in windows of the model's own context. Such arms
-    score the same tokens, however long their contexts are.
-    """
+    """Return a key of the tokens that the final evaluation scores, and of what is before them."""
     stride, context = config.evaluation.final_stride, config.model.context
-    if stride:
+    if stride:  # windows of the whole context score the same tokens, however long they are
         return () if stride == context else ("stride", stride, context)
     return config.evaluation.windows, context, *_tokens(config)
 
@@ -232,10 +228,8 @@ def _gap(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> flo
 
 
 def _drift(arm: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> float | None:
-    """Return the largest relative difference of training loss, over first steps and all seeds.
-
-    None before all runs are over: fewer steps would be a smaller difference.
-    """
+    """Return the largest relative difference of training loss, over first steps and all seeds."""
+    # Before all runs are over, fewer steps would be a smaller difference.
     if not all(record.done for runs in (arm, baseline) for record in runs.values()):
         return None
     found = []
@@ -271,11 +265,8 @@ def _texts(experiment: Experiment, finals: Finals) -> list[str]:
     texts: dict[str, set[Any]] = {}
     for arm, runs in finals.items():
         key = experiment.config_of(arm).data.model_dump_json()
-        for record in runs.values():
-            if record.starts:
-                texts.setdefault(key, set()).update(
-                    each.corpus.get("sha256") for each in record.starts
-                )
+        for start in (each for record in runs.values() for each in record.starts):
+            texts.setdefault(key, set()).add(start.corpus.get("sha256"))
     if all(len(found) <= 1 for found in texts.values()):
         return []
     return ["The text was not the same in all runs (its hash differs): losses do not compare."]

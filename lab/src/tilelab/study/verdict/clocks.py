@@ -50,7 +50,6 @@ from tilelab.study.verdict.measures import final_metric, learnt, metric_of
 from tilelab.study.verdict.result import ArmMeasures, Clock, EqualTime, Ratio, Speed
 from tilelab.study.verdict.text import duration, effect_text, interval_text
 
-_CLOCKS: tuple[Clock, ...] = ("cpu", "wall")
 _APART = 1.05  # of two times that differ
 _TIMES: dict[Clock, str] = {"cpu": "processor time", "wall": "wall time"}
 
@@ -124,8 +123,6 @@ def _read(curve: Sequence[_End], time_s: float) -> float:
 
 
 class _End(NamedTuple):
-    """The end of a run."""
-
     time_s: float  # in optimizer steps, those of a trunk that it shares too
     metric: float
     x: float = 0.0  # where a ladder's curve has it
@@ -149,7 +146,7 @@ def equal_time(
     experiment: Experiment, arm: str, records: Mapping[str, RunRecord]
 ) -> tuple[EqualTime, ...]:
     """Return an arm's effects at the baseline's times, where every seed has one; by CPU first."""
-    ladders = (_Ladder(experiment, records, clock) for clock in _CLOCKS)
+    ladders = (_Ladder(experiment, records, clock) for clock in _TIMES)
     return tuple(each for ladder in ladders for each in ladder.effects(arm))
 
 

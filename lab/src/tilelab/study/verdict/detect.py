@@ -112,8 +112,6 @@ _MOST_SEEDS = 1000
 
 
 class _Design(NamedTuple):
-    """What decides how much an experiment can detect."""
-
     seeds: int
     comparisons: int
     alpha: float

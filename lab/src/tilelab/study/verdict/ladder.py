@@ -99,10 +99,7 @@ def optimum(sweep: SweepResult, metric: str) -> float | None:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float | None], at: int | None) -> float | None:
-    """Return the value at a size on the line through the optima; at None their geometric mean.
-
-    Three digits: more would say nothing, and they name the value in reports.
-    """
+    """Return the value at a size on the line through the optima; at None their geometric mean."""
     logs = [math.log(each) for each in values if each is not None]
     if len(logs) < len(values):
         return None
@@ -110,7 +107,7 @@ def _on_line(sizes: Sequence[int], values: Sequence[float | None], at: int | Non
     if at is not None and len(logs) > 1:
         x = [math.log(each) for each in sizes]
         found = logs[0] + (logs[1] - logs[0]) * (math.log(at) - x[0]) / (x[1] - x[0])
-    return float(f"{math.exp(found):.3g}")
+    return float(f"{math.exp(found):.3g}")  # more digits would say nothing, and name the value
 
 
 def climb(
@@ -181,10 +178,7 @@ def _axis(experiment: Experiment) -> Literal["text", "tokens", "parameters"]:
 
 
 def _place(experiment: Experiment, rung: str, records: Records) -> float | None:
-    """Return where a rung is on the axis, by its baseline's first record; None before it is there.
-
-    Bytes of text are the tokens that were learnt from, times the text's bytes a token.
-    """
+    """Return where a rung is on the axis, by its baseline's first record; None before that."""
     there = (records.get(name) for name in _baseline_runs(experiment.rungs[rung]))
     record = next((each for each in there if each is not None and each.done), None)
     if record is None:

@@ -33,18 +33,9 @@ from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
+from tilelab.study.report import lines
 from tilelab.study.report.costs import memory_chart, pareto_chart, target_charts
 from tilelab.study.report.ladders import ladder_of
-from tilelab.study.report.lines import (
-    Abscissa,
-    attention_charts,
-    curve,
-    difference,
-    difference_chart,
-    enough,
-    layers_of,
-    loss_chart,
-)
 from tilelab.study.report.page import Chart, Table, html, markdown
 from tilelab.study.report.tables import (
     attention_table,
@@ -110,26 +101,28 @@ def _figures(stage: Stage, evidence: Evidence, slug: str) -> tuple[list[Chart], 
     runs = {arm: evidence.finals(planned, arm) for arm in places}
     first, *others = places
     withheld = [arm.arm for arm in verdict.arms if arm.speed_withheld]
-    by_tokens = [curve(arm, places[arm], runs[arm], metric, "tokens") for arm in places]
+    by_tokens = [lines.curve(arm, places[arm], runs[arm], metric, "tokens") for arm in places]
     timed = [arm for arm in places if arm not in withheld]
-    clock: Abscissa = "processor" if verdict.slowed else "time"
-    by_time = [curve(arm, places[arm], runs[arm], metric, clock) for arm in timed]
-    gaps = [difference(arm, places[arm], runs[arm], runs[first], metric) for arm in others]
-    layers = [found for arm in places if (found := layers_of(arm, places[arm], runs[arm]))]
-    time = loss_chart(enough(by_time), clock, metric, f"{slug}-time")
+    clock: lines.Abscissa = "processor" if verdict.slowed else "time"
+    by_time = [lines.curve(arm, places[arm], runs[arm], metric, clock) for arm in timed]
+    gaps = [lines.difference(arm, places[arm], runs[arm], runs[first], metric) for arm in others]
+    layers = [found for arm in places if (found := lines.layers_of(arm, places[arm], runs[arm]))]
+    time = lines.loss_chart(lines.enough(by_time), clock, metric, f"{slug}-time")
     if time is not None and withheld:
         time = time._replace(caption=f"{time.caption} Withheld: {words.listing(withheld)}.")
     decides = next((each for each in verdict.floors if each.decides), None)
     charts = (
-        loss_chart(enough(by_tokens), "tokens", metric, f"{slug}-tokens", decides),
-        difference_chart(enough(gaps), verdict.smallest_effect, metric, base, f"{slug}-difference"),
+        lines.loss_chart(lines.enough(by_tokens), "tokens", metric, f"{slug}-tokens", decides),
+        lines.difference_chart(
+            lines.enough(gaps), verdict.smallest_effect, metric, base, f"{slug}-difference"
+        ),
         time,
         effects_chart(verdict.effects, metric, f"{slug}-effects"),
         memory_chart(verdict, f"{slug}-memory"),
         *target_charts(verdict, slug),
         pareto_chart(verdict, f"{slug}-pareto"),
         sweep_chart(verdict.sweeps, METRICS[metric].unit, f"{slug}-sweep"),
-        *attention_charts(layers, slug),
+        *lines.attention_charts(layers, slug),
     )
     with_layers = {each.arm for each in layers}
     measures = {each.name: each.measures for each in verdict.all_arms}
@@ -159,8 +152,7 @@ def _page(evidence: Evidence) -> dict[str, Any]:
             for number, stage in enumerate(evidence.stages, 1)
         )
         every = stored.study.experiments
-        last = {each.name: [each, *each.rungs.values()][-1] for each in every}
-        smallest = {name: each.smallest_effect for name, each in last.items()}
+        smallest = {each.name: [each, *each.rungs.values()][-1].smallest_effect for each in every}
         ladders = tuple(
             ladder_of(each, smallest[each.experiment], f"l{number}")
             for number, each in enumerate(evidence.verdict.ladders, 1)
@@ -202,16 +194,13 @@ def _missing(agenda: Agenda, evidence: Evidence) -> tuple[str, ...]:
     finals = [run for run in agenda.runs if run.phase == "final"]
     known = [run for run in finals if (run.experiment, run.arm) in ranks]
     for run in sorted(known, key=lambda run: ranks[run.experiment, run.arm]):
-        record = evidence.records.get(run.name)
-        if record is not None and record.done:
+        record = evidence.records.get(run.name, RunRecord())
+        if record.done or run.name in evidence.damaged:
             continue
-        if run.name in evidence.damaged:
-            continue
-        if record is not None and record.missing:
-            said.append(f"{run.name}: {record.missing}, and it will be trained again")
-            continue
-        steps = 0 if record is None or not record.steps else record.steps[-1].step
+        steps = record.steps[-1].step if record.steps else 0
         come = f"{steps:,} steps done" if steps else "not begun"
+        if record.missing:
+            come = f"{record.missing}, and it will be trained again"
         said.append(f"{run.name}: {come}")
     if len(said) > _MOST_NAMED:
         more = len(said) - _MOST_NAMED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -116,16 +116,14 @@ def _short(amount: float) -> str:
 
 def _taken_chart(
     kind: str,
+    # Of each arm its name, its place, what each seed took (None for a miss), and their median.
     every: Sequence[tuple[str, int, Sequence[float | None], float | None]],
     target: str,
     what: str,
     show: Callable[[float], str],
     name: str,
 ) -> Chart | None:
-    """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot.
-
-    An arm has its name, its place, what each seed took (None for a miss), and their median.
-    """
+    """Draw a dot per seed, the median as a bar, and misses at the edge; None without a dot."""
     arms = [each for each in every if each[2]]
     numbers = [number for _, _, taken, _ in arms for number in taken if number is not None]
     if not numbers:
@@ -340,13 +338,7 @@ def front(points: Sequence[Point], smallest: float = 0.0) -> list[Point]:
 
 def _to_weigh(experiment: ExperimentVerdict) -> list[Point]:
     """Return the points of an experiment; none where no arm is better than another by an effect."""
-    points = list(_points(experiment))
-    ranks = [each.rank for each in points]
-    apart = len(points) > 1 and max(ranks) - min(ranks) >= experiment.smallest_effect
-    return points if apart else []
-
-
-def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
+    points = []
     base, others = experiment.baseline, experiment.arms
     arms: list[Baseline | ArmVerdict] = [base, *(arm for arm in others if not arm.diverged)]
     for at, arm in enumerate(arms):
@@ -355,7 +347,10 @@ def _points(experiment: ExperimentVerdict) -> Iterator[Point]:
         if metric is None or cost.cpu_s is None or cost.sweep_cpu_s is None or not runs:
             continue  # withheld, or nothing has come yet
         spent = (cost.cpu_s - cost.sweep_cpu_s) / runs
-        yield Point(arm.name, at, spent, metric, rank(experiment.metric, metric))
+        points.append(Point(arm.name, at, spent, metric, rank(experiment.metric, metric)))
+    ranks = [each.rank for each in points]
+    apart = len(points) > 1 and max(ranks) - min(ranks) >= experiment.smallest_effect
+    return points if apart else []
 
 
 def pareto_table(experiment: ExperimentVerdict) -> Table | None:

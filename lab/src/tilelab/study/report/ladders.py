@@ -71,11 +71,6 @@ def ends(found: LadderVerdict, rungs: Sequence[ExperimentVerdict], digits: int) 
     The arm that leads has the best mean; the baseline leads where no arm's is better. A sign
     changes where an arm is better at one rung and worse at another, by its verdicts. Empty while
     runs of a rung are missing.
-
-    Args:
-        found: the ladder.
-        rungs: the verdicts on its rungs, the smallest first.
-        digits: decimals of an effect.
     """
     if any(arm.label == "incomplete" for rung in rungs for arm in rung.arms):
         return ""
@@ -84,12 +79,8 @@ def ends(found: LadderVerdict, rungs: Sequence[ExperimentVerdict], digits: int) 
         for rung, at in zip(found.rungs, found.places, strict=True)
     ]
     first, last = (_leader(rungs[at], digits) for at in (0, -1))
-    if first[0] == last[0]:
-        said = f"{first[0]} leads at {places[0]} ({first[1]}) and at {places[-1]} ({last[1]})"
-    else:
-        said = (
-            f"{first[0]} leads at {places[0]} ({first[1]}), {last[0]} at {places[-1]} ({last[1]})"
-        )
+    other = " and" if first[0] == last[0] else f", {last[0]}"
+    said = f"{first[0]} leads at {places[0]} ({first[1]}){other} at {places[-1]} ({last[1]})"
     turned = _turned(rungs, places)
     rest = words.listing(turned) if turned else "no arm's effect is shown to change its sign"
     return f"By {_AXES[found.axis]}, {said}; {rest}."

@@ -57,17 +57,14 @@ def _finite(record: RunRecord, metric: str) -> dict[int, Evaluation]:
 
 
 def _furthest(records: Records, metric: str) -> list[int]:
-    """Return the seeds of the runs that have come furthest, and of those that diverged on the way.
-
-    In a study that is not finished, the others would cut the lines off where they are.
-    """
+    """Return the seeds of the runs that came furthest, and of those that diverged on the way."""
+    # In a study that is not finished, the others would cut the lines off where they are.
     last = {seed: max(found) for seed, run in records.items() if (found := _finite(run, metric))}
     furthest = max(last.values(), default=0)
     return [seed for seed, step in last.items() if step == furthest or records[seed].diverged]
 
 
 def _common(found: Sequence[Mapping[int, Evaluation]]) -> list[int]:
-    """Return the steps that all of these runs have come to."""
     return sorted(set.intersection(*(set(each) for each in found))) if found else []
 
 
@@ -152,13 +149,6 @@ _AXES = {
     "time": "seconds of training",
     "processor": "processor seconds of training",
 }
-_TITLES = {
-    "tokens": "{} by tokens",
-    "time": "{} by time",
-    "processor": "{} by processor time",
-}
-
-
 _FEWEST_POINTS = 4  # of the longest line: fewer are read from the table
 
 
@@ -207,7 +197,8 @@ def loss_chart(
     figure, axes = _curves(drawn, f"{unit}, held-out data", _AXES[along], (low, high))
     if level is not None:
         axes.axhline(level, color=SOFT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-    return Chart(_TITLES[along].format(what), finish(figure, name, summary), caption)
+    title = f"{what} by {'processor time' if along == 'processor' else along}"
+    return Chart(title, finish(figure, name, summary), caption)
 
 
 def difference_chart(
@@ -271,14 +262,12 @@ def amounts_below(axes: Axes, ticks: int) -> None:
 
 
 def _limits(drawn: Sequence[Series], rises: bool) -> tuple[float, float, bool]:
-    """Return both ends of the frame, and whether it leaves out the steep beginning.
-
-    It does where the slowest arm comes much closer to the best in a tenth of the run.
-    """
+    """Return both ends of the frame, and whether it leaves out the steep beginning."""
     # Upside down, what is said of falling lines holds for rising ones.
     sign = -1.0 if rises else 1.0
     behind = [[sign * at for at in (each.low if rises else each.high)] for each in drawn]
     best = min(sign * at for each in drawn for at in (each.high if rises else each.low))
+    # It does where the slowest arm comes much closer to the best in a tenth of the run.
     early = max(line[max(1, round(len(line) * 0.12))] for line in behind)
     whole, edge = max(map(max, behind)), early + 0.12 * (early - best)
     end = min(whole, edge)
@@ -383,7 +372,6 @@ def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLaye
 
 
 def _finite_layers(record: RunRecord) -> dict[int, Evaluation]:
-    """Step -> an evaluation whose statistics are all there."""
     return {
         each.step: each
         for each in record.evaluations

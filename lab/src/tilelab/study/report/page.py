@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tilelab.common.svg import style_sheet
@@ -103,9 +103,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 
 def html(page: Mapping[str, Any]) -> str:
     """Return the page; every text that comes from outside is escaped by the template engine."""
-    environment = _environment(escaped=True)
-    style = style_sheet()
-    return environment.get_template("report.html").render(page=page, style=Markup(style))
+    template = _environment(escaped=True).get_template("report.html")
+    return template.render(page=page, style=Markup(style_sheet()))
 
 
 def markdown(page: Mapping[str, Any]) -> str:
@@ -138,19 +137,15 @@ def fenced(text: object) -> str:
 
 
 def _environment(*, escaped: bool) -> Environment:
-    # StrictUndefined: a name that a template gets wrong is an error, not a hole in the page.
-    undefined: type[Undefined] = StrictUndefined
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "templates"),
         autoescape=escaped,
-        undefined=undefined,
+        undefined=StrictUndefined,  # a wrong name is an error, not a hole in the page
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_shown if escaped else None,
     )
-    environment.filters["md"] = markdown_text
-    environment.filters["fenced"] = fenced
-    environment.filters["breakable"] = breakable
+    environment.filters |= {"md": markdown_text, "fenced": fenced, "breakable": breakable}
     return environment
 
 

@@ -241,14 +241,14 @@ def _target(experiment: ExperimentVerdict) -> Table | None:
 
     def shown(name: str, show: _Show, ratio: str = "") -> Callable[[_Arm], Cell]:
         def cell(arm: _Arm) -> Cell:
-            value = None if arm.target is None else getattr(arm.target, f"median_{name}")
-            if value is not None:
-                found = getattr(arm.target, ratio) if ratio else None
-                return Cell(show(value), "" if found is None else words.ratio(found.value))
             if arm.target is None or not arm.target.tokens:
                 return NONE
-            half = arm.target.reached * 2 > len(arm.target.tokens)
-            return NONE if half else Cell("not reached", tone="soft")
+            value = getattr(arm.target, f"median_{name}")
+            if value is None:
+                half = arm.target.reached * 2 > len(arm.target.tokens)
+                return NONE if half else Cell("not reached", tone="soft")
+            found = getattr(arm.target, ratio) if ratio else None
+            return Cell(show(value), "" if found is None else words.ratio(found.value))
 
         return cell
 
@@ -282,9 +282,9 @@ def _kernels(experiment: ExperimentVerdict) -> Table:
     rows = []
     for arm in experiment.all_arms:
         for use in arm.measures.kernels:
-            layers = ", ".join(str(layer) for layer in use.layers)
-            cells = (Cell(use.kernel), Cell(layers), Cell(words.integer(use.calls)))
-            rows.append((Cell(arm.name), *cells))
+            layers = ", ".join(map(str, use.layers))
+            texts = (arm.name, use.kernel, layers, words.integer(use.calls))
+            rows.append(tuple(map(Cell, texts)))
     return Table(
         "Attention kernels that ran",
         ("arm", "kernel", "layers", "forward passes"),
@@ -433,19 +433,16 @@ def config_table(
     """Return every setting of the baseline, and where an arm differs."""
     base = dict(flat(baseline))
     others = {name: dict(flat(values)) for name, values in arms.items()}
-    paths = [*base]
-    for values in others.values():
-        paths += [path for path in values if path not in paths]
+    paths = dict.fromkeys((*base, *(path for values in others.values() for path in values)))
     rows = []
-    for path in sorted(paths, key=lambda path: (path.partition(".")[0], paths.index(path))):
+    for path in sorted(paths, key=lambda path: path.partition(".")[0]):
         mine = _shown(base, path)
         changed = [
             f"{name}: {_shown(values, path)}"
             for name, values in others.items()
             if _shown(values, path) != mine
         ]
-        cell = Cell("; ".join(changed), tone="changed")
-        rows.append((Cell(path), Cell(mine), cell))
+        rows.append((Cell(path), Cell(mine), Cell("; ".join(changed), tone="changed")))
     head = ("setting", baseline_name, "changed in")
     return Table("Every setting", head, tuple(rows), text=True)
 

@@ -69,18 +69,14 @@ def forest_of(experiment: ExperimentVerdict) -> Forest | None:
     low, high = _domain(experiment)
     round_ones = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)
     digits = max(words.digits_for(round_ones[1] - round_ones[0]) - 2, 0)
-    ticks = [
+    ticks = tuple(
         (_percent(at, low, high), words.signed(at, digits))
         for at in map(float, round_ones)
         if low <= at <= high
-    ]
-    smallest = experiment.smallest_effect
-    return Forest(
-        _percent(0, low, high),
-        _percent(-smallest, low, high),
-        _percent(smallest, low, high),
-        tuple(ticks),
     )
+    smallest = experiment.smallest_effect
+    zero, lower, upper = (_percent(at, low, high) for at in (0, -smallest, smallest))
+    return Forest(zero, lower, upper, ticks)
 
 
 def _reach(arm: ArmVerdict) -> tuple[float, float] | None:
@@ -106,21 +102,18 @@ def _percent(value: float, low: float, high: float) -> float:
 
 
 def _band(arm: ArmVerdict, experiment: ExperimentVerdict) -> Band | None:
-    if arm.effect is None:
+    reach = _reach(arm)
+    if arm.effect is None or reach is None:
         return None
     low, high = _domain(experiment)
     seeds = [each.difference for each in arm.per_seed if each.difference is not None]
-    inside = tuple(_percent(each, low, high) for each in seeds if low <= each <= high)
-    point = _percent(arm.effect, low, high)
-    if arm.interval is None:
-        return Band(point, None, None, arm.effect < low, arm.effect > high, inside)
     return Band(
-        point,
-        _percent(arm.interval.low, low, high),
-        _percent(arm.interval.high, low, high),
-        arm.interval.low < low,
-        arm.interval.high > high,
-        inside,
+        point=_percent(arm.effect, low, high),
+        low=None if arm.interval is None else _percent(reach[0], low, high),
+        high=None if arm.interval is None else _percent(reach[1], low, high),
+        cut_low=reach[0] < low,
+        cut_high=reach[1] > high,
+        seeds=tuple(_percent(each, low, high) for each in seeds if low <= each <= high),
     )
 
 
@@ -284,14 +277,20 @@ def _cost(cost: Cost) -> Cell:
     return Cell(words.duration(cost.cpu_s), note)
 
 
+_OPEN: dict[Label, str] = {
+    "undecided": "{} undecided",
+    "diverged": "diverged",
+    "incomplete": "{} not finished",
+}
+
+
 def meaning(experiment: ExperimentVerdict) -> str:
     """Say what the verdicts mean, in one line."""
     groups: dict[Label, list[ArmVerdict]] = {}
     controls = [arm for arm in experiment.arms if arm.kind == "control"]
     for arm in experiment.arms:
-        if arm in controls:
-            continue
-        groups.setdefault(arm.label, []).append(arm)
+        if arm.kind != "control":
+            groups.setdefault(arm.label, []).append(arm)
     same = groups.get("no difference", [])
     wins = [arm for arm in same if _wins(arm)]
     said = _gains(wins, experiment.baseline.name)
@@ -302,13 +301,9 @@ def meaning(experiment: ExperimentVerdict) -> str:
     if rest:
         said.append(f"{_arms(rest)} changed nothing that matters")
         said += _unclear(rest)
-    if "undecided" in groups:
-        said.append(f"{_arms(groups['undecided'])} {_are(groups['undecided'])} undecided")
-    if "diverged" in groups:
-        said.append(f"{_arms(groups['diverged'])} diverged")
-    if "incomplete" in groups:
-        unfinished = groups["incomplete"]
-        said.append(f"{_arms(unfinished)} {_are(unfinished)} not finished")
+    for label, what in _OPEN.items():
+        if found := groups.get(label, []):
+            said.append(f"{_arms(found)} {what.format('is' if len(found) == 1 else 'are')}")
     neither = [arm for arm in experiment.arms if arm.neither_learnt]
     if neither:
         have = "has" if len(neither) == 1 else "have"
@@ -325,10 +320,6 @@ def meaning(experiment: ExperimentVerdict) -> str:
 
 def _arms(arms: Sequence[ArmVerdict]) -> str:
     return words.listing([arm.arm for arm in arms])
-
-
-def _are(arms: Sequence[ArmVerdict]) -> str:
-    return "is" if len(arms) == 1 else "are"
 
 
 def _gains(arms: Sequence[ArmVerdict], baseline: str) -> list[str]:
@@ -362,9 +353,9 @@ def effect_words(arm: ArmVerdict, experiment: ExperimentVerdict) -> str:
     base = experiment.baseline.measures.mean(experiment.metric)
     if experiment.metric != "bits_per_byte" or not base:
         return said
-    fewer = "fewer" if arm.label == "better" else "more"
-    likelier = "more" if arm.label == "better" else "less"
-    times = 2**effect - 1 if arm.label == "better" else 1 - 2**-effect
+    fewer, likelier, times = "more", "less", 1 - 2**-effect
+    if arm.label == "better":
+        fewer, likelier, times = "fewer", "more", 2**effect - 1
     return (
         f"{said} ({_two_digits(effect / base)} {fewer} bits, each byte of text "
         f"{_two_digits(times)} {likelier} probable)"

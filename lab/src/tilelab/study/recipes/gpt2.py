@@ -79,21 +79,8 @@ def wikitext(*, preset: Literal["cpu", "h200"] = "cpu", seeds: int = 3) -> Study
 
 
 def _gpt2_small(seeds: tuple[int, ...]) -> Experiment:
-    return Experiment(
-        name="wikitext-103",
-        question="On WikiText-103, what do a schedule, an optimizer and dropout bring?",
-        baseline=_h200(),
-        baseline_name="adamw+linear",
-        arms=one_at_a_time(FACTORS),
-        seeds=seeds,
-        smallest_effect=0.01,
-        metric="bits_per_byte",
-    )
-
-
-def _h200() -> RunConfig:
-    """512 sequences a step, as GPT-2 was trained in the FlashAttention paper's section 4.1."""
-    return RunConfig(
+    # 512 sequences a step, as GPT-2 was trained in the FlashAttention paper's section 4.1.
+    config = RunConfig(
         model=Model(layers=12, heads=12, width=768, context=1024),
         data=Data(source="wikitext-103", tokenizer="gpt2", size_cap_bytes=1024**3),
         # On GPUs the study runs torch's fused attention.
@@ -103,6 +90,15 @@ def _h200() -> RunConfig:
         training=Training(batch=32, accumulation=16, precision="bf16"),
         budget=Budget(tokens=5 * 117_920_140),
         evaluation=Evaluation(every=100, windows=64, final_stride=32),
+    )
+    return Experiment(
+        name="wikitext-103",
+        question="On WikiText-103, what do a schedule, an optimizer and dropout bring?",
+        baseline=config,
+        baseline_name="adamw+linear",
+        arms=one_at_a_time(FACTORS),
+        seeds=seeds,
+        smallest_effect=0.01,
     )
 
 
@@ -154,7 +150,6 @@ def _at(context: int, steps: int) -> RunConfig:
         evaluations=3,
         windows=EVALUATED_TOKENS // context,
         model__context=context,
-        data={"source": "stdlib"},
         attention__implementation="tilewise",
         training__batch=TOKENS_PER_STEP // context,
     )
@@ -250,7 +245,6 @@ def gpt2_factorial(*, steps: int = 120, seeds: int = 3, fresh_seeds: int = 6) ->
         model__layers=2,
         data={
             "source": "wikitext-103",
-            "tokenizer": "bytes",
             "size_cap_bytes": SLICE_BYTES,
             "tuning": SLICE_TUNING,
         },
@@ -278,7 +272,6 @@ def combinations(
         arms=factorial(factors),
         seeds=seeds,
         smallest_effect=smallest_effect,
-        metric="bits_per_byte",
         sweep=Sweep(multiples=(0.5, 1, 2, 4), halving=Halving(eta=2, rungs=2)),
         design=Design(factors=tuple(factors)),
         confirm=Confirm(seeds=fresh),
@@ -327,7 +320,6 @@ def screening(*, steps: int = 160, seeds: int = 5, fresh_seeds: int = 6) -> Stud
         arms=one_at_a_time(SCREENED),
         seeds=tuple(range(seeds)),
         smallest_effect=SMALLEST_BITS_PER_BYTE,
-        metric="bits_per_byte",
         sweep=Sweep(multiples=(0.5, 1, 2, 4), halving=Halving(eta=2, rungs=2, longest=0.5)),
         sequential=Sequential(looks=tuple(sorted({min(FIRST_LOOK, seeds), seeds}))),
         combine=Combine(seeds=(50, 51, 52), most=4, runs=8),

@@ -188,7 +188,6 @@ def _beside(config: RunConfig) -> float:
 
 
 def _room(chip: str) -> int:
-    """Return the bytes of memory of a chip."""
     room = CHIPS[chip].memory_bytes
     assert room is not None
     return room
@@ -318,10 +317,7 @@ def _choices(config: RunConfig, seeds: int) -> Iterator[Experiment]:
 
 
 def _in_parts(config: RunConfig, tokens: int, arms: Any) -> RunConfig:
-    """Return a config whose steps have so many tokens, in the largest micro-batches with room.
-
-    Every arm has the same ones, so the largest arm decides. Sizes are powers of two.
-    """
+    """Return a config with steps of so many tokens, in the largest batches with room in any arm."""
     sequences = tokens // config.model.context
     batch = 1 << (sequences.bit_length() - 1)
     while batch > 1 and _most(config, batch, list(arms)) > ROOM * _room("h100"):

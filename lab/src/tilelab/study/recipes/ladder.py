@@ -154,6 +154,7 @@ def by_length(source: str, longest: float, seeds: tuple[int, ...]) -> Experiment
     """Return the ladder over the text read, up to ``longest`` MB."""
     if longest not in RUNGS_MB[2:]:
         raise InvalidArgument("longest", f"{longest:g}", "one of 3, 10, 30")
+    rungs = {f"{each:g}MB": _budget(source, each) for each in RUNGS_MB if each <= longest}
     return Experiment(
         name="length",
         question=QUESTION,
@@ -165,13 +166,11 @@ def by_length(source: str, longest: float, seeds: tuple[int, ...]) -> Experiment
         sweep=SWEEP,
         error="pooled",
         ladder=Ladder(
-            rungs={f"{each:g}MB": _budget(source, each) for each in RUNGS_MB if each <= longest},
+            rungs=rungs,
             tuned=tuple(f"{each:g}MB" for each in TUNED_MB if each <= longest),
             shared=tuple(name for name in ARMS if name.endswith("wsd")),
             last=dict.fromkeys(REREAD, "adamw+linear"),
-            **_detected(
-                SEEN.get(source, {}), [f"{each:g}MB" for each in RUNGS_MB if each <= longest]
-            ),
+            **_detected(SEEN.get(source, {}), rungs),
         ),
     )
 

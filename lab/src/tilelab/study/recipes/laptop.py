@@ -7,12 +7,18 @@ the learning rates, those of the ladder at 1 MB; ``laptop-full`` sweeps those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, Study, Sweep, change
 from tilelab.study.recipes import ladder, recipe
-from tilelab.study.recipes.arms import SCORED, compare_kernels, factorial, one_at_a_time, small_gpt2
+from tilelab.study.recipes.arms import (
+    SCORED,
+    Factors,
+    compare_kernels,
+    factorial,
+    one_at_a_time,
+    small_gpt2,
+)
 from tilewise.inspect.peaks import isa, loop
 
 QUESTION = "Which training choices, on top of efficient attention, are worth having?"
@@ -34,7 +40,11 @@ MUON_RATES = (0.003, 0.006, 0.012, 0.024)
 LION = {"optimizer": {"name": "lion", "lr": 0.0005, "weight_decay": 0.3}}
 WSD = {"schedule": {"name": "wsd", "warmup": 0.1, "decay": 0.2}}
 MUON = {"optimizer": {"name": "muon", "lr": 0.003}}
-COSINE = {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.1}}
+SCHEDULES: Factors = {
+    "wsd": WSD,
+    "cosine": {"schedule": {"name": "cosine", "warmup": 0.1, "floor": 0.1}},
+    "constant": {"schedule": {"name": "constant"}},
+}
 REGULARISATION: dict[str, dict[str, Any]] = {
     "dropout-residual": {"model.dropout.residual": 0.1},
     "dropout-attention": {"model.dropout.attention": 0.1},
@@ -66,10 +76,7 @@ def kernels(
     experiments = [kernels_experiment(context, steps, numbers, text, control=True)]
     if long_context:
         # The report tells what plain attention would need.
-        few = {
-            "evaluation.every": 3,
-            "evaluation.windows": 1,
-        }
+        few = {"evaluation.every": 3, "evaluation.windows": 1}
         question = (
             f"At context {long_context}, what does a step take that plain attention cannot make?"
         )
@@ -175,22 +182,16 @@ def laptop_full(*, steps: int = 150, seeds: int = 5) -> Study:
         steps,
         numbers,
         baseline_name="adamw",
-        sweep=_rates({"adamw": ADAMW_RATES, "lion": LION_RATES, "muon": MUON_RATES}),
+        sweep=Sweep(values={"adamw": ADAMW_RATES, "lion": LION_RATES, "muon": MUON_RATES}),
     )
-    constant = {"schedule": {"name": "constant"}}
-    schedules: Mapping[str, Mapping[str, Any]] = {
-        "wsd": WSD,
-        "cosine": COSINE,
-        "constant": constant,
-    }
     swept = _choices(
         "schedules",
         "Which schedule, each at the best of four learning rates?",
-        one_at_a_time(schedules),
+        one_at_a_time(SCHEDULES),
         steps,
         numbers,
         baseline_name="linear",
-        sweep=_rates(dict.fromkeys(("linear", *schedules), ADAMW_RATES)),
+        sweep=Sweep(values=dict.fromkeys(("linear", *SCHEDULES), ADAMW_RATES)),
     )
     # Rates are those of the baseline: what is asked is whether to add a factor to it.
     regularisation = _choices(
@@ -223,7 +224,3 @@ def _choices(
     return Experiment(
         name=name, question=question, baseline=baseline, arms=arms, seeds=seeds, **fields
     )
-
-
-def _rates(values: dict[str, tuple[float, ...]]) -> Sweep:
-    return Sweep(path="optimizer.lr", values=values)

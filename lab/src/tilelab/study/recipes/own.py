@@ -75,12 +75,14 @@ def own_study(
     }
     made = factorial(paths) if together else one_at_a_time(paths)
     given = range(seeds) if isinstance(seeds, int) else seeds
+    asked = f"Which of {', '.join(arms)} is worth having?"
+    asked = asked if arms else "What does the baseline reach?"
     task = _task(train, metric, higher_is_better, lines, files)
     try:
         config = RunConfig(task=Task(**task), choice=dict(baseline), budget=Budget(steps=steps))
         experiment = Experiment(
             name=name,
-            question=question or _question(arms),
+            question=question or asked,
             baseline=config,
             arms=made,
             seeds=tuple(given),
@@ -91,12 +93,6 @@ def own_study(
         return Study(name=name, question=experiment.question, experiments=(experiment,))
     except ValidationError as error:
         raise as_invalid_argument(error) from None
-
-
-def _question(arms: Mapping[str, Choices]) -> str:
-    if not arms:
-        return "What does the baseline reach?"
-    return f"Which of {', '.join(arms)} is worth having?"
 
 
 def _sweep(tune: Mapping[str, Sequence[float]] | None, baseline: Choices) -> Sweep | None:

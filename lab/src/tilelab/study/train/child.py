@@ -85,15 +85,13 @@ def attempt(line: str, do: Callable[[RunSpec], None]) -> int:
             do(RunSpec.from_json(json.loads(line)))
     except TilewiseError as error:
         return _refuse(str(error))
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
-            _tell_agent(traceback.format_exc())
-            raise
-        return _refuse(
-            f"out of memory ({str(error).splitlines()[0]}): take a smaller training.batch with "
-            "more training.accumulation, training.checkpointing=true, or fewer --jobs"
-        )
-    except Exception:
+    except Exception as error:
+        full = isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+        if full or isinstance(error, torch.OutOfMemoryError):
+            return _refuse(
+                f"out of memory ({str(error).splitlines()[0]}): take a smaller training.batch with "
+                "more training.accumulation, training.checkpointing=true, or fewer --jobs"
+            )
         _tell_agent(traceback.format_exc())
         raise
     return 0
@@ -152,11 +150,7 @@ def work(run: RunSpec, prepared: Callable[[RunConfig, Path], Prepared] | None = 
 
 
 def _warm(config: RunConfig, data: Prepared, device: torch.device) -> None:
-    """Let the process take what torch takes once, so that no arm is charged for it as memory.
-
-    The pages of the token files, which the system counts in every process, are there already: the
-    files' checksum was taken.
-    """
+    """Let the process take what torch takes once, so that no arm is charged for it as memory."""
     task = config.learning
     numbers = {"layers": 1, "heads": 1, "kv_heads": None, "width": 16}
     others = {"checkpoint": "", "feed_forward": None}
@@ -332,12 +326,9 @@ def _reported(error: ChildFailedError) -> int:
 
 
 def _order(failure: ProcessFailure) -> tuple[int, int]:
-    """Return a sort key with the cause first: when a process dies, others fail waiting for it.
-
-    A signal came from outside, but for the one by which the agent ends the rest.
-    """
+    """Return a sort key with the cause first: when a process dies, others fail waiting for it."""
     code = failure.exitcode
-    if code == -signal.SIGTERM:
+    if code == -signal.SIGTERM:  # by which the agent ends the rest
         rank = 3
     elif code < 0:
         rank = 0

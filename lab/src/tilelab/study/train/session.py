@@ -21,18 +21,7 @@ import torch
 
 from tilelab.study.ask.run import RECORD
 from tilelab.study.choices import optimizers
-from tilelab.study.records.events import (
-    Checkpoint,
-    End,
-    Evaluation,
-    Event,
-    Memory,
-    RunRecord,
-    Sample,
-    Start,
-    Step,
-    Writer,
-)
+from tilelab.study.records import events
 from tilelab.study.tasks.task import Held, Prepared
 from tilelab.study.train import state as states
 from tilelab.study.train.costs import PeakMeter, per_token
@@ -80,7 +69,7 @@ class Session:
         self._every_s, self._environment = checkpoint_every_s, environment or {}
         self._peak_flops_s = peak_flops_s
         self._first_weights = states.weights_sha256(trainer.model)
-        self._split: Memory | None = None
+        self._split: events.Memory | None = None
         self._taken = 0  # steps of this session
         self._next_checkpoint = 0.0
 
@@ -94,7 +83,7 @@ class Session:
             CorruptRecordError: the record was changed.
             OSError: something cannot be written; what was written before stays.
         """
-        record = RunRecord.read(self._record) if self._team.lead else RunRecord()
+        record = events.RunRecord.read(self._record) if self._team.lead else events.RunRecord()
         done, begun = self._team.agreed((record.done, bool(record.starts)))
         if done:
             return
@@ -103,7 +92,7 @@ class Session:
             self._resume(record)
         elif self._branches:
             common = states.find_trunk(self.trainer.run, self.trainer.identity)
-        self._writer = Writer(self._record) if self._team.lead else None
+        self._writer = events.Writer(self._record) if self._team.lead else None
         try:
             if common is not None:
                 self._go_on_from(common)
@@ -141,7 +130,7 @@ class Session:
         with self._shown() as autocast:
             return self._examination.held_out(self.trainer.model, whole, autocast)
 
-    def _sample(self) -> Sample:
+    def _sample(self) -> events.Sample:
         """Return a text that the model writes; arms draw the same random numbers."""
         run, count = self.trainer.run, self.trainer.config.evaluation.sample_tokens
         with self._shown() as autocast:
@@ -157,12 +146,12 @@ class Session:
         finally:
             optimizers.training_mode(self.trainer.optimizer)
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: events.Event) -> None:
         """Write down an event; the lead does it for all processes."""
         if self._writer is not None:
             self._writer.write(event)
 
-    def _resume(self, record: RunRecord) -> None:
+    def _resume(self, record: events.RunRecord) -> None:
         """Go on from the checkpoint, unless the record lost steps that it has behind it."""
         self.meter.pause()
         state = states.read(self._checkpoint, self.trainer.identity)
@@ -210,7 +199,7 @@ class Session:
         self.totals.train_wall_s += taken.wall_s
         self.totals.train_cpu_s += taken.cpu_s
         self.totals.tokens += taken.tokens
-        self._write(Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
+        self._write(events.Step(**taken._asdict(), warmup=self._taken <= WARMUP_STEPS))
 
     def _evaluate(self) -> None:
         """Evaluate the weights; not finite is diverged, for there may be no step to notice it."""
@@ -221,7 +210,7 @@ class Session:
             same = self.held_out(whole=False)
             on_windows = {"loss": same.loss, "bits_per_byte": same.bits_per_byte}
         self._write(
-            Evaluation(
+            events.Evaluation(
                 step=self.trainer.done,
                 tokens=self.totals.tokens,
                 train_wall_s=self.totals.train_wall_s,
@@ -255,7 +244,7 @@ class Session:
         if self._team.lead:
             states.write(state, self._checkpoint)
         del state
-        self._write(Checkpoint(self.trainer.done))
+        self._write(events.Checkpoint(self.trainer.done))
         self._put_off_checkpoint(time.monotonic() - begin)
         self.meter.resume()
 
@@ -270,11 +259,11 @@ class Session:
         wait_s = max(self._every_s, _CHECKPOINT_SHARE * took_s) if self._every_s else 0.0
         self._next_checkpoint = time.monotonic() + wait_s
 
-    def _start(self) -> Start:
+    def _start(self) -> events.Start:
         trainer = self.trainer
         attended = trainer.task.attended(trainer.config, self._data)
         flops = per_token(trainer.config, trainer.parameters, attended)
-        return Start(
+        return events.Start(
             **trainer.run.facts,
             from_step=trainer.done,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -293,7 +282,7 @@ class Session:
         if self._team.agreed(weights) != weights:
             raise RuntimeError("the weights of the run's processes are not the same any more")
         self._write(
-            End(
+            events.End(
                 status=status,
                 step=self.trainer.done,
                 reason=reason,

@@ -131,11 +131,9 @@ def _gpu_bytes(resources: Mapping[str, float]) -> int | None:
 
 
 def _train(run: RunSpec) -> Outcome:
-    """Do a run in a process beside this one; on a machine of the cluster.
-
-    The record says of that machine where it ran. The process ends with this one, however it ends.
-    """
+    """Do a run in a process beside this one, which ends with it, on a machine of the cluster."""
     execution = run.execution
+    # The record says of that machine where it ran.
     where = {**execution.environment, **environment.describe(execution.threads)}
     process = Process(run.executed(execution, environment=where))
     try:

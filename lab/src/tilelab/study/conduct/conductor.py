@@ -298,11 +298,8 @@ def _say_what_begins_again(run: RunSpec, record: RunRecord | None, console: Cons
 def _forecast(
     execution: Execution, agenda: Agenda, todo: Sequence[RunSpec], console: Console
 ) -> dict[str, float]:
-    """Return seconds of each run of the agenda; nothing where this machine lacks their device.
-
-    On the way this prepares the data and looks at checkpoints, before any run starts. So what is
-    missing is said once, and the runs find the data ready.
-    """
+    """Return seconds of each run of the agenda; nothing where this machine lacks their device."""
+    # Before any run starts: what is missing is said once, and the runs find the data ready.
     corpora = {}
     for key, config in {data_key(run.config): run.config for run in todo}.items():
         corpora[key] = config.learning.prepare(config, cache_folder())
@@ -361,9 +358,7 @@ def check_target(study: Study, experiment: str, evaluation: Mapping[str, Any]) -
     if found is None or found.target is None or evaluation["step"]:
         return
     first = value_in(evaluation, found.metric)
-    if first is None:
-        return
-    if not reached(found.metric, first, found.target):
+    if first is None or not reached(found.metric, first, found.target):
         return
     higher = METRICS[found.metric].higher_is_better
     example = (1 + first) / 2 if higher else 0.6 * first
@@ -402,11 +397,7 @@ class _Target(Watcher):
 
 
 def _report(folder: Path, console: Console) -> bool:
-    """Write the index and the report, and say the verdicts.
-
-    Return whether a systems arm changed what is learnt. Where packages of the report are not
-    installed, say so; the records are all that it needs, on any machine.
-    """
+    """Write index and report, say the verdicts; whether a systems arm changed what is learnt."""
     study, records = store.read_study(folder).study, store.readable_records(folder).whole
     if rows := checked(study, records):
         write_checked(rows, folder)

@@ -130,8 +130,6 @@ class Forked:
 
 
 class _Server:
-    """One process that forks."""
-
     def __init__(self, variables: Mapping[str, str], working: Path | None) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -171,7 +169,6 @@ class _Server:
             socket.send_fds(self._control, [json.dumps(said).encode()], descriptors or [])
 
     def kill(self, number: int) -> None:
-        """End a fork by force."""
         self.listen()
         if number in self._codes:
             self.send({"kill": number})
@@ -264,10 +261,8 @@ class Forker:
                 self._opened(run.config, run.execution.cache)
 
     def _touched(self, config: RunConfig, cache: Path) -> Prepared:
-        """Return the data of a run with its pages in this process, as reading it leaves them.
-
-        A fork has them only once it touches them, and then they would count as training's memory.
-        """
+        """Return the data of a run with its pages in this process, as reading it leaves them."""
+        # A fork that touches them while it trains would count them as memory of training.
         data = self._opened(config, cache)
         if isinstance(data, Tokens):
             for part in (data.train, data.held_out, data.tuning):

@@ -246,7 +246,6 @@ class _LocalWorker(Process):
         super().__init__(run, forks=forks)
 
     def result(self) -> RunRecord:
-        """See ``pool.Worker``."""
         return _record_here(self.run, self.outcome())
 
 
@@ -286,12 +285,10 @@ class _Turn:
 
     @property
     def over(self) -> bool:
-        """Whether the process has done it, or has ended."""
         self._answered = self._answered or self._process.answered
         return self._answered or self._process.over
 
     def result(self) -> RunRecord:
-        """See ``pool.Worker``."""
         outcome = Outcome(0, [], 0) if self._answered else self._process.outcome()
         return _record_here(self.run, outcome)
 

@@ -78,10 +78,7 @@ class Board(Watcher):
             self._give_up_after(run)
 
     def _expect(self) -> None:
-        """Replace the expected runs by those that are known now, those that are over too.
-
-        One that is new is forecast like the others, by its steps.
-        """
+        """Replace the expected runs by those that are known now, those that are over too."""
         lanes = {run.name: Lane(run) for run in self._agenda.runs}
         kept = {name: each for name, each in self.lanes.items() if name in lanes or _begun(each)}
         self.lanes = {**lanes, **kept}

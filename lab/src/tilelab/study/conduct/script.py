@@ -172,11 +172,7 @@ def _run_command(run: RunSpec, book: _Book, files: Path) -> None:
 def _lines(
     process: Command, keep: Callable[[bytes], int], tail: _Tail | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a command until it ends; ``keep`` takes its whole output.
-
-    Raises:
-        ScriptError: it ended badly.
-    """
+    """Yield the lines of a command until it ends; ``keep`` takes its whole output."""
     printed: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read(stream: IO[bytes]) -> None:
@@ -231,7 +227,6 @@ class _Tail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new(self) -> list[Mapping[str, Any]]:
-        """Return the whole lines since the last look."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -389,10 +384,7 @@ class _Book:
         )
 
     def _resume(self, first: float | None) -> None:
-        """Say that the run begins, or goes on after what older lines of it have behind them.
-
-        ``first`` is the step of the first line; None where it has none.
-        """
+        """Say that the run begins, or goes on before ``first``, the step of its first line."""
         self._begun = True
         kept = [each for each in self._record.steps if first is not None and each.step < first]
         self._step = kept[-1].step if kept else 0

@@ -17,7 +17,6 @@ A SIGTERM goes on to the command, and a second one kills it.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 from contextlib import suppress
@@ -55,13 +54,10 @@ def main() -> None:
     if hasattr(os, "waitid"):  # so that nobody else has its number while it may be signalled
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _, status, spent = os.wait4(process, 0)
-    os.write(report, _ended(os.waitstatus_to_exitcode(status), spent))
-
-
-def _ended(status: int, spent: resource.struct_rusage) -> bytes:
+    _, code, spent = os.wait4(process, 0)
+    status, cpu_s = os.waitstatus_to_exitcode(code), spent.ru_utime + spent.ru_stime
     peak = spent.ru_maxrss if sys.platform == "darwin" else spent.ru_maxrss * 1024
-    return f"ended {status} {spent.ru_utime + spent.ru_stime} {peak}\n".encode()
+    os.write(report, f"ended {status} {cpu_s} {peak}\n".encode())
 
 
 if __name__ == "__main__":

@@ -307,8 +307,7 @@ class Tracking(Watcher):
         if not self._trackers:
             return
         if run is None:
-            start = record.start
-            config, seed = start.config, start.seed
+            config, seed = record.start.config, record.start.seed
         else:
             config, seed = run.config.model_dump(mode="json"), run.seed
         parameters = {
@@ -336,14 +335,10 @@ class Tracking(Watcher):
         followed.points.clear()
 
     def _try(self, name: str, do: Callable[[AbstractTracker], object]) -> None:
-        """Do something with a tracker; report one that fails, and leave it out from then on.
-
-        It may be a server far away, and its errors are those of its library. Whatever they are,
-        they must not cost the study, whose records hold all that the tracker would have got.
-        """
+        """Do something with a tracker; report one that fails, and leave it out from then on."""
         try:
             do(self._trackers[name])
-        except Exception as error:
+        except Exception as error:  # of any library: the study's records hold all of it
             self.failed = True
             del self._trackers[name]
             self._say(

@@ -19,16 +19,7 @@ from rich.table import Table
 from tilelab.common.terminal import say
 from tilelab.stats.paired import paired, ratio
 from tilelab.study.ask.metrics import METRICS
-from tilelab.study.browse.show import (
-    WITHHELD,
-    Found,
-    add_row,
-    arm_of,
-    difference,
-    number,
-    say_damaged,
-    table_of,
-)
+from tilelab.study.browse import show
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import flat
 from tilelab.study.verdict.measures import final_metric, measure, task_metrics
@@ -75,10 +66,10 @@ def pairs(first: Mapping[str, RunRecord], second: Mapping[str, RunRecord]) -> Pa
     return Pairs(*sides)
 
 
-def compare(first: Found, second: Found, console: Console) -> None:
+def compare(first: show.Found, second: show.Found, console: Console) -> None:
     """Print how B differs from A, arm by arm."""
     for side in (first, second):
-        say_damaged(side.damaged, console)
+        show.say_damaged(side.damaged, console)
     one, other = _by_arm(first), _by_arm(second)
     if len(one) == len(other) == 1:
         matched = [(next(iter(one)), next(iter(other)))]
@@ -95,12 +86,12 @@ def compare(first: Found, second: Found, console: Console) -> None:
         _compare_arms(title, one[a], other[b], held, console)
 
 
-def _by_arm(found: Found) -> dict[str, dict[str, RunRecord]]:
+def _by_arm(found: show.Found) -> dict[str, dict[str, RunRecord]]:
     """Final runs by ``experiment/arm``, in the order of their names."""
     arms: dict[str, dict[str, RunRecord]] = {}
     for name, record in found.records.items():
         if record.start.phase == "final" or name == found.part:
-            arms.setdefault(arm_of(name), {})[name] = record
+            arms.setdefault(show.arm_of(name), {})[name] = record
     return arms
 
 
@@ -125,17 +116,17 @@ def _compare_arms(
 
 
 def _table(found: Pairs, timed: bool) -> Table:
-    table = table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
+    table = show.table_of("measure", "A", "B", "B - A", "95 % interval", "p", left=("measure",))
     both = found.of(lambda record: measure(record)["loss"])
-    add_row(table, "loss, nats per token", *_loss_cells(both))
+    show.add_row(table, "loss, nats per token", *_loss_cells(both))
     for name in ("bits_per_byte", *sorted(task_metrics(map(measure, found.first.values())))):
         both = found.of(partial(final_metric, metric=name))
-        add_row(table, METRICS[name].unit, *_loss_cells(both))
+        show.add_row(table, METRICS[name].unit, *_loss_cells(both))
     both = found.of(lambda record: measure(record)["tokens_per_s"])
-    speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [WITHHELD] * 3
-    add_row(table, "tokens/s", *speeds)
+    speeds = _ratio_cells(both, lambda value: f"{value:,.0f}") if timed else [show.WITHHELD] * 3
+    show.add_row(table, "tokens/s", *speeds)
     both = found.of(lambda record: record.memory.peak_bytes if record.memory else None)
-    add_row(table, "peak memory", *_ratio_cells(both, amount))
+    show.add_row(table, "peak memory", *_ratio_cells(both, amount))
     return table
 
 
@@ -146,9 +137,9 @@ def _loss_cells(both: list[tuple[float, float]]) -> list[str]:
     interval = test.interval
     return [
         *_means(both, lambda value: f"{value:.4f}"),
-        "" if test.mean is None else difference(test.mean),
-        f"[{difference(interval.low)}, {difference(interval.high)}]" if interval else "",
-        number(test.p_value, ".2g"),
+        "" if test.mean is None else show.difference(test.mean),
+        f"[{show.difference(interval.low)}, {show.difference(interval.high)}]" if interval else "",
+        show.number(test.p_value, ".2g"),
     ]
 
 

@@ -137,7 +137,6 @@ class Judged:
 
 
 def _judged(options: argparse.Namespace) -> Judged:
-    """Return the verdict on every arm of a table, as ``tilelab.stats`` decides it."""
     seeds = None if options.seeds is None else _whole_numbers("--seeds", options.seeds)
     rows, unit = where(read(options.table), options.where), _bare(options.metric)
     found = values_of(rows, arm=options.arm, seed=options.seed, metric=options.metric)
@@ -250,11 +249,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(rows: Sequence[Row], name: str, argument: str) -> str:
-    """Return the full name of a column.
-
-    Raises:
-        InvalidArgument: of that argument: no row has it, or it may be one of several.
-    """
+    """Return the full name of a column; refuse one that no row has, or that may be several."""
     known = list(dict.fromkeys(key for row in rows for key in row))
     if name in known:
         return name
@@ -297,12 +292,8 @@ def values_of(
 ) -> dict[str, dict[int, float | None]]:
     """Return arm -> seed -> metric; None for a number that is not finite.
 
-    Args:
-        rows: of ``read``.
-        arm: columns whose values, joined with ``/``, name an arm.
-        seed: the column of seeds.
-        metric: the column of the metric. Of rows with the same arm and seed the last step counts,
-            where they have steps (``_step`` or ``step``).
+    The values of the columns ``arm``, joined with ``/``, name an arm. Of rows with the same arm and
+    seed the last step counts, where they have steps (``_step`` or ``step``).
 
     Raises:
         InvalidArgument: a column that is not there, a seed that is no whole number, a metric
@@ -350,15 +341,9 @@ def values_of(
 def _paired_values(
     values: Mapping[str, Mapping[int, float | None]],
     baseline: str,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int] | None,
 ) -> tuple[Mapping[int, float | None], dict[str, Mapping[int, float | None]]]:
-    """Return the values of the baseline and of the arms, which have the same seeds.
-
-    ``seeds`` are those that count; None for all of the baseline's.
-
-    Raises:
-        InvalidArgument: no such arm, or an arm without one of the seeds, or with more.
-    """
+    """Return the values of the baseline and of the arms; refuse arms of other seeds than its."""
     if baseline not in values:
         required = f"one of {', '.join(values)}"
         raise InvalidArgument("--baseline", repr(baseline), required, nearest(baseline, values))

@@ -12,32 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tilelab.common.svg import (
-    INK,
-    LONGEST_LABEL,
-    PART_COLOURS,
-    RULE,
-    SOFT,
-    LineEnd,
-    arm_colour,
-    beside,
-    canvas,
-    finish,
-    label_ends,
-    place,
-    short_name,
-)
+from tilelab.common import svg
 from tilelab.study.ask.metrics import METRICS, rank
 from tilelab.study.records.events import Memory
-from tilelab.study.report.lines import (
-    HEIGHT,
-    LETTER,
-    WIDTH,
-    amounts_below,
-    beside_labels,
-    line_style,
-    marks,
-)
+from tilelab.study.report import lines
 from tilelab.study.report.page import NONE, Cell, Chart, Table
 from tilelab.study.report.verdicts import digits_of
 from tilelab.study.verdict import text as words
@@ -66,13 +44,13 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
     axes.set_xlim(0, most / factor)
     for row, (_, _, split) in enumerate(arms):
         left = 0.0
-        for part, colour in zip(drawn_parts(split), PART_COLOURS, strict=True):
+        for part, colour in zip(drawn_parts(split), svg.PART_COLOURS, strict=True):
             axes.barh(row, part / factor, left=left, height=0.6, color=colour, linewidth=0)
             left += part / factor
         peak = split.peak_bytes / factor
-        axes.plot([peak, peak], [row - 0.42, row + 0.42], color=INK, linewidth=2, clip_on=False)
-        beside(axes, (max(peak, left), row), words.amount(split.peak_bytes), 9)
-    axes.set_xlabel(unit, color=SOFT, labelpad=7)
+        axes.plot([peak, peak], [row - 0.42, row + 0.42], color=svg.INK, linewidth=2, clip_on=False)
+        svg.beside(axes, (max(peak, left), row), words.amount(split.peak_bytes), 9)
+    axes.set_xlabel(unit, color=svg.SOFT, labelpad=7)
     caption = (
         "Storages counted once; activations are what autograd keeps of one micro-batch. Other is "
         "the rest of the peak: what is there for a moment, and freed blocks. Activations end at "
@@ -80,7 +58,7 @@ def memory_chart(verdict: ExperimentVerdict, name: str) -> Chart | None:
         "peak of the process (of the allocator on a GPU)."
     )
     legend = tuple((part, f"--part-{number}") for number, part in enumerate(PARTS))
-    return Chart("Where memory goes", finish(figure, name, summary), caption, legend)
+    return Chart("Where memory goes", svg.finish(figure, name, summary), caption, legend)
 
 
 def target_charts(verdict: ExperimentVerdict, slug: str) -> list[Chart | None]:
@@ -133,7 +111,7 @@ def _taken_chart(
     axes.set_xlim(0, max(numbers) * 1.04)
     labels = []
     for row, (arm, at, taken, middle) in enumerate(arms):
-        colour = arm_colour(at)
+        colour = svg.arm_colour(at)
         reached = sorted(number for number in taken if number is not None)
         if middle is not None:
             axes.plot([0, middle], [row, row], color=colour, linewidth=2.4, alpha=0.35, zorder=2)
@@ -141,36 +119,38 @@ def _taken_chart(
                 [middle] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2.6, clip_on=False
             )
         rows = [row] * len(reached)
-        marks(axes, reached, rows, at, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
+        lines.marks(axes, reached, rows, at, "o", 6.5, markeredgewidth=0, alpha=0.75, zorder=5)
         label = "not reached" if middle is None else show(middle)
         if len(reached) < len(taken) and middle is not None:
             label += f", {len(reached)} of {len(taken)}"
-        beside(axes, (axes.get_xlim()[1], row), label, 9, SOFT if middle is None else INK)
+        svg.beside(
+            axes, (axes.get_xlim()[1], row), label, 9, svg.SOFT if middle is None else svg.INK
+        )
         labels.append(f"{arm}: {label}")
-    axes.set_xlabel(what, color=SOFT, labelpad=7)
+    axes.set_xlabel(what, color=svg.SOFT, labelpad=7)
     caption = (
         f"The first evaluation at {target} or better. Dots: seeds; bar: their median. A run that "
         "missed the target counts as longer than any that reached it."
     )
     heading = f"{kind} to {target}"
     summary = f"{heading}: {'; '.join(labels)}"
-    return Chart(heading, finish(figure, name, summary), caption)
+    return Chart(heading, svg.finish(figure, name, summary), caption)
 
 
 def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Figure, Axes]:
     """Axes with a row per arm, the first on top, and the arms' names on the left."""
-    figure = canvas(WIDTH, _ROW * len(arms) + 62)
-    longest = min(max(map(len, arms)), LONGEST_LABEL)
-    axes = place(figure, 16 + LETTER * longest, 50, right, 12)
+    figure = svg.canvas(lines.WIDTH, _ROW * len(arms) + 62)
+    longest = min(max(map(len, arms)), svg.LONGEST_LABEL)
+    axes = svg.place(figure, 16 + lines.LETTER * longest, 50, right, 12)
     axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color=RULE, linewidth=1)
+    axes.grid(axis="x", color=svg.RULE, linewidth=1)
     axes.set_ylim(len(arms) - 0.5, -0.5)
-    names = [short_name(arm, LONGEST_LABEL) for arm in arms]
+    names = [svg.short_name(arm, svg.LONGEST_LABEL) for arm in arms]
     axes.set_yticks(range(len(arms)), labels=names, parse_math=False)
     for label, index in zip(axes.get_yticklabels(), indices, strict=True):
-        label.set_color(arm_colour(index))
+        label.set_color(svg.arm_colour(index))
         label.set_fontweight("bold")
-    amounts_below(axes, 4)
+    lines.amounts_below(axes, 4)
     return figure, axes
 
 
@@ -287,28 +267,28 @@ def survival_chart(experiment: ExperimentVerdict, target: str, name: str) -> Cha
     if not curves:
         return None
     above = "runs not at the target yet"
-    figure, axes = beside_labels([len(arm) for arm, _, _ in curves], above)
+    figure, axes = lines.beside_labels([len(arm) for arm, _, _ in curves], above)
     axes.set_xlim(0, max(curve.end for _, _, curve in curves))
     axes.set_ylim(0, 1.04)
-    amounts_below(axes, 5)
+    lines.amounts_below(axes, 5)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f} %"))
     ends = []
     for arm, at, curve in curves:
-        end = LineEnd(arm, at, curve.end, curve.share_at(curve.end))
+        end = svg.LineEnd(arm, at, curve.end, curve.share_at(curve.end))
         x, y = [0.0, *curve.at, end.x], [1.0, *curve.share, end.y]
-        axes.step(x, y, where="post", clip_on=False, **line_style(at))
+        axes.step(x, y, where="post", clip_on=False, **lines.line_style(at))
         ended = sorted(set(curve.censored))
         shares = [curve.share_at(each) for each in ended]
-        marks(axes, ended, shares, at, "|", 12, markeredgewidth=2, zorder=20)
+        lines.marks(axes, ended, shares, at, "|", 12, markeredgewidth=2, zorder=20)
         ends.append(end)
-    label_ends(axes, ends)
-    axes.set_xlabel("training tokens", color=SOFT, labelpad=7)
+    svg.label_ends(axes, ends)
+    axes.set_xlabel("training tokens", color=svg.SOFT, labelpad=7)
     caption = (
         f"Kaplan-Meier estimate of the share of runs that have not reached {target}. Strokes: runs "
         "that ended without it (censored; one that diverged at the end of its budget)."
     )
     left = "; ".join(f"{end.name} {100 * end.y:.0f} % left" for end in ends)
-    return Chart(f"Runs not at {target} yet", finish(figure, name, f"{above}: {left}"), caption)
+    return Chart(f"Runs not at {target} yet", svg.finish(figure, name, f"{above}: {left}"), caption)
 
 
 _LONGEST_POINT = 22
@@ -383,9 +363,9 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
     if not points:
         return None
     best = front(points, experiment.smallest_effect)
-    figure = canvas(WIDTH, HEIGHT)
-    axes = place(figure, 56, 48, 30, 30)
-    axes.grid(axis="x", color=RULE, linewidth=1)
+    figure = svg.canvas(lines.WIDTH, lines.HEIGHT)
+    axes = svg.place(figure, 56, 48, 30, 30)
+    axes.grid(axis="x", color=svg.RULE, linewidth=1)
     costs, metrics = [each.cost for each in points], [each.metric for each in points]
     wide, high = _margin(costs), _margin(metrics)
     axes.set_xlim(min(costs) - wide, max(costs) + 2.2 * wide)
@@ -398,17 +378,17 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
         [x for x, _ in stairs],
         [y for _, y in stairs],
         where="post",
-        color=SOFT,
+        color=svg.SOFT,
         linewidth=1.4,
         linestyle=(0, (4, 2)),
         zorder=2,
     )
     for each in points:
-        colour, on = arm_colour(each.place), each in best
+        colour, on = svg.arm_colour(each.place), each in best
         at, size, inside = ([each.cost], [each.metric]), 9 if on else 7, colour if on else "none"
-        marks(axes, *at, each.place, "o", size, markerfacecolor=inside, zorder=5)
+        lines.marks(axes, *at, each.place, "o", size, markerfacecolor=inside, zorder=5)
         if on or len(points) <= 6:
-            label = short_name(each.arm, _LONGEST_POINT)
+            label = svg.short_name(each.arm, _LONGEST_POINT)
             axes.annotate(
                 label,
                 (each.cost, each.metric),
@@ -419,16 +399,16 @@ def pareto_chart(experiment: ExperimentVerdict, name: str) -> Chart | None:
                 parse_math=False,
                 annotation_clip=False,
             )
-    axes.set_xlabel("CPU time of a run", color=SOFT, labelpad=7)
+    axes.set_xlabel("CPU time of a run", color=svg.SOFT, labelpad=7)
     unit = METRICS[experiment.metric].unit
-    axes.text(0, 1 + 13 / (HEIGHT - 78), unit, color=SOFT, transform=axes.transAxes)
+    axes.text(0, 1 + 13 / (lines.HEIGHT - 78), unit, color=svg.SOFT, transform=axes.transAxes)
     caption = (
         "Filled and named: better by the smallest effect or more than every arm that costs less "
         "(by the means alone, not by tests). Cost is of the runs that count, trials of a sweep "
         "left out."
     )
     summary = f"Quality against cost; on the front: {words.listing([each.arm for each in best])}"
-    return Chart("Quality against cost", finish(figure, name, summary), caption)
+    return Chart("Quality against cost", svg.finish(figure, name, summary), caption)
 
 
 def _margin(values: Sequence[float]) -> float:

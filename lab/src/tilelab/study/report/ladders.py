@@ -155,10 +155,8 @@ def effect_chart(
         if each.predicted is not None:
             empty = {"markerfacecolor": "none", "markeredgewidth": 1.4, "zorder": 31}
             marks(axes, x[-1:], [each.predicted], place, "D", 7, **empty)
-    label_ends(
-        axes,
-        [LineEnd(e.arm, places[e.arm], e.points[-1].at, e.points[-1].effect) for e in drawn],
-    )
+    last = [(each.arm, places[each.arm], each.points[-1]) for each in drawn]
+    label_ends(axes, [LineEnd(arm, place, end.at, end.effect) for arm, place, end in last])
     summary = f"Effect in {unit} by {_AXES[found.axis]}: " + "; ".join(
         f"{each.arm} from {each.points[0].effect:+.3f} to {each.points[-1].effect:+.3f}"
         for each in drawn

@@ -15,19 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tilelab.common.svg import (
-    LABEL_GAP,
-    LONGEST_LABEL,
-    RULE,
-    SOFT,
-    LineEnd,
-    arm_colour,
-    arm_dashes,
-    canvas,
-    finish,
-    label_ends,
-    place,
-)
+from tilelab.common import svg
 from tilelab.study.ask.metrics import METRICS
 from tilelab.study.records.events import Evaluation, RunRecord
 from tilelab.study.report.page import Chart
@@ -196,9 +184,9 @@ def loss_chart(
         caption += f" {where}: the {floor.name} ({floor.value:.3f})."
     figure, axes = _curves(drawn, f"{unit}, held-out data", _AXES[along], (low, high))
     if level is not None:
-        axes.axhline(level, color=SOFT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axes.axhline(level, color=svg.SOFT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     title = f"{what} by {'processor time' if along == 'processor' else along}"
-    return Chart(title, finish(figure, name, summary), caption)
+    return Chart(title, svg.finish(figure, name, summary), caption)
 
 
 def difference_chart(
@@ -223,20 +211,20 @@ def difference_chart(
     margin = 0.12 * (high - low)
     above, limits = f"{unit}, arm less {baseline}"[:46], (low - margin, high + margin)
     figure, axes = _curves(drawn, above, _AXES["tokens"], limits)
-    axes.axhspan(-smallest, smallest, color=RULE, alpha=0.55, linewidth=0, zorder=0)
-    axes.axhline(0, color=SOFT, linewidth=1.2, zorder=1)
+    axes.axhspan(-smallest, smallest, color=svg.RULE, alpha=0.55, linewidth=0, zorder=0)
+    axes.axhline(0, color=svg.SOFT, linewidth=1.2, zorder=1)
     side = "above" if rises else "below"
     caption = (
         f"Each seed against the baseline's same seed; {side} the line an arm is ahead. "
         f"Grey: within ±{smallest:g}, too small to matter. {_band_words(drawn)}"
     )
-    return Chart("Paired difference along the run", finish(figure, name, summary), caption)
+    return Chart("Paired difference along the run", svg.finish(figure, name, summary), caption)
 
 
 def _frame(letters: Sequence[int], end: float, above: str, below: str) -> tuple[Figure, Axes]:
     """Return an empty figure for lines up to an end, with room for their names on the right."""
     figure, axes = beside_labels(letters, above, 18)
-    axes.set_xlabel(below, color=SOFT, labelpad=7)
+    axes.set_xlabel(below, color=svg.SOFT, labelpad=7)
     amounts_below(axes, 5)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlim(0, end)
@@ -247,11 +235,11 @@ def beside_labels(
     letters: Sequence[int], above: str, margin: float = 22, width: float = WIDTH
 ) -> tuple[Figure, Axes]:
     """Return an empty figure, with room on the right for names of so many letters."""
-    inside = max(HEIGHT - _BOTTOM - _TOP, LABEL_GAP * (len(letters) - 1))
-    figure = canvas(width, inside + _BOTTOM + _TOP)
-    right = margin + LETTER * min(max(letters), LONGEST_LABEL)
-    axes = place(figure, _LEFT, _BOTTOM, right, _TOP)
-    axes.text(0, 1 + 13 / inside, above, color=SOFT, transform=axes.transAxes)
+    inside = max(HEIGHT - _BOTTOM - _TOP, svg.LABEL_GAP * (len(letters) - 1))
+    figure = svg.canvas(width, inside + _BOTTOM + _TOP)
+    right = margin + LETTER * min(max(letters), svg.LONGEST_LABEL)
+    axes = svg.place(figure, _LEFT, _BOTTOM, right, _TOP)
+    axes.text(0, 1 + 13 / inside, above, color=svg.SOFT, transform=axes.transAxes)
     return figure, axes
 
 
@@ -284,7 +272,7 @@ def _curves(
     axes.set_ylim(limits)
     for each in drawn:  # bands first: no line is covered by a band
         if each.seeds > 1:
-            colour = arm_colour(each.place)
+            colour = svg.arm_colour(each.place)
             axes.fill_between(
                 each.x, each.low, each.high, color=colour, alpha=0.16, linewidth=0, zorder=2
             )
@@ -293,16 +281,14 @@ def _curves(
         marker, size = ("X", 8) if each.broken else ("o", 5.5)
         end = each.x[-1:], each.mean[-1:]
         marks(axes, *end, each.place, marker, size, linestyle="-", markeredgewidth=0, zorder=30)
-    label_ends(
-        axes,
-        [LineEnd(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn],
-    )
+    ends = [(each.arm, each.place, each.x[-1], each.mean[-1], each.broken) for each in drawn]
+    svg.label_ends(axes, [svg.LineEnd(*each) for each in ends])
     return figure, axes
 
 
 def line_style(place: int) -> dict[str, Any]:
     """Return the look of an arm's main line."""
-    style = {"color": arm_colour(place), "linestyle": arm_dashes(place)}
+    style = {"color": svg.arm_colour(place), "linestyle": svg.arm_dashes(place)}
     return {**style, "linewidth": 2.1, "zorder": 3 + place}
 
 
@@ -317,7 +303,7 @@ def marks(
 ) -> None:
     """Draw points of an arm, which may reach over the frame, without a line between them."""
     usual: dict[str, Any] = {"linestyle": "none", "clip_on": False}
-    axes.plot(x, y, color=arm_colour(place), marker=marker, markersize=size, **usual | style)
+    axes.plot(x, y, color=svg.arm_colour(place), marker=marker, markersize=size, **usual | style)
 
 
 def _band_words(drawn: Sequence[Series]) -> str:
@@ -402,16 +388,16 @@ def attention_charts(arms: Sequence[ArmLayers], slug: str) -> Iterator[Chart]:
         figure, axes = _frame(letters, max(each.x[-1] for each in drawn), unit, "training tokens")
         ends, said = [], []
         for each in drawn:
-            layers, colour = getattr(each, field), arm_colour(each.place)
+            layers, colour = getattr(each, field), svg.arm_colour(each.place)
             for line in layers:
                 axes.plot(each.x, line, color=colour, linewidth=0.9, alpha=0.45, zorder=2)
             thick = [together(column) for column in zip(*layers, strict=True)]
             axes.plot(each.x, thick, **line_style(each.place))
-            ends.append(LineEnd(each.arm, each.place, each.x[-1], thick[-1]))
+            ends.append(svg.LineEnd(each.arm, each.place, each.x[-1], thick[-1]))
             said.append(f"{each.arm} from {thick[0]:.3g} to {thick[-1]:.3g}")
         low, high = axes.dataLim.intervaly
         margin = 0.06 * (high - low) or 1.0
         axes.set_ylim(low - margin, high + margin)
-        label_ends(axes, ends)
+        svg.label_ends(axes, ends)
         summary = f"{title} by training tokens: {'; '.join(said)}"
-        yield Chart(title, finish(figure, f"{slug}-{field}", summary), caption)
+        yield Chart(title, svg.finish(figure, f"{slug}-{field}", summary), caption)

@@ -9,21 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tilelab.common.svg import (
-    BETTER,
-    INK,
-    RULE,
-    SOFT,
-    WORSE,
-    LineEnd,
-    arm_colour,
-    arm_dashes,
-    canvas,
-    finish,
-    label_ends,
-    place,
-    short_name,
-)
+from tilelab.common import svg
 from tilelab.study.ask.metrics import METRICS, ahead
 from tilelab.study.report.lines import WIDTH, beside_labels, marks
 from tilelab.study.report.page import NONE, Cell, Chart, Table
@@ -100,15 +86,14 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
     if not most:
         return None
     rows = len(factors)
-    figure = canvas(WIDTH, _ROW * rows + 46)
-    axes = place(
-        figure, 20 + _LETTER_OF_FACTOR * min(max(map(len, factors)), _LONGEST_FACTOR), 40, 10, 6
-    )
+    figure = svg.canvas(WIDTH, _ROW * rows + 46)
+    longest = min(max(map(len, factors)), _LONGEST_FACTOR)
+    axes = svg.place(figure, 20 + _LETTER_OF_FACTOR * longest, 40, 10, 6)
     axes.set_xlim(-0.5, rows - 0.5)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
-    labels = [short_name(each, _LONGEST_FACTOR) for each in factors]
+    labels = [svg.short_name(each, _LONGEST_FACTOR) for each in factors]
     axes.set_xticks(range(rows), labels=labels, parse_math=False)
     axes.set_yticks(range(rows), labels=labels, parse_math=False)
     digits = words.digits_for(most) - 1
@@ -119,10 +104,10 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
             each = shown.get(key)
             value = None if each is None else each.effect
             strength = 0.0 if value is None else _DEEPEST * abs(value) / most
-            colour = BETTER if value is not None and ahead(metric, value) else WORSE
+            colour = svg.BETTER if value is not None and ahead(metric, value) else svg.WORSE
             corner = (column - 0.47, row - 0.46)
             box = Rectangle(corner, 0.94, 0.92, facecolor=colour, alpha=strength, linewidth=0)
-            frame = Rectangle(corner, 0.94, 0.92, fill=False, edgecolor=RULE, linewidth=1)
+            frame = Rectangle(corner, 0.94, 0.92, fill=False, edgecolor=svg.RULE, linewidth=1)
             axes.add_patch(box)
             axes.add_patch(frame)
             found = each is not None and each.label in _FOUND
@@ -132,7 +117,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
                 absent if value is None else words.signed(value, digits),
                 ha="center",
                 va="center",
-                color=INK if found else SOFT,
+                color=svg.INK if found else svg.SOFT,
                 weight="bold" if found else "normal",
             )
     caption = (
@@ -146,7 +131,7 @@ def effects_chart(effects: Sequence[FactorEffect], metric: str, name: str) -> Ch
     )
     unit = METRICS[metric].unit
     summary = f"Effects and interactions in {unit}: {'; '.join(sizes)}"
-    return Chart(f"Effects and interactions, {unit}", finish(figure, name, summary), caption)
+    return Chart(f"Effects and interactions, {unit}", svg.finish(figure, name, summary), caption)
 
 
 def _name(effect: FactorEffect) -> str:
@@ -235,15 +220,14 @@ def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | 
     axes.set_ylim(low - 0.12 * span, high + 0.24 * span)
     for index, sweep in enumerate(sweeps):
         _sweep_lines(axes, sweep, index, high + 0.16 * span)
-    label_ends(
-        axes, [end for index, sweep in enumerate(sweeps) for end in _sweep_end(sweep, index)]
-    )
-    axes.set_xlabel(sweeps[0].path, color=SOFT, labelpad=7, parse_math=False)
+    ends = [end for index, sweep in enumerate(sweeps) for end in _sweep_end(sweep, index)]
+    svg.label_ends(axes, ends)
+    axes.set_xlabel(sweeps[0].path, color=svg.SOFT, labelpad=7, parse_math=False)
     caption = "Ringed: chosen. Crosses on the upper edge: trials that diverged."
     if any(sweep.rungs for sweep in sweeps):
         caption += " Thin lines: the shorter trials, of which the best went on."
     summary = " ".join(sweep.words for sweep in sweeps)
-    return Chart(f"Sweep of {sweeps[0].path}", finish(figure, name, summary), caption)
+    return Chart(f"Sweep of {sweeps[0].path}", svg.finish(figure, name, summary), caption)
 
 
 def _apart(values: Sequence[float]) -> list[float]:
@@ -260,17 +244,17 @@ def _done(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
     return [(each.value, each.metric) for each in candidates if each.metric is not None]
 
 
-def _sweep_end(sweep: SweepResult, index: int) -> list[LineEnd]:
+def _sweep_end(sweep: SweepResult, index: int) -> list[svg.LineEnd]:
     """Return the place of an arm's name: the largest value of its longest trials."""
     for trials in reversed(_lengths(sweep)):
         done = _done(trials.candidates)
         if done:
-            return [LineEnd(sweep.arm, index, *done[-1])]
+            return [svg.LineEnd(sweep.arm, index, *done[-1])]
     return []
 
 
 def _sweep_lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> None:
-    colour, lengths = arm_colour(index), _lengths(sweep)
+    colour, lengths = svg.arm_colour(index), _lengths(sweep)
     for at, trials in enumerate(lengths):
         last = at == len(lengths) - 1
         done = _done(trials.candidates)
@@ -280,7 +264,7 @@ def _sweep_lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> Non
             [metric for _, metric in done],
             color=colour,
             linewidth=2.1 if last else 1.0,
-            linestyle=arm_dashes(index),
+            linestyle=svg.arm_dashes(index),
             alpha=1.0 if last else 0.65,
             marker="o",
             markersize=5.5 if last else 3.5,

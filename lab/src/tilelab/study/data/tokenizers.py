@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,14 +192,11 @@ def _of_encoder(
         token_bytes[index] = 0 if word == special else len(word)
 
     def encode(text: bytes) -> NDArray[Any]:
-        pieces: list[NDArray[Any]] = []
-        waiting: list[str] = []
-        for chunk in _chunks(_decoded(text, name)):
-            waiting.append(chunk)
-            if len(waiting) == _CHUNKS_AT_ONCE:
-                pieces += _encoded(encoder, waiting)
-                waiting = []
-        tokens = np.concatenate([*pieces, *_encoded(encoder, waiting), np.empty(0, np.uint16)])
+        pieces, chunks = [np.empty(0, np.uint16)], _chunks(_decoded(text, name))
+        while part := list(islice(chunks, _CHUNKS_AT_ONCE)):
+            found = encoder.encode_batch_fast(part, add_special_tokens=False)  # without places
+            pieces += [np.array(each.ids, np.uint16) for each in found]
+        tokens = np.concatenate(pieces)
         assert int(token_bytes[tokens].sum()) == len(text), "the encoding lost text"
         return tokens
 
@@ -206,11 +204,6 @@ def _of_encoder(
         return str(encoder.decode(list(tokens), skip_special_tokens=False))
 
     return Tokenizer(sha256, np.dtype(np.uint16), token_bytes, encode, decode)
-
-
-def _encoded(encoder: Any, texts: list[str]) -> list[NDArray[Any]]:
-    found = encoder.encode_batch_fast(texts, add_special_tokens=False)  # places are not needed
-    return [np.array(each.ids, np.uint16) for each in found]
 
 
 def _decoded(text: bytes, name: str) -> str:

@@ -26,13 +26,8 @@ _M = TypeVar("_M", bound=nn.Module)
 def gpt2_of(config: RunConfig, vocabulary: int, seed: int, device: torch.device) -> GPT2:
     """Return the GPT-2 of a run: its weights depend on its shape and the seed alone."""
     variation = _variation(config, device, config.model.context)
-    model = GPT2(
-        gpt2_shape(config.model, vocabulary),
-        mask=variation.mask,
-        score=variation.score,
-        pattern=variation.pattern,
-        **_common(config, seed),
-    )
+    shape = gpt2_shape(config.model, vocabulary)
+    model = GPT2(shape, **variation._asdict(), **_common(config, seed))
     return _placed(model, config, seed, device)
 
 

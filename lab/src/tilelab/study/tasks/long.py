@@ -300,12 +300,12 @@ class ListOps(Classification):
         learnt = [] if alone else self._rows(self.file(source, form.train))
         held_out = [row for name in form.held_out for row in self._rows(self.file(source, name))]
         if alone:
-            learnt = [row for row in held_out if not _kept_out(row)]
-            held_out = [row for row in held_out if _kept_out(row)]
+            learnt = [row for row in held_out if not _kept_out(row[0])]
+            held_out = [row for row in held_out if _kept_out(row[0])]
         split = f", of {form.held_out[0]} alone" if alone else ""
         limit = f" of at most {self.longest:,} tokens" if self.longest else ""
         parts = {
-            name: Rows([row.tokens for row in rows], [row.label for row in rows])
+            name: Rows([tokens for tokens, _ in rows], [label for _, label in rows])
             for name, rows in (("train", learnt), ("held_out", held_out))
         }
         return f"ListOps ({self.form.upper()}{split}){limit}", parts
@@ -334,7 +334,8 @@ class ListOps(Classification):
         fix = f"Or set task.longest to {config.model.context - 1:,}: expressions are never cut."
         raise InvalidArgument("model.context", f"{config.model.context:,}", required, fix)
 
-    def _rows(self, path: Path) -> list[_Row]:
+    def _rows(self, path: Path) -> list[tuple[list[int], int]]:
+        """Return the tokens and the label of each expression that is not too long."""
         form = _FORMS[self.form]
         found = []
         for number, line in enumerate(lines(path), 1):
@@ -354,13 +355,8 @@ class ListOps(Classification):
                 required = f"one of {' '.join((*_WORDS, *_SILENT))}"
                 raise InvalidArgument("data.source", came, required) from None
             if tokens and (not self.longest or len(tokens) <= self.longest):
-                found.append(_Row(tokens, int(columns[form.label])))
+                found.append((tokens, int(columns[form.label])))
         return found
-
-
-class _Row(NamedTuple):
-    tokens: list[int]
-    label: int
 
 
 def tokens_of(expression: str) -> list[int]:
@@ -368,6 +364,6 @@ def tokens_of(expression: str) -> list[int]:
     return [_NUMBERS[word] for word in expression.split() if word not in _SILENT]
 
 
-def _kept_out(row: _Row) -> bool:
+def _kept_out(tokens: list[int]) -> bool:
     """Return whether an expression is held out, which depends on the expression alone."""
-    return hashlib.sha256(bytes(row.tokens)).digest()[0] % _HELD_OUT_PARTS == 0
+    return hashlib.sha256(bytes(tokens)).digest()[0] % _HELD_OUT_PARTS == 0

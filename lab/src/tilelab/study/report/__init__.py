@@ -33,18 +33,10 @@ from tilelab.study.ask.run_config import parts_used
 from tilelab.study.plan import Agenda
 from tilelab.study.records.events import RunRecord, Sample
 from tilelab.study.records.store import StoredStudy, flat, read_floors, read_study, readable_records
-from tilelab.study.report import lines
+from tilelab.study.report import lines, tables
 from tilelab.study.report.costs import memory_chart, pareto_chart, target_charts
 from tilelab.study.report.ladders import ladder_of
 from tilelab.study.report.page import Chart, Table, html, markdown
-from tilelab.study.report.tables import (
-    attention_table,
-    config_table,
-    curve_table,
-    evidence_tables,
-    floors_table,
-    plain_table,
-)
 from tilelab.study.report.tuning import effects_chart, sweep_chart
 from tilelab.study.report.verdicts import answer, baseline_row, forest_of, meaning, row_of
 from tilelab.study.verdict import text as words
@@ -127,14 +119,14 @@ def _figures(stage: Stage, evidence: Evidence, slug: str) -> tuple[list[Chart], 
     with_layers = {each.arm for each in layers}
     measures = {each.name: each.measures for each in verdict.all_arms}
     without = [arm for arm in places if arm not in with_layers]
-    tables = (
-        plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
-        floors_table(verdict, planned),
-        *evidence_tables(verdict),
-        curve_table(by_tokens, by_time, verdict),
-        attention_table(layers, measures, without),
+    shown = (
+        tables.plain_table(planned, verdict, evidence.stored.environment.get("memory_bytes")),
+        tables.floors_table(verdict, planned),
+        *tables.evidence_tables(verdict),
+        tables.curve_table(by_tokens, by_time, verdict),
+        tables.attention_table(layers, measures, without),
     )
-    return [each for each in charts if each], [each for each in tables if each]
+    return [each for each in charts if each], [each for each in shown if each]
 
 
 _MOST_NAMED = 12  # runs that are missing, by name
@@ -262,7 +254,7 @@ def _same_runs(planned: config.Experiment, evidence: Evidence) -> list[str]:
 def _experiment(stage: Stage, evidence: Evidence, slug: str) -> dict[str, Any]:
     planned, verdict = stage
     rows = tuple(row_of(arm, index, verdict, planned) for index, arm in enumerate(verdict.arms, 1))
-    charts, tables = _figures(stage, evidence, slug)
+    charts, shown = _figures(stage, evidence, slug)
     share = f"{verdict.confidence * 100:g} %"
     unit = METRICS[verdict.metric].unit
     wrote, wrote_note = _writings(planned, evidence)
@@ -289,10 +281,10 @@ def _experiment(stage: Stage, evidence: Evidence, slug: str) -> dict[str, Any]:
         "follows": words.typeset(verdict.follows),
         "notes": (*verdict.notes, *_same_runs(planned, evidence)),
         "charts": charts,
-        "tables": tables,
+        "tables": shown,
         "writings": wrote,
         "writings_note": wrote_note,
-        "config": config_table(
+        "config": tables.config_table(
             planned.baseline_name,
             _written_out(planned, planned.baseline_name, evidence),
             {arm.name: _written_out(planned, arm.name, evidence) for arm in planned.arms},

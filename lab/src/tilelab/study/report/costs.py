@@ -155,22 +155,17 @@ def _rows(arms: Sequence[str], indices: Sequence[int], right: float) -> tuple[Fi
 
 
 def parts_of(split: Memory) -> dict[str, float]:
-    """Return the bytes of each part; ``other`` is what the peak has beside those that are known.
-
-    Nothing of a script, whose parts are not.
-    """
+    """Return the bytes of each part; ``other`` is what the peak has beside those that are known."""
     values = {part: getattr(split, f"{part}_bytes") for part in PARTS[:-1]}
     known = {part: float(each) for part, each in values.items() if each is not None}
-    if len(known) < len(values):
+    if len(known) < len(values):  # of a script
         return {}
     return {**known, "other": max(0.0, split.peak_bytes - sum(known.values()))}
 
 
 def drawn_parts(split: Memory) -> list[float]:
-    """Return lengths that add up to the peak: gradients and activations may never be there at once.
-
-    Where they were not, the activations are drawn up to the peak.
-    """
+    """Return lengths that add up to the peak: activations are drawn up to it."""
+    # Gradients and activations may never be there at once.
     parts = parts_of(split)
     rest = split.peak_bytes - sum(parts.values()) + parts["activations"]
     return list({**parts, "activations": max(0.0, min(parts["activations"], rest))}.values())

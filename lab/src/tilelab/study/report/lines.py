@@ -329,11 +329,7 @@ class ArmLayers(NamedTuple):
 
 
 def layers_of(arm: str, place: int, records: Mapping[int, RunRecord]) -> ArmLayers | None:
-    """Return the layer statistics of an arm's runs; None where they have none.
-
-    The evaluations are those that every seed has reached, with numbers that are finite in all of
-    them.
-    """
+    """Return the layer statistics of an arm's runs where all are finite; None where none are."""
     runs = [found for record in records.values() if (found := _finite_layers(record))]
     steps = _common(runs)
     if not steps:

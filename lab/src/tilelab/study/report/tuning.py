@@ -197,10 +197,7 @@ def _budgets(experiment: ExperimentVerdict) -> Iterator[str]:
 
 
 def sweep_chart(sweeps: Sequence[SweepResult], unit: str, name: str) -> Chart | None:
-    """Draw the final metric by the swept value, a line per arm; the chosen value is ringed.
-
-    With successive halving every rung is a line of its own, thin for the short trials.
-    """
+    """Draw the final metric by the swept value, a line per arm and rung; the chosen is ringed."""
     trials = [each for sweep in sweeps for each in _lengths(sweep)]
     tried = [candidate for each in trials for candidate in each.candidates]
     metrics = [candidate.metric for candidate in tried if candidate.metric is not None]

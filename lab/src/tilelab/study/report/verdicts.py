@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import MaxNLocator
@@ -384,7 +385,7 @@ def answer(verdict: StudyVerdict) -> str:
         return " ".join(filter(None, said))
     gains: list[tuple[float, str]] = []
     better: list[tuple[float, str]] = []
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for experiment in verdict.experiments:
         where = f" in {experiment.experiment}" if len(verdict.experiments) > 1 else ""
         for arm in experiment.arms:
@@ -399,15 +400,15 @@ def answer(verdict: StudyVerdict) -> str:
                 unit = METRICS[experiment.metric].unit
                 better.append((-size, f"{arm.arm} (by {short} {unit}{where})"))
             elif arm.kind == "training":
-                counts[arm.label] = counts.get(arm.label, 0) + 1
+                counts[arm.label] += 1
     said = []
     if gains:
         said.append(f"faster with equal losses: {_first(gains)}")
     if better:
         said.append(f"better than their baselines: {_first(better)}")
-    elif counts and not counts.get("incomplete"):
+    elif counts and not counts["incomplete"]:
         said.append("nothing was shown to be better than its baseline")
-    rest = [f"{number} {_REST[label]}" for label in _REST if (number := counts.get(label, 0))]
+    rest = [f"{counts[label]} {what}" for label, what in _REST.items() if counts[label]]
     if said and rest:
         said.append(f"the other arms: {words.listing(rest)}")
     text = "; ".join(said)

@@ -127,9 +127,13 @@ class Pool:
         for run in agenda.ready():
             if run.name in running or any(run.is_like(each.run) for each in workers):
                 continue  # one that is like a running one waits for its record
-            twin = None if self.folder is None else agenda.twin(run)
-            if twin is not None:
-                self._take_over(run, twin, agenda, watchers)
+            if self.folder is not None and (twin := agenda.twin(run)) is not None:
+                for watcher in watchers:
+                    watcher.started(run)
+                record = take_over(run, twin, self.folder)
+                agenda.ended(run, record)
+                for watcher in watchers:
+                    watcher.ended(run, record)
                 return  # the agenda may be another one now
             if len(workers) >= self.jobs or (run.alone and workers):
                 return
@@ -138,17 +142,6 @@ class Pool:
                 watcher.started(run)
             if run.alone:
                 return
-
-    def _take_over(
-        self, run: RunSpec, twin: RunSpec, agenda: Agenda, watchers: Sequence[Watcher]
-    ) -> None:
-        assert self.folder is not None
-        for watcher in watchers:
-            watcher.started(run)
-        record = take_over(run, twin, self.folder)
-        agenda.ended(run, record)
-        for watcher in watchers:
-            watcher.ended(run, record)
 
     def _end(
         self,

@@ -192,8 +192,7 @@ def _report(argv: Sequence[str]) -> int:
     parser = _sub("report", "write the report of a study again, from its records")
     parser.add_argument("study", help="its name or folder")
     options = parser.parse_args(argv)
-    folder = show.find_study(options.study, options.out)
-    conductor.report_again(folder, _console())
+    conductor.report_again(show.find_study(options.study, options.out), _console())
     return 0
 
 
@@ -255,10 +254,7 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def completion_names() -> dict[str, list[str]]:
-    """Return what the shell's TAB key offers after ``tilewise bench`` and ``tilewise study``.
-
-    By command, the names that may follow it: suites, recipes and subcommands.
-    """
+    """Return, by command of ``tilewise``, the names that the shell's TAB key offers after it."""
     from tilelab.bench.command import NAMES  # slow to import, and nothing else here needs it
 
     return {"bench": list(NAMES), "study": [*recipes.names(), *SUBCOMMANDS]}

@@ -56,10 +56,7 @@ class Found:
         return f"{self.folder.name}:{self.part}" if self.part else self.folder.name
 
     def withheld(self) -> dict[str, str]:
-        """``experiment/arm`` -> why its speed is not shown; the other arms are not in it.
-
-        All of the study is judged, whatever part of it is to be shown.
-        """
+        """``experiment/arm`` -> why its speed is not shown; the other arms are not in it."""
         verdict = judge(read_study(self.folder).study, self.study_records)
         return {
             f"{experiment.experiment}/{arm.arm}": arm.speed_withheld

@@ -336,10 +336,7 @@ class Checked:
 
 
 def checked(study: Study, records: Mapping[str, RunRecord]) -> list[Checked]:
-    """Return a row for each arm of a study with a chip; arms without a finished run have none.
-
-    A run that took over the record of another one does not count.
-    """
+    """Return a row for each arm of a study with a chip; arms without a finished run have none."""
     if not study.chip:
         return []
     chip = gpu_named(study.chip)

@@ -133,10 +133,7 @@ def data_folder() -> Path | None:
 
 
 def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Piece]:
-    """Return the ``*.py`` of the Python that runs this, sorted by path, whole files up to a size.
-
-    Tests name another ``folder`` to look in.
-    """
+    """Return the ``*.py`` of this Python (or ``folder``) by path, whole files up to a size."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     found = [
         path
@@ -147,10 +144,7 @@ def standard_library(size_cap_bytes: int, folder: Path | None = None) -> list[Pi
 
 
 def installed_packages(size_cap_bytes: int) -> list[Piece]:
-    """Return the ``*.py`` of the packages beside torch, sorted by path, whole files up to a size.
-
-    Files that are not UTF-8 are left out.
-    """
+    """Return the ``*.py`` in UTF-8 of the packages beside torch, as ``standard_library`` does."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None

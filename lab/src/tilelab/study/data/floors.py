@@ -63,9 +63,8 @@ class Table(NamedTuple):
 def count(text: Symbols, pieces: Pieces, most: int, vocabulary: int) -> list[Table]:
     """Count the symbols of a text after their contexts of 0 to ``most`` symbols.
 
-    A context does not reach beyond its piece of the text.
-
-    ``(most + 1) * log2(vocabulary)`` is at most 63 bits.
+    A context does not reach beyond its piece of the text. ``(most + 1) * log2(vocabulary)`` is at
+    most 63 bits.
     """
     bits = _bits(vocabulary)
     assert (most + 1) * bits <= 63, "a context and its symbol do not fit into an int64"

@@ -374,16 +374,15 @@ class _Followed:
         if values["event"] == "step":
             done = self._tokens.get(step - 1, (step - 1) * self._usual)
             learnt = values.get("tokens") or self._usual
-            self._tokens[step] = done + learnt
+            tokens = self._tokens[step] = done + learnt
             pairs = [(f"train/{key}", values[key]) for key in _STEP]
             if not values["warmup"] and values["wall_s"] > 0:
                 pairs.append(("train/tokens_per_s", learnt / values["wall_s"]))
         elif values["event"] == "evaluation":
-            pairs = list(_held_out(values))
+            pairs, tokens = list(_held_out(values)), values["tokens"]
             self._add(list(_attention(values)), step, now)
         else:
             return
-        tokens = values["tokens"] if values["event"] == "evaluation" else self._tokens[step]
         self._add(pairs, step, now)
         losses = [(f"{_BY_TOKENS}{name}", value) for name, value in pairs if _is_learning(name)]
         self._add(losses, tokens, now)

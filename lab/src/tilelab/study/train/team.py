@@ -75,10 +75,7 @@ class Team:
             yield cut, own[1].shape[1] / length
 
     def spread(self, model: nn.Module) -> None:
-        """Leave this process its part of the weights, where the strategy cuts them.
-
-        Every module list of the model is a list of layers.
-        """
+        """Leave this process its part of the weights, where the strategy cuts them."""
         if self.size == 1 or self.strategy == "ddp":
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -87,7 +84,7 @@ class Team:
         device = next(model.parameters()).device.type
         mesh = init_device_mesh(device, (self.size,))
         for each in model.modules():
-            if isinstance(each, nn.ModuleList):
+            if isinstance(each, nn.ModuleList):  # every one is a list of layers
                 for layer in each:
                     fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -336,10 +336,7 @@ def kernel_uses(records: Iterable[RunRecord]) -> tuple[KernelUse, ...]:
 def kernel_flags(
     experiment: Experiment, arm: str, ran: Sequence[KernelUse], baseline: Sequence[KernelUse]
 ) -> tuple[KernelFlag, ...]:
-    """Return a flag for each pair of kernels that differ from the baseline's, in order of layers.
-
-    Nothing is flagged while one of the two ran nothing.
-    """
+    """Return a flag for each pair of kernels that differ from the baseline's, by layers."""
     if not ran or not baseline:
         return ()
     mine, theirs = _by_layer(ran), _by_layer(baseline)

@@ -190,10 +190,7 @@ class _Runs:
 def wanted_seeds(
     experiment: Experiment, records: Mapping[str, RunRecord], family: Family
 ) -> dict[str, tuple[int, ...]]:
-    """Arm -> the seeds that it has to have run by now; more may be wanted when these are there.
-
-    All of the experiment's, but for a sequential one.
-    """
+    """Arm -> the seeds that it has to have run by now; a sequential one may want more later."""
     _, judged = _compared_all(experiment, records, sweep_results(experiment, records), family)
     return _seeds_of(experiment, judged)
 

@@ -116,8 +116,7 @@ def load(source: str, held_out: float, size_cap_bytes: int, tuning: float = 0.0)
     if path.is_file():
         return _split_file(path.name, _lines(_read(path), size_cap_bytes), held_out, tuning)
     if path.is_dir():
-        files = wikitext.inside(path)
-        if files is not None:
+        if files := wikitext.inside(path):
             return _wikitext(files, size_cap_bytes, tuning)
         pieces = _text_files(path, size_cap_bytes)
         return _split_files(path.resolve().name, pieces, held_out, tuning)

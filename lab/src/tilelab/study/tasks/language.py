@@ -149,17 +149,23 @@ class _Examination(Examination):
         return Sample(printable(decode(prompt)), printable(decode(written)))
 
 
-class LanguageModelling(AbstractTask):
+class _Text(AbstractTask):
+    learns_text = True
+    unit = "token"
+
+    def prepare(self, config: RunConfig, cache: Path) -> Tokens:
+        return prepare(config.data, cache)
+
+
+class LanguageModelling(_Text):
     """The next token of a text, with a GPT-2; see ``AbstractTask``."""
 
     families = ("gpt2",)
     tokenizers = ("bytes", "gpt2", "bpe")
     metrics = ("bits_per_byte", "loss")
     writes = True
-    learns_text = True
     packs = True
     causal = True
-    unit = "token"
 
     def check(self, config: RunConfig) -> None:
         """See ``AbstractTask``."""
@@ -171,10 +177,6 @@ class LanguageModelling(AbstractTask):
             came = f"{config.training.loss_tokens} with training.precision=fp16"
             fix = "Its gradients are taken before fp16's are scaled: take bf16."
             raise InvalidArgument("training.loss_tokens", came, "0 with fp16", fix)
-
-    def prepare(self, config: RunConfig, cache: Path) -> Tokens:
-        """Return the tokens of the text."""
-        return prepare(config.data, cache)
 
     def batches(self, config: RunConfig, data: Tokens, seed: int) -> Batches:
         """Rows of the training text: ``data/order.py``."""
@@ -413,15 +415,13 @@ class _MaskedExamination(Examination):
         return _packed(masked, self._pieces)
 
 
-class MaskedLanguageModelling(AbstractTask):
+class MaskedLanguageModelling(_Text):
     """The hidden tokens of a text, with a BERT; see the top of this file and ``AbstractTask``."""
 
     families = ("bert",)
     tokenizers = ("wordpiece",)
     metrics = ("loss", "accuracy")
     fine_tunes = True
-    learns_text = True
-    unit = "token"
 
     def __init__(self, probability: float) -> None:
         self.probability = probability
@@ -437,10 +437,6 @@ class MaskedLanguageModelling(AbstractTask):
         if config.training.compile:
             required = "false: the number of hidden tokens changes from batch to batch"
             raise config.unfit("training.compile", required)
-
-    def prepare(self, config: RunConfig, cache: Path) -> Tokens:
-        """Return the tokens of the text."""
-        return prepare(config.data, cache)
 
     def batches(self, config: RunConfig, data: Tokens, seed: int) -> Batches:
         """Masked windows of the training text."""

@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tilelab.stats.decide import (
-    Comparison,
-    Decision,
-    Judged,
-    Rules,
-    decided,
-    look_by_look,
-    others_of,
-)
+from tilelab.stats import decide
 from tilelab.stats.factorial import factor_effects, interactions
 from tilelab.stats.paired import (
     ALWAYS_THE_SAME,
@@ -31,20 +23,11 @@ from tilelab.study.ask.metrics import METRICS, Floor
 from tilelab.study.ask.run import final_name
 from tilelab.study.records.events import RunRecord
 from tilelab.study.records.store import Floors
-from tilelab.study.verdict import caveats
+from tilelab.study.verdict import caveats, measures
 from tilelab.study.verdict.clocks import at_first_end, speed_of
 from tilelab.study.verdict.detect import Families, Family, alone, apart, families_of, sensitivity
 from tilelab.study.verdict.ladder import climb, rates
-from tilelab.study.verdict.measures import (
-    TIMES,
-    Values,
-    cost,
-    final_metric,
-    measure,
-    over_seeds,
-    status,
-    target_result,
-)
+from tilelab.study.verdict.measures import Values
 from tilelab.study.verdict.result import (
     ArmMeasures,
     ArmVerdict,
@@ -104,7 +87,7 @@ def _families(study: Study, records: Mapping[str, RunRecord]) -> Families:
     families = families_of(study)
     if study.correction == "experiment":
         return families
-    tests: dict[str, list[Judged]] = {}
+    tests: dict[str, list[decide.Judged]] = {}
     for experiment in study.experiments:
         if apart(experiment):
             continue
@@ -113,12 +96,12 @@ def _families(study: Study, records: Mapping[str, RunRecord]) -> Families:
             judged = _compared_all(planned, records, sweeps, alone(planned), lost)[1]
             tests[planned.name] = _tested(planned, judged)
     size = max((families[name].size for name in tests), default=0)  # they share one family
-    for name, others in others_of(tests, size - sum(map(len, tests.values()))).items():
+    for name, others in decide.others_of(tests, size - sum(map(len, tests.values()))).items():
         families[name] = families[name]._replace(others=others)
     return families
 
 
-def _tested(experiment: Experiment, judged: Sequence[Judged]) -> list[Judged]:
+def _tested(experiment: Experiment, judged: Sequence[decide.Judged]) -> list[decide.Judged]:
     """Return the decisions without those on controls."""
     arms = zip(experiment.arms, judged, strict=True)
     return [each for arm, each in arms if arm.kind != "control"]
@@ -175,16 +158,16 @@ class _Runs:
 
     @cached_property
     def values(self) -> dict[int, Values]:
-        return {seed: measure(record) for seed, record in self.finals.items()}
+        return {seed: measures.measure(record) for seed, record in self.finals.items()}
 
     @cached_property
     def measures(self) -> ArmMeasures:
-        over = over_seeds(list(self.values.values()))
+        over = measures.over_seeds(list(self.values.values()))
         return replace(over, kernels=caveats.kernel_uses(self.finals.values()))
 
     @property
     def cost(self) -> Cost:
-        return cost([*self.trials, *self.finals.values()])
+        return measures.cost([*self.trials, *self.finals.values()])
 
 
 def wanted_seeds(
@@ -195,7 +178,9 @@ def wanted_seeds(
     return _seeds_of(experiment, judged)
 
 
-def _seeds_of(experiment: Experiment, judged: Sequence[Judged]) -> dict[str, tuple[int, ...]]:
+def _seeds_of(
+    experiment: Experiment, judged: Sequence[decide.Judged]
+) -> dict[str, tuple[int, ...]]:
     """Arm -> the seeds that are compared; of the baseline those of any arm."""
     seeds = {
         arm.name: tuple(each.seed for each in found.compared.seeds)
@@ -211,7 +196,7 @@ def _compared_all(
     sweeps: Sequence[SweepResult],
     family: Family,
     lost: Collection[str] = (),
-) -> tuple[dict[str, _Runs], list[Judged]]:
+) -> tuple[dict[str, _Runs], list[decide.Judged]]:
     """Return the runs of every arm, and the decisions; of a sequential experiment look by look."""
     gone = {each.arm for each in sweeps if all_diverged(each)}.union(lost)
     runs = {name: _runs(experiment, name, records, name in gone) for name in experiment.arm_names}
@@ -226,18 +211,18 @@ def _compared_all(
     rules, rule = rules_of(experiment, max(family.size, 1)), experiment.sequential
     if rule is not None:
         further, levels = family.size - len(tested), rule.levels(rules.alpha)
-        found = look_by_look(tested, rules, rule.looks, levels, further)
+        found = decide.look_by_look(tested, rules, rule.looks, levels, further)
     else:
-        found = decided(tested, rules, family.others)
-    known = decided(others, rules_of(experiment))
+        found = decide.decided(tested, rules, family.others)
+    known = decide.decided(others, rules_of(experiment))
     judged = [(known if control else found).pop(0) for control in controls]
     return runs, judged
 
 
-def rules_of(experiment: Experiment, family: int = 1) -> Rules:
+def rules_of(experiment: Experiment, family: int = 1) -> decide.Rules:
     """Return the rules by which an experiment decides so many comparisons together."""
     metric = METRICS[experiment.metric]
-    return Rules(
+    return decide.Rules(
         unit=metric.unit,
         smallest=experiment.smallest_effect,
         confidence=experiment.confidence,
@@ -305,7 +290,7 @@ def _experiment(
 def _sensitivity(
     experiment: Experiment,
     family: Family,
-    judged: Sequence[Judged],
+    judged: Sequence[decide.Judged],
     effects: Sequence[FactorEffect],
 ) -> Sensitivity | None:
     """Return what the experiment could detect, with the spread that its runs have shown."""
@@ -361,21 +346,21 @@ def _finals(
 
 
 def _status(experiment: Experiment, runs: _Runs, seed: int) -> Status:
-    return "diverged" if runs.lost else status(runs.finals[seed], experiment.metric)
+    return "diverged" if runs.lost else measures.status(runs.finals[seed], experiment.metric)
 
 
-def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> Comparison:
+def _compared(experiment: Experiment, arm: Arm, runs: _Runs, baseline: _Runs) -> decide.Comparison:
     seeds = tuple(_seed(experiment, runs, baseline, seed) for seed in runs.finals)
     diverged = [seed for seed in runs.finals if _status(experiment, baseline, seed) == "diverged"]
-    return Comparison(
+    return decide.Comparison(
         "training" if arm.kind == "training" else "systems", seeds, diverged, runs.lost
     )
 
 
 def _seed(experiment: Experiment, runs: _Runs, baseline: _Runs, seed: int) -> SeedResult:
     mine, theirs = runs.finals[seed], baseline.finals[seed]
-    metric = final_metric(mine, experiment.metric)
-    other = final_metric(theirs, experiment.metric)
+    metric = measures.final_metric(mine, experiment.metric)
+    other = measures.final_metric(theirs, experiment.metric)
     difference = None if metric is None or other is None else metric - other
     same = mine.weights_sha256 == theirs.weights_sha256 != ""  # of a script nobody knows
     return SeedResult(
@@ -393,12 +378,12 @@ def _arm(
     arm: Arm,
     all_runs: Mapping[str, _Runs],
     finals: Mapping[str, Mapping[int, RunRecord]],
-    judged: Judged,
+    judged: decide.Judged,
 ) -> ArmVerdict:
     compared, test, decision = judged[:3]
     runs, baseline = all_runs[arm.name], all_runs[experiment.baseline_name]
     withheld = _withheld(arm, decision)
-    target = target_result(experiment, runs.finals, baseline.finals)
+    target = measures.target_result(experiment, runs.finals, baseline.finals)
     if withheld and target is not None:
         target = replace(target, **_NO_TARGET_TIMES)
     notes = caveats.pairing_note(runs.finals, baseline.finals)
@@ -410,7 +395,7 @@ def _arm(
     unchanged = len(compared.seeds) > 1 and set(compared.differences) == {0.0}
     if compared.whole and unchanged and arm.kind == "training" and not compared.identical:
         notes += (ALWAYS_THE_SAME,)
-    measures = _measures(experiment, runs, baseline, bool(withheld))
+    found = _measures(experiment, runs, baseline, bool(withheld))
     known = (each for of in finals.values() for each in of.values() if each.starts)
     return ArmVerdict(
         **vars(judged.verdict(arm.name)),
@@ -419,8 +404,8 @@ def _arm(
             experiment, arm.name, runs.measures.kernels, baseline.measures.kernels
         ),
         speed_withheld=withheld,
-        speed=speed_of(measures, all(each.one_thread for each in known)),
-        measures=measures,
+        speed=speed_of(found, all(each.one_thread for each in known)),
+        measures=found,
         cost=replace(runs.cost, **_NO_TIMES) if withheld else runs.cost,
         target=target,
         notes=notes,
@@ -439,7 +424,7 @@ def _timed(experiment: Experiment, arm: ArmVerdict, records: Mapping[str, RunRec
     return replace(arm, equal_time=found[0], notes=(*arm.notes, found[1]))
 
 
-def _withheld(arm: Arm, decision: Decision) -> str:
+def _withheld(arm: Arm, decision: decide.Decision) -> str:
     """Why the speed of a systems arm is not reported; empty where it is."""
     if arm.kind == "control":
         return "A control computes something wrong on purpose: its speed says nothing."
@@ -453,7 +438,7 @@ def _withheld(arm: Arm, decision: Decision) -> str:
 
 def _measures(experiment: Experiment, runs: _Runs, baseline: _Runs, withheld: bool) -> ArmMeasures:
     """Return the measures of an arm with their ratios; without times where speed is withheld."""
-    hidden = TIMES if withheld else frozenset()
+    hidden = measures.TIMES if withheld else frozenset()
 
     def of(name: str) -> Ratio | None:
         values = [
@@ -487,5 +472,5 @@ def _baseline(experiment: Experiment, runs: _Runs) -> Baseline:
         incomplete=incomplete,
         measures=runs.measures,
         cost=runs.cost,
-        target=target_result(experiment, runs.finals),
+        target=measures.target_result(experiment, runs.finals),
     )

@@ -64,9 +64,7 @@ def parameter_groups(model: nn.Module, apart: bool = False, by_layer: bool = Fal
     """
     tables = (each for each in model.modules() if isinstance(each, nn.Embedding | Unembedding))
     embeddings = {id(each.weight) for each in tables}
-    decayed: dict[str, nn.Parameter] = {}
-    kept: dict[str, nn.Parameter] = {}
-    embedded: dict[str, nn.Parameter] = {}
+    decayed, kept, embedded = (dict[str, nn.Parameter]() for _ in range(3))
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

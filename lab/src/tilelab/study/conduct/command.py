@@ -17,8 +17,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class _Ended(NamedTuple):
-    """How a command ended, and what it took."""
-
     status: int  # negative for the signal that ended it
     cpu_s: float
     peak_bytes: int

@@ -240,8 +240,6 @@ class _Tail:
 
 
 class _Book:
-    """Writes the lines of a script down as the events of a record."""
-
     def __init__(self, run: RunSpec, record: RunRecord, writer: Writer) -> None:
         self.script: Script = run.config.learning
         self._run, self._record, self._writer = run, record, writer

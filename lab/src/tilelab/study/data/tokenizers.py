@@ -81,7 +81,6 @@ def _wordpiece(pieces: WordPiece) -> Tokenizer:
 
 
 def _files(folder: Path | None, name: str) -> list[Path]:
-    """Return the files of a vocabulary in a folder of data sets."""
     page, files = _VOCABULARIES[name]
     for place in () if folder is None else (folder, folder / name, folder / "vocab" / name):
         found = [path for names in files if (path := first_of(place, *names)) is not None]

@@ -258,7 +258,6 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _rates(found: LadderVerdict) -> Table:
-    """Return the tuned value of every arm at every rung."""
     arms = dict.fromkeys(arm for each in found.rates.values() for arm in each)
     rows = [
         (Cell(arm), *(_rate(found.rates.get(rung, {}), arm) for rung in found.rungs))

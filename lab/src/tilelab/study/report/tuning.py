@@ -270,13 +270,5 @@ def _sweep_lines(axes: Axes, sweep: SweepResult, index: int, edge: float) -> Non
         marks(axes, lost, [edge] * len(lost), index, "X", 8, clip_on=True)
         for value, metric in done:
             if last and value == sweep.chosen:
-                axes.plot(
-                    [value],
-                    [metric],
-                    marker="o",
-                    markersize=13,
-                    markerfacecolor="none",
-                    markeredgecolor=colour,
-                    markeredgewidth=1.6,
-                    clip_on=False,
-                )
+                ring = {"markerfacecolor": "none", "markeredgewidth": 1.6}
+                marks(axes, [value], [metric], index, "o", 13, **ring)

@@ -94,11 +94,7 @@ def bert_of(
         InvalidArgument: the checkpoint is not there, or has other numbers.
     """
     model = config.model
-    keywords: dict[str, Any] = {
-        "head": head,
-        "pattern": _pattern(config, device),
-        **_common(config, seed),
-    }
+    keywords = {**_common(config, seed), "head": head, "pattern": _pattern(config, device)}
     if model.checkpoint:
         folder = checkpoint_folder(model.checkpoint)
         made = bert.load(folder, dropouts=_dropouts(model), **keywords)
@@ -169,11 +165,7 @@ def vit_of(config: RunConfig, shape: vit.Shape, seed: int, device: torch.device)
     mask, score, pattern = _variation(config, device, shape.tokens)
     if pattern is not None:
         mask = mask & pattern(shape.tokens)
-    keywords: dict[str, Any] = {
-        "mask": mask if mask.program else None,
-        "score": score,
-        **_common(config, seed),
-    }
+    keywords = {**_common(config, seed), "mask": mask if mask.program else None, "score": score}
     if config.model.checkpoint:
         folder = checkpoint_folder(config.model.checkpoint)
         made = vit.load(folder, shape=shape, **keywords).float()

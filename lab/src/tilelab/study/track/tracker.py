@@ -348,8 +348,6 @@ class Tracking(Watcher):
 
 
 class _Followed:
-    """A run, and what is to be sent of it."""
-
     def __init__(self, run: TrackedRun, config: Mapping[str, Any]) -> None:
         self.run = run
         training, model = config["training"], config["model"]

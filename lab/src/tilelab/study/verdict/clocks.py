@@ -151,8 +151,6 @@ def equal_time(
 
 
 class _Ladder(NamedTuple):
-    """The runs of a ladder, by one clock."""
-
     experiment: Experiment
     records: Mapping[str, RunRecord]
     clock: Clock

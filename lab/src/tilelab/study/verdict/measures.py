@@ -32,8 +32,6 @@ Finals = Mapping[int, RunRecord]  # seed -> record
 
 
 class _Reading:
-    """The parts of a run's record that measures read."""
-
     def __init__(self, record: RunRecord) -> None:
         self.record = record
         self.last = _last(record)

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -299,8 +298,7 @@ class Tracking(Watcher):
         """Send what there is, and close the trackers."""
         for followed in self._followed.values():
             self._send(followed)
-        for name in list(self._trackers):
-            self._try(name, lambda tracker: tracker.close())
+        self._all(lambda _, tracker: tracker.close())
         self._trackers.clear()
 
     def _begin(self, name: str, record: RunRecord, run: RunSpec | None = None) -> None:
@@ -316,8 +314,7 @@ class Tracking(Watcher):
         }
         tracked = TrackedRun(self._folder.name, name, {"seed": seed, **parameters})
         followed = self._followed[name] = _Followed(tracked, config)
-        for each in list(self._trackers):
-            self._try(each, partial(followed.begin_in, each))
+        self._all(followed.begin_in)
         followed.replay(record)
         self._send(followed)
 
@@ -326,25 +323,25 @@ class Tracking(Watcher):
         status, followed = record.end.status, self._followed.pop(name)
         followed.finish(record)
         self._send(followed)
-        for each in list(self._trackers):
-            self._try(each, lambda tracker: tracker.end(followed.run, status))
+        self._all(lambda _, tracker: tracker.end(followed.run, status))
 
     def _send(self, followed: _Followed) -> None:
-        for name in list(self._trackers):
-            self._try(name, partial(followed.send_to, name))
+        self._all(followed.send_to)
         followed.points.clear()
 
-    def _try(self, name: str, do: Callable[[AbstractTracker], object]) -> None:
-        """Do something with a tracker; report one that fails, and leave it out from then on."""
-        try:
-            do(self._trackers[name])
-        except Exception as error:  # of any library: the study's records hold all of it
-            self.failed = True
-            del self._trackers[name]
-            self._say(
-                f"The tracker {name} failed and is left out from here on ({type(error).__name__}: "
-                f"{error}). The same command, when it works again, brings it up to date."
-            )
+    def _all(self, do: Callable[[str, AbstractTracker], object]) -> None:
+        """Do something with each tracker; report one that fails, and leave it out from then on."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(name, tracker)
+            except Exception as error:  # of any library: the study's records hold all of it
+                self.failed = True
+                del self._trackers[name]
+                self._say(
+                    f"The tracker {name} failed and is left out from here on "
+                    f"({type(error).__name__}: {error}). The same command, when it works again, "
+                    "brings it up to date."
+                )
 
 
 class _Followed:

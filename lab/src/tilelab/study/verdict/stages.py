@@ -125,12 +125,9 @@ def _name(first: Experiment, stage: str) -> str:
 def _together(first: Experiment, factors: Sequence[str]) -> dict[str, Any]:
     """Return the changes of several factors: those of the arm that has them all, or of each."""
     each_of = {arm.name: arm.changes for arm in first.arms}
-    whole = each_of.get(arm_name(factors))
-    if whole is None and first.design is not None:  # whose arms may name their factors in any order
-        whole = {frozenset(arm.split("+")): each for arm, each in each_of.items()}.get(
-            frozenset(factors)
-        )
-    if whole is not None:
+    # Arms of a design may name their factors in any order.
+    sets = {frozenset(arm.split("+")): each for arm, each in each_of.items()}
+    if (whole := sets.get(frozenset(factors))) is not None:
         return dict(whole)
     if first.design is not None:
         each_of = changes_of(first.design, each_of)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilelab.stats import factorial
-from tilelab.study.ask import designs
+from tilelab.study.ask import designs, values
 from tilelab.study.ask.designs import (
     Combine,
     Confirm,
@@ -46,20 +46,7 @@ from tilelab.study.ask.run_config import (
     Training,
     Variant,
 )
-from tilelab.study.ask.values import (
-    Choice,
-    Frozen,
-    added,
-    change,
-    changed,
-    config_hash,
-    in_json,
-    nearest,
-    overlap,
-    parse,
-    unhashed,
-    value_at,
-)
+from tilelab.study.ask.values import Choice, Frozen, change, config_hash, parse
 from tilewise.chips import CHIPS
 from tilewise.errors import InvalidArgument
 
@@ -119,7 +106,7 @@ class Arm(Frozen):
     @classmethod
     def _plain(cls, changes: dict[str, Any]) -> dict[str, Any]:
         """The changes in JSON's types, so that an arm that was saved equals the one that was."""
-        return in_json("changes", changes)
+        return values.in_json("changes", changes)
 
 
 class Experiment(Frozen):
@@ -163,13 +150,13 @@ class Experiment(Frozen):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     power: float = Field(0.8, gt=0.5, lt=1)
     sweep: Sweep | None = None
-    sequential: Sequential | None = added(None)
-    design: Design | None = added(None)
-    combine: Combine | None = added(None)
-    confirm: Confirm | None = added(None)
-    ladder: Ladder | None = added(None)
-    spread: float | None = added(None, gt=0)
-    error: Literal["own", "pooled"] = added("own")
+    sequential: Sequential | None = values.added(None)
+    design: Design | None = values.added(None)
+    combine: Combine | None = values.added(None)
+    confirm: Confirm | None = values.added(None)
+    ladder: Ladder | None = values.added(None)
+    spread: float | None = values.added(None, gt=0)
+    error: Literal["own", "pooled"] = values.added("own")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -224,7 +211,7 @@ class Experiment(Frozen):
         return found
 
     def _number(self, arm: str, path: str, argument: str) -> float:
-        own = value_at(self.config_of(arm), path)
+        own = values.value_at(self.config_of(arm), path)
         if isinstance(own, bool) or not isinstance(own, int | float):
             required = f"a number in every arm; {arm} has {own!r}"
             raise InvalidArgument(argument, path, required)
@@ -233,7 +220,7 @@ class Experiment(Frozen):
     def _check_metric(self, arm: str, known: tuple[str, ...]) -> None:
         if self.metric not in known:
             required = f"one of {', '.join(known)}, which the task of {arm} has"
-            fix = nearest(self.metric, known if self.metric not in METRICS else ())
+            fix = values.nearest(self.metric, known if self.metric not in METRICS else ())
             raise InvalidArgument("metric", repr(self.metric), required, fix)
 
     @property
@@ -317,8 +304,8 @@ class Study(Frozen):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")
     question: str
     experiments: tuple[Experiment, ...] = Field(min_length=1)
-    chip: str = unhashed("")
-    correction: Literal["study", "experiment"] = changed("study", before="experiment")
+    chip: str = values.unhashed("")
+    correction: Literal["study", "experiment"] = values.changed("study", before="experiment")
 
     @field_validator("chip")
     @classmethod
@@ -400,7 +387,9 @@ def _check_ladder(experiment: Experiment, ladder: Ladder) -> None:
         raise InvalidArgument("ladder.tuned", str(ladder.tuned), "each rung once")
     changed = {path for changes in ladder.rungs.values() for path in changes}
     for arm in experiment.arms:
-        if both := [path for path in arm.changes if any(overlap(path, each) for each in changed)]:
+        if both := [
+            path for path in arm.changes if any(values.overlap(path, each) for each in changed)
+        ]:
             required = f"no path that the rungs change ({', '.join(sorted(changed))})"
             raise InvalidArgument(f"arms.{arm.name}", both[0], required)
     sizes = [size_of(each.baseline, ladder) for each in experiment.rungs.values()]
@@ -426,16 +415,16 @@ def _check_sweep(experiment: Experiment, sweep: Sweep) -> None:
         required = "the same number of candidates for every arm, 1 or more"
         raise InvalidArgument("sweep.values", " and ".join(map(str, sorted(counts))), required)
     for arm in names:
-        values = experiment.candidates(arm)
+        tried = experiment.candidates(arm)
         # Six digits name the folder of a trial.
-        if len({f"{value:g}" for value in values}) < len(values):
+        if len({f"{value:g}" for value in tried}) < len(tried):
             required = "candidates that differ in their first six digits"
-            raise InvalidArgument(f"sweep.values.{arm}", str(values), required)
+            raise InvalidArgument(f"sweep.values.{arm}", str(tried), required)
         for at in (0, 1):
             if sweep.search is not None:
                 ends = {path: each[at] for path, each in experiment.ranges(arm).items()}
                 experiment.config_of(arm, ends)
-        for value in values if sweep.search is None else ():
+        for value in tried if sweep.search is None else ():
             experiment.config_of(arm, {sweep.path: value})
         _check_halving(experiment, sweep, arm)
     if not sweep.seeds or set(sweep.seeds) & set(experiment.seeds):

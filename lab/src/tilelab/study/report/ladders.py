@@ -18,6 +18,7 @@ from tilelab.study.verdict.result import (
     ExperimentVerdict,
     Interval,
     LadderArm,
+    LadderPoint,
     LadderVerdict,
 )
 
@@ -199,15 +200,10 @@ def _effects(found: LadderVerdict) -> Table:
 
 def _row(arm: LadderArm, found: LadderVerdict) -> tuple[Cell, ...]:
     points = {each.rung: each for each in arm.points}
-    cells = [
-        Cell(words.signed(points[rung].effect, 4), note=_interval(points[rung].interval))
-        if rung in points
-        else NONE
-        for rung in found.rungs
-    ]
+    cells = [_effect(points.get(rung)) for rung in found.rungs]
     foretold = miss = limit = NONE
     if arm.predicted is not None and arm.miss is not None:
-        foretold = Cell(words.signed(arm.predicted, 4), note=_interval(arm.predicted_interval))
+        foretold = Cell(words.signed(arm.predicted, 4), _ends(arm.predicted_interval))
         miss = Cell(words.signed(arm.miss, 4))
     if arm.constants:
         limit = Cell(words.signed(arm.constants[0], 3))
@@ -223,13 +219,8 @@ def _equal_time(found: LadderVerdict, clock: Clock) -> Table:
     at = {rung: each.at_s for known in timed.values() for rung, each in known.items()}
     rungs = [rung for rung in found.rungs if rung in at]
 
-    def cell(each: EqualTime | None) -> Cell:
-        if each is None:
-            return NONE
-        return Cell(words.signed(each.effect, 4), note=_interval(each.interval))
-
     rows = [
-        (Cell(arm), *(cell(known.get(rung)) for rung in rungs))
+        (Cell(arm), *(_effect(known.get(rung)) for rung in rungs))
         for arm, known in timed.items()
         if known
     ]
@@ -251,7 +242,11 @@ def _equal_time(found: LadderVerdict, clock: Clock) -> Table:
     return Table(title, head, tuple(rows), tuple(notes), key="plain")
 
 
-def _interval(interval: Interval | None) -> str:
+def _effect(each: LadderPoint | EqualTime | None) -> Cell:
+    return NONE if each is None else Cell(words.signed(each.effect, 4), _ends(each.interval))
+
+
+def _ends(interval: Interval | None) -> str:
     if interval is None:
         return ""
     return f"{words.signed(interval.low, 3)} to {words.signed(interval.high, 3)}"

@@ -355,7 +355,10 @@ class _Momentum(torch.optim.Optimizer):
 
 
 class Lion(_Momentum):
-    """Sign of an interpolated momentum: u = sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g."""
+    """Sign of an interpolated momentum: u = sign(b1 m + (1 - b1) g);  m <- b2 m + (1 - b2) g.
+
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
+    """
 
     def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
         """See above."""
@@ -366,7 +369,10 @@ class Lion(_Momentum):
 
 
 class Sgd(_Momentum):
-    """Momentum, with decay beside it: m <- mu m + g;  u = m, with Nesterov u = g + mu m."""
+    """Momentum, with decay beside it: m <- mu m + g;  u = m, with Nesterov u = g + mu m.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 1.
+    """
 
     def update(self, group: dict[str, Any], momentum: Tensor, gradient: Tensor) -> Tensor:
         """See above."""

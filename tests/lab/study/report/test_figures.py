@@ -34,6 +34,7 @@ from tilelab.common.svg import (
     spread,
 )
 from tilelab.study.ask.config import Arm
+from tilelab.study.recipes import find
 from tilelab.study.records.events import LayerSoftmax, Memory, RunRecord
 from tilelab.study.report import gather, write
 from tilelab.study.report.costs import (
@@ -186,6 +187,14 @@ def test_a_miss_is_censored_at_its_budget_and_so_is_a_run_that_diverged() -> Non
     assert known(late.target).censored == (40 * 256,) * 3
     assert hot.target is not None
     assert (hot.target.reached, hot.target.censored) == (2, (40 * 256,))
+
+
+def test_a_run_of_epochs_that_diverged_is_censored_at_all_of_them() -> None:
+    every = [each.baseline for each in find("fine-tuning").study().experiments]
+    baseline = next(each for each in every if each.budget.epochs)
+    experiment = experiment_of("hot", baseline=baseline, target=2.5, metric="cross_entropy")
+    (hot,) = judged(experiment, {"hot": Behaviour(diverged={1: 3})}).arms
+    assert known(hot.target).censored == (baseline.steps * baseline.tokens_per_step,) * 3
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:

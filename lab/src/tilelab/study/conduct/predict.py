@@ -349,9 +349,11 @@ def checked(study: Study, records: Mapping[str, RunRecord]) -> list[Checked]:
             found.setdefault((run.experiment, run.arm), (run.config, []))[1].append(record)
     rows = []
     for (experiment, arm), (config, ours) in found.items():
-        steps = [each.wall_s for one in ours for each in one.steps if not each.warmup]
-        if not steps:
+        timed = [each for one in ours for each in one.steps if not each.warmup]
+        if not timed:
             continue
+        # A line of a condensed record stands for several steps.
+        steps = [each.wall_s / each.of for each in timed for _ in range(each.of)]
         predicted = predict(config, chip)
         rows.append(
             Checked(

@@ -17,6 +17,8 @@ from typing import Literal
 from tilelab.stats.paired import exp, ratio, summary
 from tilelab.study.ask.config import Experiment
 from tilelab.study.ask.metrics import METRICS, reached, value_in
+from tilelab.study.ask.run_config import RunConfig
+from tilelab.study.ask.values import parse
 from tilelab.study.records.events import Evaluation, Memory, RunRecord, Step
 from tilelab.study.verdict.result import ArmMeasures, Cost, Ratio, Status, Summary, TargetResult
 from tilelab.study.verdict.text import duration, fixed, percent, rate
@@ -410,6 +412,8 @@ def _budget(record: RunRecord) -> float:
     if not record.diverged and record.evaluations:
         return float(record.evaluations[-1].tokens)
     budget, step = record.start.config["budget"], record.start.tokens_per_step
+    if budget.get("epochs"):  # older records say none
+        return float(parse(RunConfig, record.start.config).steps * step)
     return float(budget["steps"] * step if budget["steps"] else budget["tokens"])
 
 

@@ -193,6 +193,16 @@ def test_mlflow_has_its_last_value_where_no_step_was_logged(tmp_path: Path) -> N
     assert values(folder) == WANTED
 
 
+def test_seeds_that_do_not_count_may_be_there_twice(tmp_path: Path) -> None:
+    """As the trials of a learning rate are, which have one seed."""
+    rows = read(mlruns(tmp_path))
+    of: dict[str, Any] = {"arm": ["optimizer"], "seed": "seed", "metric": "val_loss"}
+    more = [{**row, "run_id": f"trial {at}", "params.seed": "7"} for at, row in enumerate(rows)]
+    with pytest.raises(InvalidArgument, match="got two runs of adamw with seed 7"):
+        values_of(rows + more, **of)
+    assert values_of(rows[:6] + more, **of, seeds=(0, 1, 2)) == WANTED
+
+
 def test_mlflow_says_how_a_run_ended(tmp_path: Path) -> None:
     folder = mlruns(tmp_path)
     for at, path in enumerate(sorted(folder.rglob("meta.yaml"))):

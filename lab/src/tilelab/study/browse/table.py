@@ -139,7 +139,8 @@ class Judged:
 def _judged(options: argparse.Namespace) -> Judged:
     seeds = None if options.seeds is None else _whole_numbers("--seeds", options.seeds)
     rows, unit = where(read(options.table), options.where), _bare(options.metric)
-    found = values_of(rows, arm=options.arm, seed=options.seed, metric=options.metric)
+    columns: dict[str, Any] = {"arm": options.arm, "seed": options.seed, "metric": options.metric}
+    found = values_of(rows, **columns, seeds=seeds)
     base, arms = _paired_values(found, options.baseline, seeds)
     rules: dict[str, Any] = {
         "smallest_effect": options.smallest_effect,
@@ -288,12 +289,18 @@ def where(rows: Sequence[Row], conditions: Iterable[str]) -> list[Row]:
 
 
 def values_of(
-    rows: Sequence[Row], *, arm: Sequence[str], seed: str, metric: str
+    rows: Sequence[Row],
+    *,
+    arm: Sequence[str],
+    seed: str,
+    metric: str,
+    seeds: Sequence[int] | None = None,
 ) -> dict[str, dict[int, float | None]]:
     """Return arm -> seed -> metric; None for a number that is not finite.
 
     The values of the columns ``arm``, joined with ``/``, name an arm. Of rows with the same arm and
-    seed the last step counts, where they have steps (``_step`` or ``step``).
+    seed the last step counts, where they have steps (``_step`` or ``step``). Rows of seeds that are
+    not among ``seeds`` do not count, such as those of trials.
 
     Raises:
         InvalidArgument: a column that is not there, a seed that is no whole number, a metric
@@ -313,6 +320,8 @@ def values_of(
             raise InvalidArgument("--arm", came, "a value in every row", fix)
         name = "/".join(str(row[each]) for each in arms)
         number = _seed(row.get(by_seed), at, by_seed)
+        if seeds is not None and number not in seeds:
+            continue
         again = whose.setdefault((name, number), row.get(run)) != row.get(run)
         step = _number(row.get(steps)) if steps else None
         runs = found.setdefault(name, {})

@@ -382,6 +382,9 @@ def condensed(path: Path) -> bytes:
     A block has the mean loss, the largest gradient norm, the last rate, and sums of times and
     tokens. The first steps, those of a warm-up and those that are not finite stay apart.
     """
+    events = list(_events(path))
+    # A script says no norms at all.
+    norms = any(isinstance(each, Step) and each.gradient_norm is not None for each in events)
     found: list[Event] = []
     block: list[Step] = []
 
@@ -390,8 +393,8 @@ def condensed(path: Path) -> bytes:
             found.append(_as_one(block))
             block.clear()
 
-    for event in _events(path):
-        if isinstance(event, Step) and not _apart(event):
+    for event in events:
+        if isinstance(event, Step) and not _apart(event, norms):
             block.append(event)
             if event.step % _BLOCK == 0:
                 flush()
@@ -410,17 +413,18 @@ def _as_bytes(events: Iterable[Event]) -> bytes:
     return b"".join(lines)
 
 
-def _apart(step: Step) -> bool:
-    finite = step.loss is not None and step.gradient_norm is not None
+def _apart(step: Step, norms: bool) -> bool:
+    finite = step.loss is not None and (step.gradient_norm is not None or not norms)
     return step.step <= _WHOLE_STEPS or step.warmup or not finite
 
 
 def _as_one(block: Sequence[Step]) -> Step:
     tokens = [each.tokens for each in block if each.tokens is not None]
+    norms = [each.gradient_norm for each in block if each.gradient_norm is not None]
     return replace(
         block[-1],
         loss=statistics.fmean(each.loss for each in block if each.loss is not None),
-        gradient_norm=max(each.gradient_norm or 0.0 for each in block),
+        gradient_norm=max(norms, default=None),
         wall_s=sum(each.wall_s for each in block),
         cpu_s=sum(each.cpu_s for each in block),
         tokens=sum(tokens) if tokens else None,

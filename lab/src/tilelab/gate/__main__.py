@@ -91,17 +91,14 @@ def _run(options: argparse.Namespace) -> int:
     names = {target.name: _chosen(cases, target, options) for target in options.targets}
     if not any(names.values()):
         raise TilewiseError(f"no case has {options.cases!r} in its name: {', '.join(cases)}")
-    baseline: Baseline = {}
-    path: Path | None = None
+    version = installed_triton()
+    path = baseline_path(version, *filter(None, [options.baselines]))
+    baseline: Baseline = {} if options.store else load(path)
+    print(f"Triton {version}, baseline {path.name if baseline else 'none'}", flush=True)
     records: list[Record] = []
     bad: list[str] = []
     fresh = 0
     for target, found in compile_all(options.targets, names, options.module, options.jobs):
-        if path is None:
-            version = installed_triton()
-            path = baseline_path(version, *filter(None, [options.baselines]))
-            baseline = {} if options.store else load(path)
-            print(f"Triton {version}, baseline {path.name if baseline else 'none'}")
         if target.why_not:
             print(f"{target.name}\n  left out: {target.why_not}", flush=True)
             # Its probe must bear that out.
@@ -123,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(record._asdict()) for record in records)
         options.json.write_text(f"[\n{lines}\n]\n")
-    if options.store and path is not None:
+    if options.store:
         kept = [record for record in records if has_baseline(record, cases[record.case])]
         store(path, kept, whole=not options.cases)
         print(f"baseline written: {path}")

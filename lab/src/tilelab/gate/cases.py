@@ -8,8 +8,9 @@ training size, so Triton sees the divisible strides of a real call. Their layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from tilelab.cases.inputs import build, problem_of
 from tilelab.cases.table import rows
 from tilelab.gate.record import Case
 from tilewise.inspect import gpu
-from tilewise.inspect.gpu import FAMILIES, UNPROVEN, Launch, Overrides, holds, place_of
+from tilewise.inspect.gpu import FAMILIES, UNPROVEN, Launch, Overrides, Pass, holds, place_of
 from tilewise.problem import Grads, Needs, Operands, Problem, output_like
 from tilewise.variants.float8 import FLOAT8
 
@@ -115,19 +116,13 @@ def listed(case: Attention, forward: bool, family: str) -> Sequence[Launch]:
     return gpu.listed_launches(tensors, *variant, inputs.keys, family, forward=forward)
 
 
-def fused(case: Attention, family: str) -> Sequence[Launch]:
-    """Return the launches of ``backward`` with one kernel for all gradients."""
-    return backward(case, family, [("fused", UNPROVEN["fused", family, case.head_dim])])
+def unproven(name: Pass, case: Attention, family: str) -> Sequence[Launch]:
+    """Return the launches of a pass in a kernel that no GPU has run yet.
 
-
-def grouped(case: Attention, family: str) -> Sequence[Launch]:
-    """Return the launches of ``forward`` in groups of warps, where no GPU has run these yet."""
-    return forward(case, family, [("grouped", UNPROVEN["grouped", family, case.head_dim])])
-
-
-def grouped8(case: Attention, family: str) -> Sequence[Launch]:
-    """Return the launches of ``forward`` of float8 in groups of warps."""
-    return forward(case, family, [("grouped8", UNPROVEN["grouped8", family, case.head_dim])])
+    "fused" makes all gradients, "grouped" and "grouped8" (of float8) the output.
+    """
+    make = backward if name == "fused" else forward
+    return make(case, family, [(name, UNPROVEN[name, family, case.head_dim])])
 
 
 def captured(case: Attention, family: str) -> Sequence[Launch]:
@@ -171,50 +166,46 @@ _UNPROVEN_EIGHT = ("D64 full fp8", "D64 causal fp8", "D128 full fp8", "D128 caus
 
 def cases() -> list[Case]:
     """Return the compiled passes of every row: forward, and backward where it has one."""
-    found = []
-    for each in rows("gate"):
-        launches, where = partial(forward, each), _families(each)
+    attention = [case for each in rows("gate") for case in _cases_of(each)]
+    return attention + vocabulary_cases()
+
+
+def _cases_of(each: Attention) -> Iterator[Case]:
+    where = _families(each)
+
+    def case(words: str, launches: partial[Sequence[Launch]], **more: Any) -> Case:
+        fields = {"without_products": _PLAIN, "families": where, "key": each.quick, **more}
+        return Case(f"{words} {each.name}", launches, each.dtype.itemsize <= 2, **fields)
+
+    if each.kind == "captured":
+        yield case("forward captured", partial(forward, each))
+        yield case("captured", partial(captured, each))
+    elif each.kind == "lists":
+        here = _without_spills(where, each.head_dim, {"gfx1100": 256})
+        yield case("lists forward", partial(listed, each, True), families=here)
+        yield case("lists", partial(listed, each, False))
+    elif each.kind == "decode":
+        here = _without_spills(where, each.head_dim, {"gfx1100": 512, "gfx1201": 512})
+        yield case("decode", partial(forward, each), families=here)
+    else:
         columns = _SCORED_COLUMNS if each.score else 64
-        sixteen, quick = each.dtype.itemsize <= 2, each.quick
-        if each.kind == "captured":
-            for make, words in ((forward, "forward captured"), (captured, "captured")):
-                launches = partial(make, each)
-                found.append(Case(f"{words} {each.name}", launches, sixteen, _PLAIN, quick, where))
-        elif each.kind == "lists":
-            here = _without_spills(where, each.head_dim, {"gfx1100": 256})
-            for first, words in ((True, "lists forward"), (False, "lists")):
-                launches, own = partial(listed, each, first), here if first else where
-                found.append(Case(f"{words} {each.name}", launches, sixteen, _PLAIN, quick, own))
-        elif each.kind == "decode":
-            where = _without_spills(where, each.head_dim, {"gfx1100": 512, "gfx1201": 512})
-            found.append(Case(f"decode {each.name}", launches, sixteen, _PLAIN, quick, where))
-        else:
-            bare = _TRANSPOSING if each.dtype is FLOAT8 else frozenset[str]()
-            name = f"forward {each.name}"
-            found.append(Case(name, launches, sixteen, bare, quick, where, columns))
-            found += _unproven(grouped, each)
-            found += _unproven(grouped8, each)
-        if each.passes == "both" and each.kind == "full":
-            launches = partial(backward, each)
-            name = f"backward {each.name}"
-            found.append(Case(name, launches, sixteen, _PLAIN, quick, where, columns))
-            found += _unproven(fused, each)
-    return found + vocabulary_cases()
+        bare = _TRANSPOSING if each.dtype is FLOAT8 else frozenset[str]()
+        yield case("forward", partial(forward, each), without_products=bare, columns=columns)
+        yield from _unproven("grouped", each)
+        yield from _unproven("grouped8", each)
+        if each.passes == "both":
+            yield case("backward", partial(backward, each), columns=columns)
+            yield from _unproven("fused", each)
 
 
-def _unproven(
-    make: Callable[[Attention, str], Sequence[Launch]], each: Attention
-) -> Iterator[Case]:
+def _unproven(name: Pass, each: Attention) -> Iterator[Case]:
     """Yield the case of a row in a kernel of ``UNPROVEN``, where that has the row's width."""
     own = tuple(
-        family
-        for kernel, family, width in UNPROVEN
-        if kernel == make.__name__ and width == each.head_dim
+        family for kernel, family, width in UNPROVEN if kernel == name and width == each.head_dim
     )
-    if own and each.name in (_UNPROVEN_EIGHT if make is grouped8 else _UNPROVEN):
-        bare = _PLAIN | _TRANSPOSING
-        launches, name = partial(make, each), f"{make.__name__} {each.name}"
-        yield Case(name, launches, True, bare, each.quick, own, measured=False)
+    if own and each.name in (_UNPROVEN_EIGHT if name == "grouped8" else _UNPROVEN):
+        bare, launches = _PLAIN | _TRANSPOSING, partial(unproven, name, each)
+        yield Case(f"{name} {each.name}", launches, True, bare, each.quick, own, measured=False)
 
 
 def vocabulary_cases() -> list[Case]:

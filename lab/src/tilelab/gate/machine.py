@@ -51,6 +51,9 @@ _SASS_TARGET = re.compile(r"`\((\.L_\w+)\)")
 _GCN_LINE = re.compile(r"^\t([a-z]+_\w+.*)$")
 _GCN_LABEL = re.compile(r"^(\.LBB\w+):")
 _GCN_TARGET = re.compile(r"^s_c?branch\w*\s+(\.LBB\w+)")
+# Nothing follows these. "@P0 BRA" and "BRA.U !UP0, ..." may be passed by.
+_SASS_END = re.compile(r"EXIT|BRA(?:\.\w+)* `")
+_GCN_END = re.compile(r"s_branch|s_endpgm|s_setpc")
 
 
 class Machine(NamedTuple):
@@ -204,21 +207,12 @@ class Code(NamedTuple):
 
 def sass(text: str) -> Code:
     """Return what nvdisasm says of a kernel."""
-    return _code(text, _SASS_LINE, _SASS_LABEL, _SASS_TARGET, _ends_sass)
+    return _code(text, _SASS_LINE, _SASS_LABEL, _SASS_TARGET, _SASS_END)
 
 
 def amdgcn(text: str) -> Code:
     """Return what the assembler text of a kernel says; remarks stay at the end of a line."""
-    return _code(text, _GCN_LINE, _GCN_LABEL, _GCN_TARGET, _ends_gcn)
-
-
-def _ends_sass(line: str) -> bool:
-    # "@P0 BRA" and "BRA.U !UP0, ..." may be passed by.
-    return line.startswith("EXIT") or bool(re.match(r"BRA(\.\w+)* `", line))
-
-
-def _ends_gcn(line: str) -> bool:
-    return line.startswith(("s_branch", "s_endpgm", "s_setpc"))
+    return _code(text, _GCN_LINE, _GCN_LABEL, _GCN_TARGET, _GCN_END)
 
 
 def _code(
@@ -226,7 +220,7 @@ def _code(
     instruction: re.Pattern[str],
     label: re.Pattern[str],
     target: re.Pattern[str],
-    ends: Callable[[str], bool],
+    end: re.Pattern[str],
 ) -> Code:
     lines: list[str] = []
     places: dict[str, int] = {}
@@ -237,7 +231,7 @@ def _code(
             lines.append(found[1])
     after = []
     for i, line in enumerate(lines):
-        following = [] if ends(line) or i + 1 == len(lines) else [i + 1]
+        following = [] if end.match(line) or i + 1 == len(lines) else [i + 1]
         found = target.search(line)
         place = places.get(found[1]) if found else None
         after.append(following if place is None or place == len(lines) else [*following, place])

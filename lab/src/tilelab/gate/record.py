@@ -241,13 +241,13 @@ def faults(record: Record, case: Case, target: Target, before: Entry | None) -> 
     shared_bytes, most = record.shared_bytes, target.family.shared_bytes
     if shared_bytes > most:
         found.append(f"{shared_bytes} bytes of shared memory, the chip has {most}")
-    if case.sixteen_bit and record.kernel.partition(" ")[0] not in case.without_products:
+    if case.sixteen_bit and kernel not in case.without_products:
         found += _matrix_faults(record, target)
         if case.key and target.name in HELD:
             found += _loop_faults(record, case, target)
     if before is not None:
-        found += _growth("registers", before.registers, record.registers, before, record)
-        found += _growth("instructions", before.instructions, record.instructions, before, record)
+        for what in ("registers", "instructions"):
+            found += _growth(what, before, record)
     return found
 
 
@@ -296,7 +296,8 @@ def _matrix_faults(record: Record, target: Target) -> list[str]:
     return []
 
 
-def _growth(what: str, before: int, now: int, entry: Entry, record: Record) -> list[str]:
+def _growth(what: str, entry: Entry, record: Record) -> list[str]:
+    before, now = getattr(entry, what), getattr(record, what)
     if now <= before * GROWTH:
         return []
     tile = "" if entry.choice == record.choice else f"; was {entry.choice}, is {record.choice}"

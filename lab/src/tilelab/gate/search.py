@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     itemsize = dtype.itemsize
     rungs = list(ladder(target.family, options.pass_name, options.width, itemsize))
     if options.after:
-        rungs = rungs[rungs.index(_blocks(options.after)) :]
+        rungs = rungs[rungs.index(blocks_of(options.after)) :]
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     for blocks in rungs:
         wrong = _wrong(target, options.pass_name, _calls(options, dtype), blocks)
-        print("{}x{}/{}/{}".format(*blocks), wrong or "good", flush=True)
+        print(blocks, wrong or "good", flush=True)
         if not wrong:
             return 0
     return 1
@@ -108,7 +108,8 @@ def _wrong(target: Target, pass_name: Pass, calls: Sequence[Attention], blocks: 
     return ""
 
 
-def _blocks(text: str) -> Blocks:
+def blocks_of(text: str) -> Blocks:
+    """Return blocks from their text, such as "128x64/8/2"."""
     return Blocks(*(int(number) for number in re.split("[x/]", text)))
 
 

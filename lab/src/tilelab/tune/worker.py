@@ -23,7 +23,7 @@ from tilelab.cases.inputs import build, problem_of, send
 from tilelab.cases.table import rows
 from tilelab.common.exactness import judge
 from tilelab.gate.cases import kind_of
-from tilelab.gate.search import ladder
+from tilelab.gate.search import blocks_of, ladder
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Outcome, Setting, block_table, in_pages, refer, references
 from tilelab.gpu_check.worker import main
@@ -111,8 +111,7 @@ def read_job(words: str) -> tuple[Job, list[Blocks]]:
     """Parse "dq bfloat16 64 + 64x32/4/2 64x64/8/1": a job and blocks as ``str`` has them."""
     name, dtype, width, kind, *texts = words.split()
     job = Job(next(each for each in MEASURED if each == name), dtype, int(width), kind)
-    numbers = ([int(number) for number in text.replace("x", "/").split("/")] for text in texts)
-    return job, [Blocks(*each) for each in numbers]
+    return job, [blocks_of(text) for text in texts]
 
 
 _HIDDEN, _BATCH, _LENGTH = 2048, 4, 4096

@@ -58,7 +58,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
-    monkeypatch.setattr(half_hour, "conduct", found.conduct)
+    monkeypatch.setattr("tilelab.gpu_check.conduct", found.conduct)
     monkeypatch.setattr(half_hour, "tune", found.tune)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     return found
@@ -143,7 +143,7 @@ def test_a_part_that_is_killed_is_not_finished(
         changed()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(half_hour, "conduct", killed)
+    monkeypatch.setattr("tilelab.gpu_check.conduct", killed)
     with pytest.raises(KeyboardInterrupt):
         main(["B", "--out", str(tmp_path)])
     assert stored(tmp_path)["status"] == "not finished"

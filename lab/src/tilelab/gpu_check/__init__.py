@@ -19,13 +19,12 @@ from pathlib import Path
 
 import torch
 
-from tilelab.common.files import COMPLETE
-from tilelab.gpu_check.record import ONLY, Record, Row, table
+from tilelab.gpu_check.record import Record, Row, table
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import STEPS, Step, Team, Worker, processes
 
 RESULTS, TABLE = "gpu_check.json", "gpu_check.txt"
-_MINUTES, _SELF_TEST_MINUTES = 8.7, 60.0
+_MINUTES, SELF_TEST_MINUTES = 8.7, 60.0
 _SELF_TEST_PATIENCE = 100  # the interpreter is slow, and no GPU waits
 _LEAST_S = 2.0  # with less than that left, no job begins
 _MOST_PROCESSES, _SPARE_CORES = 14, 2
@@ -50,26 +49,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> Record:
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     record = Record(options.self_test, options.backend)
-    folder: Path = options.out
-    folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
-    minutes = options.minutes or (_SELF_TEST_MINUTES if options.self_test else _MINUTES)
-
-    def changed() -> None:
-        record.write(folder / RESULTS)
-
-    with tempfile.TemporaryDirectory() as scratch:
-        # Without the step that compiles beforehand, FlexAttention compiles when it is timed.
-        prepared = scratch if any(step.name == "prepare" for step in steps) else ""
-        setting = Setting(options.backend, options.self_test, prepared)
-        try:
-            conduct(setting, steps, record, 60 * minutes, changed=changed)
-            record.status = _status(record, steps)
-        except KeyboardInterrupt:
-            record.status = f"interrupted after {time.perf_counter() - begun:.0f} s"
-    changed()
-    (folder / TABLE).write_text(table(record))
+    minutes = options.minutes or (SELF_TEST_MINUTES if options.self_test else _MINUTES)
+    setting = Setting(options.backend, options.self_test)
+    try:
+        conduct_into(options.out, setting, steps, record, 60 * minutes)
+        record.end("" if len(steps) == len(STEPS) else ", ".join(step.name for step in steps))
+    except KeyboardInterrupt:
+        record.status = f"interrupted after {time.perf_counter() - begun:.0f} s"
+    write(record, options.out)
     return record
+
+
+def write(record: Record, folder: Path) -> str:
+    """Write a record and its table into a folder, and return the table."""
+    record.write(folder / RESULTS)
+    text = table(record)
+    (folder / TABLE).write_text(text)
+    return text
+
+
+def conduct_into(
+    folder: Path, setting: Setting, steps: Sequence[Step], record: Record, limit_s: float
+) -> None:
+    """Do as ``conduct``; after each job the record is in a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = any(step.name == "prepare" for step in steps)
+    with tempfile.TemporaryDirectory() as scratch:
+        # Where FlexAttention is compiled beforehand, a case that has not is timed without it.
+        setting = replace(setting, scratch=scratch if prepared else "")
+        conduct(setting, steps, record, limit_s, changed=lambda: record.write(folder / RESULTS))
 
 
 def conduct(
@@ -121,15 +130,6 @@ def conduct(
             record.seconds[step.name] = round(clock() - begun, 1)
     finally:
         single.close()
-
-
-def _status(record: Record, steps: Sequence[Step]) -> str:
-    skipped = [row for row in record.rows if row.status == "skipped"]
-    if skipped:
-        return f"{len(skipped)} jobs had no time"
-    if len(steps) < len(STEPS):
-        return ONLY + ", ".join(step.name for step in steps)
-    return COMPLETE
 
 
 def _parser() -> argparse.ArgumentParser:

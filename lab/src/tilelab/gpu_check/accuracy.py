@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,10 +40,7 @@ from tilewise.inspect.calls import keep_mask, lowered
 from tilewise.variants.float8 import Scales
 
 STEP: Literal["accuracy"] = "accuracy"
-_BITS, _STATISTICS, _EIGHT_BITS = "dropout bits", "statistics", "fp8"
 _EIGHT_BITS_OF = ("full D64", "full D128", "causal D128", "causal D256", "grouped 8:2", "one row")
-_PAGES = "pages"
-_VOCABULARY = "vocabulary"
 _LONG: Literal["long"] = "long"
 _HUGE = "past 2^31 elements"
 _HUGE_HEADS, _HUGE_LENGTH, _HUGE_WIDTH = 16, 128, 128
@@ -56,33 +53,21 @@ def jobs(setting: Setting) -> list[str]:
     others = [name for name in ("float16", "float32") if name != main]
     cases = rows(STEP)
     found = [f"{main} {case.name}" for case in cases]
-    found[8:8] = [_BITS, _STATISTICS, _EIGHT_BITS, _PAGES, _VOCABULARY]
+    found[8:8] = _OTHER
     return found + [f"{each} {case.name}" for each in others for case in cases if case.every_dtype]
 
 
 def run(setting: Setting, job: str) -> Iterator[Row]:
     """The rows of a job."""
-    if job == _BITS:
-        yield from _dropout_bits(setting)
-    elif job == _STATISTICS:
-        yield _statistics(setting)
-    elif job == _EIGHT_BITS:
-        yield from _eight_bits(setting)
-    elif job == _PAGES:
-        yield from _in_pages(setting)
-    elif job == _VOCABULARY:
-        yield from _vocabulary(setting)
-    else:
-        case = case_of(setting, job)
-        assert case is not None
-        yield from check(setting, STEP, job, case)
+    case = case_of(setting, job)
+    return _OTHER[job](setting, job) if case is None else check(setting, STEP, job, case)
 
 
 def case_of(setting: Setting, job: str) -> Case | None:
     """Return the problem of a job, "bfloat16 causal D64"; None of what is no problem."""
-    dtype, _, name = job.partition(" ")
-    if job in (_BITS, _STATISTICS, _EIGHT_BITS, _PAGES, _VOCABULARY):
+    if job in _OTHER:
         return None
+    dtype, _, name = job.partition(" ")
     return sized(setting, find(STEP, name)).of(getattr(torch, dtype))
 
 
@@ -170,7 +155,7 @@ def differing(first: Outcome, second: Outcome) -> str:
     return ""
 
 
-def _vocabulary(setting: Setting) -> Iterator[Row]:
+def _vocabulary(setting: Setting, job: str) -> Iterator[Row]:
     """Hold ``linear_cross_entropy`` to the rule, with and without options and float32 weights.
 
     In the self-test the core does it: the call takes tensors of a CPU to nothing else.
@@ -203,7 +188,7 @@ def _vocabulary(setting: Setting) -> Iterator[Row]:
         )
         actual, again = (outcome(x, w.to(of_weight), given, True) for _ in range(2))
         words = [str(each).removeprefix("torch.") for each in (dtype, of_weight)]
-        name = f"{_VOCABULARY} {' x '.join(words)}{', options' if given else ''}"
+        name = f"{job} {' x '.join(words)}{', options' if given else ''}"
         yield judged(STEP, name, actual, plain, oracle, differing(actual, again))
 
 
@@ -224,7 +209,7 @@ def _loss_of_logits(
     return loss + z_loss * logits.logsumexp(1)[targets >= 0].square().mean()
 
 
-def _dropout_bits(setting: Setting) -> Iterator[Row]:
+def _dropout_bits(setting: Setting, job: str) -> Iterator[Row]:
     """Check dropped pairs, forward and backward, read off uniform weights, against ``philox.py``.
 
     Queries and keys of 0 give every pair the same weight. The values and the incoming gradient are
@@ -250,12 +235,12 @@ def _dropout_bits(setting: Setting) -> Iterator[Row]:
             if unequal:
                 wrong.append(f"{unequal} with seed {seed}, p {p}")
         note = f"bits that differ: {'; '.join(wrong)}" if wrong else ""
-        name = f"{_BITS}, gradients" if backward else _BITS
+        name = f"{job}, gradients" if backward else job
         checked = batch * heads * size**2 * 2 * len(_SEEDS)
         yield Row(STEP, name, "wrong" if wrong else "ok", note, {"pairs": checked})
 
 
-def _statistics(setting: Setting) -> Row:
+def _statistics(setting: Setting, job: str) -> Iterator[Row]:
     """max_logit, entropy and the top key of each row.
 
     Where scores are equal but for rounding, another top key is as good: its score counts.
@@ -274,10 +259,10 @@ def _statistics(setting: Setting) -> Row:
     scores = (q.double() @ k.double().mT) * case.head_dim**-0.5
     chosen = scores.gather(-1, stats.top1[..., None])[..., 0].to(stats.max_logit.dtype)
     actual = {"max_logit": stats.max_logit, "entropy": stats.entropy, "score of top1": chosen}
-    return judged(STEP, _STATISTICS, actual, plain(setting.dtype), plain(torch.float64))
+    yield judged(STEP, job, actual, plain(setting.dtype), plain(torch.float64))
 
 
-def _in_pages(setting: Setting) -> Iterator[Row]:
+def _in_pages(setting: Setting, job: str) -> Iterator[Row]:
     """Keys in pages, of packed queries and of few; in another order they must give the bits."""
     for packed, problem in ((True, find(STEP, "varlen")), (False, few_queries())):
         case = sized(setting, problem)
@@ -287,11 +272,11 @@ def _in_pages(setting: Setting) -> Iterator[Row]:
             actual, again = (
                 attend_pages(setting, inputs, size, packed=packed, seed=seed) for seed in (1, 5)
             )
-            what = f"{_PAGES} of {size}, {case.name}"
+            what = f"{job} of {size}, {case.name}"
             yield judged(STEP, what, actual, plain, oracle, differing(actual, again))
 
 
-def _eight_bits(setting: Setting) -> Iterator[Row]:
+def _eight_bits(setting: Setting, job: str) -> Iterator[Row]:
     """Check the forward pass in float8 e4m3 with a scale per head.
 
     The error of lse is reported but not judged. Matrix units that add float8 with few bits, as
@@ -309,9 +294,19 @@ def _eight_bits(setting: Setting) -> Iterator[Row]:
         plain, oracle = references(q, k, v, scales, inputs.mask)
         unequal = differing(*({"out": each.out, "lse": each.lse} for each in (found, again)))
         own, plains, oracles = ({"out": each.out} for each in (found, plain, oracle))
-        row = judged(STEP, f"{_EIGHT_BITS} {name}", own, plains, oracles, unequal)
+        row = judged(STEP, f"{job} {name}", own, plains, oracles, unequal)
         row.values["errors"]["lse"] = judge(found.lse, plain.lse, oracle.lse).error
         yield row
+
+
+# The jobs that are no such problem.
+_OTHER: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
+    "dropout bits": _dropout_bits,
+    "statistics": _statistics,
+    "fp8": _eight_bits,
+    "pages": _in_pages,
+    "vocabulary": _vocabulary,
+}
 
 
 def long_jobs(setting: Setting) -> list[str]:

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
 from tilelab.common.clock import Call, interleave, once, seconds_of
+from tilelab.common.memory import held_bytes, highest
 from tilelab.gpu_check.accuracy import differing
 from tilelab.gpu_check.record import Row, in_short
 from tilelab.gpu_check.setting import Model, Outcome, Setting
@@ -324,13 +325,6 @@ def train(setting: Setting, job: str) -> Iterator[Row]:
 
 
 def _peak_bytes(setting: Setting, call: Callable[[], None]) -> int:
-    """Return the most memory that a call holds; 0 in the self-test."""
-    if setting.self_test:
-        call()
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    setting.synchronize()
-    return torch.cuda.max_memory_allocated()
+    """Return the most memory that is held during a call."""
+    device = "cpu" if setting.self_test else "cuda"
+    return held_bytes(device) + highest(call, device)[0]

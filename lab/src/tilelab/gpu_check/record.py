@@ -6,6 +6,7 @@ The goals are for an H200, in bfloat16 unless it says otherwise.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -184,6 +185,12 @@ class Record(files.Record):
         """Return the first row of that name."""
         return next((row for row in self.of(step) if row.name == name), None)
 
+    def end(self, part: str = "") -> None:
+        """The steps are over; ``part`` says which there were, where they were not all."""
+        skipped = sum(row.status == "skipped" for row in self.rows)
+        whole = ONLY + part if part else COMPLETE
+        self.status = f"{skipped} jobs had no time" if skipped else whole
+
     @property
     def finished(self) -> bool:
         """Whether every requested job was begun."""
@@ -208,7 +215,8 @@ def table(record: Record) -> str:
     parts = [_heading(record)]
     if not record.self_test:
         parts += [_speed(record), _training(record), _host(record), _memory(record), _bytes(record)]
-    parts += [_steps(record), _failures(record), _declined(record)]
+    declined = [row for row in record.rows if row.status == "unsupported"]
+    parts += [_steps(record), _failures(record), _by_reason(declined, _MOST_DECLINED)]
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
 
@@ -335,13 +343,11 @@ def _bytes(record: Record) -> Iterator[str]:
 
 
 def _steps(record: Record) -> Iterator[str]:
-    names = list(dict.fromkeys([row.step for row in record.rows]))
-    for name in names:
+    for name in dict.fromkeys(row.step for row in record.rows):
         rows = record.of(name)
-        counts = dict.fromkeys(("ok", "wrong", "unsupported", "error", "skipped"), 0)
-        for row in rows:
-            counts[row.status] += 1
-        said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        counts = Counter(row.status for row in rows)
+        order: tuple[Status, ...] = ("ok", "wrong", "unsupported", "error", "skipped")
+        said = ", ".join(f"{counts[each]} {each}" for each in order if counts[each])
         ratios = [ratio for row in rows for ratio in _ratios(row)]
         worst = f"; at worst {max(ratios):.2f} of the allowed error" if ratios else ""
         yield f"{name}: {said}; {record.seconds.get(name, 0.0):.0f} s{worst}"
@@ -361,12 +367,6 @@ def _failures(record: Record) -> Iterator[str]:
     if skipped:
         steps = ", ".join(dict.fromkeys(row.step for row in skipped))
         yield f"SKIPPED for want of time: {len(skipped)} jobs of {steps}"
-
-
-def _declined(record: Record) -> Iterator[str]:
-    """Yield what the backend says that it cannot do."""
-    rows = [row for row in record.rows if row.status == "unsupported"]
-    yield from _by_reason(rows, _MOST_DECLINED)
 
 
 def _by_reason(rows: Sequence[Row], most: int) -> Iterator[str]:

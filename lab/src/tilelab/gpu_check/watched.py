@@ -70,11 +70,7 @@ def _watch(
     environment: Mapping[str, str],
     limit_s: float,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command under a tool to its end, whatever its status.
-
-    Raises:
-        CannotWatch: the tool is missing, or not done in time.
-    """
+    """Run a command under a tool to its end, whatever its status."""
     name = tool.partition(" ")[0]
     program = shutil.which(name)
     if program is None:
@@ -86,7 +82,9 @@ def _watch(
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             _end(process.pid)
-            out, err = _rest(process)
+            out = err = ""
+            with suppress(subprocess.TimeoutExpired):  # somebody else holds its pipes
+                out, err = process.communicate(timeout=_REST_S)
             done = subprocess.CompletedProcess(whole, process.returncode, out, err)
             said = f"{name} was not done after {limit_s:.0f} s: {_last_words(done)}"
             raise CannotWatch(said.removesuffix(": ")) from None
@@ -94,13 +92,6 @@ def _watch(
             _end(process.pid)
             raise
     return subprocess.CompletedProcess(whole, process.returncode, out, err)
-
-
-def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Return what a process printed that was ended; nothing where somebody else holds its pipes."""
-    with suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=_REST_S)
-    return "", ""
 
 
 def _end(process: int) -> None:

@@ -50,10 +50,6 @@ def _always(*names: str) -> Jobs:
     return lambda _: names
 
 
-def _models(setting: Setting) -> list[str]:
-    return [name for name, _ in setting.sizes.models]
-
-
 # The most important first. Together they may take more than there is: what one does not use is
 # there for the next.
 STEPS = (
@@ -62,7 +58,7 @@ STEPS = (
     Step("accuracy", 180, 60, accuracy.jobs, accuracy.run, parallel=True),
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
     Step("speed", 150, 30, speed.names(speed.with_goals), partial(speed.measure, "speed")),
-    Step("training", 60, 40, _models, program.train),
+    Step("training", 60, 40, lambda given: [*dict(given.sizes.models)], program.train),
     Step("host", 60, 40, _always(*program.JOBS), program.run),
     Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),

@@ -307,11 +307,7 @@ def _before(path: Path, chip: _Chip) -> tuple[Entry, ...]:
 
 
 def _chip(setting: Setting) -> _Chip:
-    """Return the chip to tune for.
-
-    Raises:
-        Unsupported: there is no GPU, no Triton, or no family of chips that this one is of.
-    """
+    """Return the chip to tune for, or raise why there is none."""
     reason, name = "", ""
     family = family_of(setting.device) if setting.self_test else None
     if find_spec("triton") is None:

@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tilelab.common.files import COMPLETE, NOT_FINISHED
-from tilelab.gpu_check import RESULTS, TABLE, conduct
+from tilelab.common.files import NOT_FINISHED
+from tilelab.gpu_check import RESULTS, SELF_TEST_MINUTES, conduct_into, write
 from tilelab.gpu_check.accuracy import job_of, narrowed
-from tilelab.gpu_check.record import ONLY, Record, table
+from tilelab.gpu_check.record import Record
 from tilelab.gpu_check.setting import Setting
 from tilelab.gpu_check.worker import MORE_STEPS, STEPS, Step
 from tilelab.tune.command import main as tune
@@ -37,7 +35,6 @@ from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.inspect.gpu import MEASURED, PASSES
 
 BLOCKS = "measured"  # the folder of measured blocks, beside the record
-_SELF_TEST_MINUTES = 60.0
 # What no GPU has run first: it decides most.
 _PASSES = ("--passes", *MEASURED[len(PASSES) :], *PASSES)
 _DTYPES = ("--dtypes", "bfloat16", "float8_e4m3fn")
@@ -74,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(said, file=sys.stderr)
         return 2
     folder: Path = options.out
-    folder.mkdir(parents=True, exist_ok=True)
     record = _before(folder, options.self_test)
     part = PARTS[options.part]
-    minutes = options.minutes or (_SELF_TEST_MINUTES if options.self_test else part.minutes)
+    minutes = options.minutes or (SELF_TEST_MINUTES if options.self_test else part.minutes)
     end = time.monotonic() + 60 * minutes
     setting = Setting(self_test=options.self_test)
     steps, measures = chosen(part, record, setting)
@@ -85,19 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A part that is run again takes the place of what it found.
     record.rows = [row for row in record.rows if row.step not in names]
     record.status = NOT_FINISHED
-
-    def changed() -> None:
-        record.write(folder / RESULTS)
-
     kept = 60 * part.tune if measures else 0.0
-    with tempfile.TemporaryDirectory() as scratch:
-        # Where FlexAttention is compiled beforehand, a case that has not is timed without it.
-        setting = replace(setting, scratch=scratch if "prepare" in names else "")
-        conduct(setting, steps, record, end - time.monotonic() - kept, changed=changed)
-    record.status = _status(record)
-    changed()
-    text = table(record)
-    (folder / TABLE).write_text(text)
+    conduct_into(folder, setting, steps, record, end - time.monotonic() - kept)
+    done = {row.step for row in record.rows}
+    parts = [name for name, part in PARTS.items() if done.issuperset(part.steps)]
+    record.end("" if len(parts) == len(PARTS) else f"parts {', '.join(parts) or 'begun'}")
+    text = write(record, folder)
     failed = measures and not _measured(folder, end, options.self_test)
     sys.stdout.write(text)
     here = [row for row in record.failures if row.step in names]
@@ -130,11 +119,7 @@ def wrong_jobs(record: Record, setting: Setting) -> tuple[str, ...]:
 
 
 def _before(folder: Path, self_test: bool) -> Record:
-    """Return the record of the parts before.
-
-    Raises:
-        InvalidArgument: what is there is no record, or one is a self-test and the other is not.
-    """
+    """Return the record of the parts before: all are self-tests, or none is."""
     path = folder / RESULTS
     if not path.exists():
         return Record(self_test, "gpu")
@@ -159,16 +144,6 @@ def _measured(folder: Path, end: float, self_test: bool) -> bool:
     except Unsupported as error:
         print(f"gpu_half_hour: {error}", file=sys.stderr)
         return False
-
-
-def _status(record: Record) -> str:
-    """Return which parts are there, as a record says it."""
-    done = {row.step for row in record.rows}
-    parts = [name for name, part in PARTS.items() if done.issuperset(part.steps)]
-    skipped = sum(row.status == "skipped" for row in record.rows)
-    if skipped:
-        return f"{skipped} jobs had no time"
-    return COMPLETE if len(parts) == len(PARTS) else f"{ONLY}parts {', '.join(parts) or 'begun'}"
 
 
 def _parser() -> argparse.ArgumentParser:

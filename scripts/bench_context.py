@@ -49,11 +49,8 @@ def document_ids(length: int) -> Tensor:
 
 def mask_of(name: str, length: int) -> Any:
     """A causal mask, alone or within documents."""
-    return (
-        masks.causal()
-        if name == "causal"
-        else masks.causal() & masks.document(document_ids(length))
-    )
+    causal = masks.causal()
+    return causal if name == "causal" else causal & masks.document(document_ids(length))
 
 
 def ways(mask: Any, length: int, processes: int) -> dict[str, str | Layout]:

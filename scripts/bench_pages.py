@@ -86,9 +86,7 @@ class Drawn:
         step = tilewise.PagedStep(self.table, self.lengths, page_size=PAGE)
         name = str(self.q.dtype).removeprefix("torch.")
         call = partial(tilewise.attention_paged, self.q, mask=masks.causal())
-        found: dict[str, Callable[[], Tensor]] = {
-            name: partial(call, self.k, self.v, step),
-        }
+        found: dict[str, Callable[[], Tensor]] = {name: partial(call, self.k, self.v, step)}
         if self.shape.listed:
             found[LISTS] = partial(call, self.k, self.v, step, keys=self.lists)
         for kind, (dtype, largest) in STORED.items():

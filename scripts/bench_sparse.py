@@ -149,12 +149,7 @@ def whole(length: int, heads: int, threads: int, rounds: int) -> Record:
 
 
 def fit(measured: Record, name: str) -> Fit:
-    """The two costs of one pass, from the random layouts of one length.
-
-    Args:
-        measured: what ``measure`` gave.
-        name: of the pass.
-    """
+    """The two costs of the pass of a name, from the random layouts of one length."""
     rows = measured["rows"]
     found = [x for x in measured["cases"] if x["kind"] == RANDOM and x["tiles"]]
     times = [statistics.median(x[name]) for x in found]
@@ -241,12 +236,7 @@ def report(record: Record) -> str:
 
 
 def draw(record: Record, path: Path) -> None:
-    """Time against density, both relative to attention without a mask, as SVG.
-
-    Args:
-        record: what was measured.
-        path: of the file; the same record gives the same bytes.
-    """
+    """Time against density, relative to no mask, as SVG: the same record gives the same bytes."""
     from tilelab.common.svg import plotted
 
     count = len(record["lengths"])
@@ -293,10 +283,7 @@ def _panel(axis: Any, measured: Record) -> None:
 def run(lengths: list[int], rounds: int | None, heads: int) -> Record:
     """Measure everything on this machine, on one thread but for the run with all heads.
 
-    Args:
-        lengths: of HEADS.
-        rounds: for every length; None for ROUNDS.
-        heads: of the run with all heads; 0 leaves it out.
+    ``rounds`` are for every length; None for ROUNDS. 0 ``heads`` leave the run with all heads out.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,19 +9,10 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 build=${BUILD:-$root/build/native}
-PATH=$PATH:$root/.venv/bin # the pinned cmake, where the system has none
 
 if ! command -v valgrind >/dev/null; then
   echo "skipped: valgrind is not installed (Debian, Ubuntu: apt install valgrind)"
   exit 0
 fi
-options=(-DTILEWISE_TESTS=ON) cmake=cmake
-if [ -f "$build/CMakeCache.txt" ]; then # by the same cmake: another one builds everything again
-  cmake=$(sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' "$build/CMakeCache.txt")
-  [ -x "$cmake" ] || cmake=cmake
-else
-  options+=(-DTILEWISE_PYTHON=OFF -DTILEWISE_WERROR="${TILEWISE_WERROR:-ON}")
-fi
-"$cmake" -S "$root" -B "$build" "${options[@]}" >/dev/null
-"$cmake" --build "$build" --target counted --parallel "$(nproc)"
+TILEWISE_TARGET=counted "$root/scripts/core_test.sh" "$build"
 PYTHONPATH=$root/src:$root/lab/src "$python" -m tilelab.counted --driver "$build/counted" "$@"

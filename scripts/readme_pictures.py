@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from tilelab.bench.steps import SuiteRecord
 from tilelab.bench.suites import LIST_ROWS, LISTED
@@ -79,22 +77,17 @@ def ratios(stored: Path) -> dict[tuple[str, str], float]:
     return {(case, dtype): found[case, dtype] for case in CASES for dtype in DTYPES}
 
 
-def _rows(names: list[str]) -> tuple[Figure, Axes]:
-    figure = canvas(_WIDTH, _LINE * len(names) + 60)
-    axes = place(figure, 168, 48, 60, 12)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color=RULE, linewidth=1)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), labels=names)
-    for label in axes.get_yticklabels():
-        label.set_color(INK)
-    return figure, axes
-
-
 def speed() -> str:
     """Bars: a case's two dtypes under each other, and a line where torch is."""
     found = ratios(SPEED)
-    figure, axes = _rows(list(CASES.values()))
+    figure = canvas(_WIDTH, _LINE * len(CASES) + 60)
+    axes = place(figure, 168, 48, 60, 12)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=RULE, linewidth=1)
+    axes.set_ylim(len(CASES) - 0.5, -0.5)
+    axes.set_yticks(range(len(CASES)), labels=list(CASES.values()))
+    for label in axes.get_yticklabels():
+        label.set_color(INK)
     axes.set_xlim(0, max(found.values()) * 1.04)
     for row, case in enumerate(CASES):
         for place_of, dtype in enumerate(DTYPES):

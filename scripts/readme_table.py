@@ -35,7 +35,7 @@ from tilelab.counted.cases import table as tabulated
 from tilelab.peers.methods import OURS, by_drawn_lists, masked_by_lists, over_all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-STUDY = Path("benchmarks/studies/laptop/report.md")
+STUDY = "benchmarks/studies/laptop/report.md"
 OLD_ROWS = "The decode rows of the Zen 5 predate the decode kernel."
 # What readers call the processors of benchmarks/, by folder; others have the folder's name.
 PROCESSORS = {
@@ -69,11 +69,7 @@ def others(stored: Path) -> str:
 
 
 def verdicts(report: str) -> str:
-    """The verdict tables of a study's report, each under its question and what it means in a line.
-
-    Args:
-        report: the Markdown that ``study report`` wrote.
-    """
+    """The verdict tables of a report of a study, each under its question and its meaning."""
     before, _, rest = report.partition("\n## Verdicts\n")
     facts = [line for line in before.splitlines() if line.startswith("Study **")]
     shown = []
@@ -95,11 +91,7 @@ def sparse(stored: Path) -> str:
 
 
 def suites(folder: Path) -> list[str]:
-    """What each stored suite of a chip found: its own sentences, and figures that lie beside it.
-
-    Args:
-        folder: ``benchmarks/<chip>/suites``.
-    """
+    """What each stored suite of a chip found: its own sentences, and figures that lie beside it."""
     found, place = [], folder.relative_to(ROOT / "benchmarks")
     for name in (*SUITES, "all"):
         stored = folder / f"{name}.json"
@@ -125,14 +117,8 @@ def lists(stored: Path) -> str:
             found.setdefault((point.case, point.length), {})[point.method] = point
     others = [name for name in next(iter(found.values())) if name != OURS]
     titles = {"sdpa": "torch with a mask", "plain": "plain with a mask"}
-    heading = [
-        "",
-        "keys in all",
-        "keys read",
-        "time by lists",
-        *(titles.get(name, name) for name in others),
-    ]
-    lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
+    rows = [["", "keys in all", "keys read", "time by lists"]]
+    rows[0] += [titles.get(name, name) for name in others]
     for (case, length), points in found.items():
         direction, share = case.split(", 1 of ")
         ours = points[OURS].median
@@ -143,14 +129,19 @@ def lists(stored: Path) -> str:
             for each in (points[name] for name in others)
         ]
         keys = length // int(share.split()[0])
-        rows = points[OURS].shape.get("queries", LIST_ROWS)
-        row = [direction, f"{length:,}", f"{keys:,}", f"{ours / rows * 1e3:.2f} ms", *beside]
-        lines.append(f"| {' | '.join(row)} |")
+        of_row = f"{ours / points[OURS].shape.get('queries', LIST_ROWS) * 1e3:.2f} ms"
+        rows.append([direction, f"{length:,}", f"{keys:,}", of_row, *beside])
     machine, *_ = suite_heading(record)
     return (
         f"Time of a query row with {LIST_HEADS} heads of width {LIST_WIDTH} that share one key "
-        f"head, float32, one thread. {machine}.\n\n" + "\n".join(lines)
+        f"head, float32, one thread. {machine}.\n\n{in_markdown(rows)}"
     )
+
+
+def in_markdown(rows: list[list[str]]) -> str:
+    """A table, whose first row is its heading."""
+    heading, *rest = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([heading, f"|{'---|' * len(rows[0])}", *rest])
 
 
 def why_not(point: Point) -> str:
@@ -174,12 +165,10 @@ def list_memory(stored: Path) -> str:
         over_all_keys().name: "tilewise, all keys",
         masked_by_lists().name: "torch with a mask",
     }
-    heading = ["", "queries and keys", *titles.values()]
-    lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
+    rows = [["", "queries and keys", *titles.values()]]
     for (case, length), held in sorted(found.items()):
         words = "forward" if case == "forward" else "forward and backward"
-        row = [words, f"{length:,}", *(held[method] for method in titles)]
-        lines.append(f"| {' | '.join(row)} |")
+        rows.append([words, f"{length:,}", *(held[method] for method in titles)])
     machine, *_ = suite_heading(record)
     longest = max(
         (point for point in record.points if point.method == by_drawn_lists().name),
@@ -190,7 +179,7 @@ def list_memory(stored: Path) -> str:
     return (
         f"{LIST_MEMORY_HEADS} heads of width 64 that share one key head, float32, lists of "
         f"{LISTED} keys that all heads share. {machine}. At {longest.length:,} keys a call by "
-        f"lists needs {times:.1f} times the size of its lists.\n\n" + "\n".join(lines)
+        f"lists needs {times:.1f} times the size of its lists.\n\n{in_markdown(rows)}"
     )
 
 
@@ -208,41 +197,36 @@ def filled(page: str, mark: str, text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Every page with tables, as it should be."""
-    measured_page, measurements = ROOT / "docs" / "measured.md", ROOT / "benchmarks" / "README.md"
-    account = ROOT / "docs" / "io-model.md"
-    found = {path: path.read_text() for path in (measured_page, measurements, account)}
-    measured = [
-        f"### {processor(path)}\n\n{table(path)}"
-        for path in sorted((ROOT / "benchmarks").glob("*/cpu.json"))
-    ]
-    if measured:
-        measured.append(OLD_ROWS)
+
+    def stored(pattern: str) -> list[Path]:
+        return sorted((ROOT / "benchmarks").glob(pattern))
+
+    measured = [f"### {processor(path)}\n\n{table(path)}" for path in stored("*/cpu.json")]
+    measured += [OLD_ROWS] if measured else []
     measured += [
         f"### Other packages, {processor(path)}\n\n{others(path)}"
-        for path in sorted((ROOT / "benchmarks").glob("*/peers.json"))
+        for path in stored("*/peers.json")
     ]
-    if measured:
-        found[measured_page] = filled(found[measured_page], "measured", "\n\n".join(measured))
-    if (ROOT / STUDY).exists():
-        told = verdicts((ROOT / STUDY).read_text())
-        found[measured_page] = filled(found[measured_page], "studied", told)
-    stored = [sparse(path) for path in sorted((ROOT / "benchmarks").glob("*/sparse.json"))]
-    if stored:
-        found[measurements] = filled(found[measurements], "sparse", "\n\n".join(stored))
-    folders = sorted((ROOT / "benchmarks").glob("*/suites"))
-    told = [text for folder in folders for text in suites(folder)]
-    if told:
-        found[measurements] = filled(found[measurements], "suites", "\n\n".join(told))
-    for stored_lists in sorted((ROOT / "benchmarks").glob("*/suites/lists.json")):
-        page = ROOT / "docs" / "key-lists.md"
-        found[page] = filled(page.read_text(), "lists", lists(stored_lists))
-    for stored_peaks in sorted((ROOT / "benchmarks").glob("*/suites/list-memory.json")):
-        page = ROOT / "docs" / "key-lists.md"
+    texts = {
+        ("docs/measured.md", "measured"): measured,
+        ("docs/measured.md", "studied"): [verdicts(path.read_text()) for path in ROOT.glob(STUDY)],
+        ("benchmarks/README.md", "sparse"): [sparse(path) for path in stored("*/sparse.json")],
+        ("benchmarks/README.md", "suites"): [
+            text for folder in stored("*/suites") for text in suites(folder)
+        ],
+        ("docs/key-lists.md", "lists"): [lists(path) for path in stored("*/suites/lists.json")],
+        ("docs/key-lists.md", "list-memory"): [
+            list_memory(path) for path in stored("*/suites/list-memory.json")
+        ],
+        ("docs/io-model.md", "counted"): [
+            counted(path) for path in stored("cachegrind/counted.json")
+        ],
+    }
+    found: dict[Path, str] = {}
+    for (name, mark), parts in texts.items():
+        page = ROOT / name
         before = found.get(page) or page.read_text()
-        found[page] = filled(before, "list-memory", list_memory(stored_peaks))
-    counts = ROOT / "benchmarks" / "cachegrind" / "counted.json"
-    if counts.exists():
-        found[account] = filled(found[account], "counted", counted(counts))
+        found[page] = filled(before, mark, "\n\n".join(parts)) if parts else before
     return found
 
 

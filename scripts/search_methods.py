@@ -171,14 +171,11 @@ def optuna_search(sampler: str, pruner: str = "") -> Search:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        first = max(3, budget // 3)
         samplers = {
-            "tpe": lambda: optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=max(3, budget // 3)
-            ),
+            "tpe": lambda: optuna.samplers.TPESampler(seed=seed, n_startup_trials=first),
             "tpe, as it comes": lambda: optuna.samplers.TPESampler(seed=seed),
-            "gp": lambda: optuna.samplers.GPSampler(
-                seed=seed, n_startup_trials=max(3, budget // 3)
-            ),
+            "gp": lambda: optuna.samplers.GPSampler(seed=seed, n_startup_trials=first),
         }
         pruners = {
             "": optuna.pruners.NopPruner,

@@ -26,12 +26,7 @@ FOLDER = re.compile(r""" --out[ =]('[^']*'|\S+)""")  # as a shell quotes it
 
 
 def store(study: Path, target: Path) -> int:
-    """Write the stored form of a study; the bytes that it takes.
-
-    Args:
-        study: the folder of a study.
-        target: the folder to write, made if need be.
-    """
+    """Write the stored form of a study's folder into another; return the bytes that it takes."""
     target.mkdir(parents=True, exist_ok=True)
     told = json.loads((study / "study.json").read_text())
     command, told["command"] = told["command"], FOLDER.sub("", told["command"])

@@ -31,7 +31,7 @@ class TrainerCallback(_TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, log: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self._log = log or _printed
+        self._log = log or (lambda line: print(json.dumps(line), flush=True))
 
     def on_log(
         self,
@@ -50,7 +50,3 @@ class TrainerCallback(_TrainerCallback):  # type: ignore[misc]
             if isinstance(value, int | float)
         }
         self._log({"step": state.global_step, **numbers})
-
-
-def _printed(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)

@@ -23,7 +23,7 @@ from tilelab.common.clock import once, plan
 from tilelab.common.memory import held_bytes, highest
 from tilelab.common.torch_private import softmax_backward_data
 from tilelab.common.worker import Child, environment, serve
-from tilelab.peers.methods import OURS, method_named, ours
+from tilelab.peers.methods import OURS, ROWS, method_named, ours
 from tilelab.peers.work import Work, call_of, draw, work_of
 from tilewise.errors import TilewiseError
 from tilewise.inspect import peaks as processor
@@ -49,11 +49,11 @@ Job = dict[str, Any]  # of a process, for JSON
 _SENT = ("name", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim", "listed")
 
 
-def job_of(work: Work, method: str, rows: int = 0) -> Job:
+def job_of(work: Work, method: str, rows: int = ROWS) -> Job:
     """Return the job that measures the peak of a method on a work without score and functions.
 
     ``method`` may be "step by step", for the operations of plain attention. ``rows`` are those of a
-    chunk, for a cure; 0 for the usual number.
+    chunk, for a cure.
     """
     fields = {name: getattr(work, name) for name in (*_SENT, "mask", "passes", "device")}
     return {"method": method, "rows": rows, "dtype": work.type_name, "work": fields}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
@@ -343,75 +344,53 @@ def measure(
         "ours": call_of(work, given, attend),
         "torch": call_of(work, given, sdpa().make(work, given)),
     }
-    peers = _Peers(packages, work, given, clock)
+    # The record of the run says why others are not here.
+    here = [package for package in packages if not package.absence()]
+    tried = [_prepared(package, work, given, clock) for package in here]
     kind = peaks.loop(case.type_name, peaks.isa())
     found: list[float] = []
-
-    def measure_peak() -> None:
-        found.append(peaks.measure(kind, threads, clock))
-
-    every = calls | peers.calls
+    every = {**calls, **{name: call for _, own in tried for name, call in own.items()}}
     call_s = {name: _warm(call) for name, call in every.items()}
     repeats, count = plan(call_s, budget_s * len(every) / len(calls), rounds)
-    times = interleave(every, repeats, count, once, measure_peak)
-    samples = {name: Samples.of(each) for name, each in times.items()}
+    times = interleave(
+        every, repeats, count, once, lambda: found.append(peaks.measure(kind, threads, clock))
+    )
+    samples = defaultdict(Samples.of, {name: Samples.of(each) for name, each in times.items()})
     return CaseResult.describing(
         case,
         clock,
         **{name: samples[name] for name in calls},
         repeats=[repeats[name] for name in calls],
         peak_flops_s=found,
-        peers=tuple(peers.results(samples)),
+        peers=tuple(
+            replace(each, samples=samples[each.name], packing=samples[each.name + _PACKING])
+            for each, _ in tried
+        ),
     )
 
 
-class _Peers:
-    """The packages that are here, on one work.
-
-    With the clock "cpu" only the time of the calling thread counts.
-    """
-
-    def __init__(self, packages: Sequence[Package], work: Work, given: Given, clock: Clock) -> None:
-        self.calls: dict[str, Call] = {}
-        self._found: list[PeerResult] = []
-        for package in packages:
-            if package.absence():
-                continue  # the record of the run says why
-            blank = PeerResult(package.name, package.version, why_not=package.refusal(work))
-            self._found.append(blank if blank.why_not else self._try(package, work, given, clock))
-
-    def _try(self, package: Package, work: Work, given: Given, clock: Clock) -> PeerResult:
-        """Prepare a package, hold it to the 2x rule, and keep its calls if it passes."""
-        found = PeerResult(package.name, package.version)
-        try:
-            prepared: Prepared = package.prepare(work, given)
-            found = replace(found, path=prepared.path)
-            # In its own layout it has the tensors already.
-            wrong = compare(work, given, lambda q, k, v: prepared.call()).complaint
-            other = 0.0 if wrong or clock == "wall" else elsewhere(prepared.call)
-        except Exception as error:  # each package has errors of its own, and none ends the run
-            return replace(found, why_not=first_line(error))
-        if wrong:
-            return replace(found, wrong=wrong)
-        if other > _ELSEWHERE:
-            said = f"other threads do {other:.0%} of its work, and the clock counts only one"
-            return replace(found, why_not=said)
-        self.calls[package.name] = prepared.call
-        if prepared.pack is not None:
-            self.calls[package.name + _PACKING] = prepared.pack
-        return found
-
-    def results(self, samples: Mapping[str, Samples]) -> list[PeerResult]:
-        """Return what was found, with the samples of the calls by name."""
-        none = Samples.of()
-        return [
-            replace(
-                each,
-                samples=samples.get(each.name, none),
-                packing=samples.get(each.name + _PACKING, none),
-            )
-            for each in self._found
-        ]
+def _prepared(
+    package: Package, work: Work, given: Given, clock: Clock
+) -> tuple[PeerResult, dict[str, Call]]:
+    """Hold a package to the 2x rule; return its calls too, where they can be timed."""
+    found = PeerResult(package.name, package.version, why_not=package.refusal(work))
+    if found.why_not:
+        return found, {}
+    try:
+        prepared: Prepared = package.prepare(work, given)
+        found = replace(found, path=prepared.path)
+        # In its own layout it has the tensors already.
+        wrong = compare(work, given, lambda q, k, v: prepared.call()).complaint
+        other = 0.0 if wrong or clock == "wall" else elsewhere(prepared.call)
+    except Exception as error:  # each package has errors of its own, and none ends the run
+        return replace(found, why_not=first_line(error)), {}
+    if wrong:
+        return replace(found, wrong=wrong), {}
+    if other > _ELSEWHERE:
+        said = f"other threads do {other:.0%} of its work, and the clock counts only one"
+        return replace(found, why_not=said), {}
+    packing = {} if prepared.pack is None else {package.name + _PACKING: prepared.pack}
+    return found, {package.name: prepared.call, **packing}
 
 
 def _warm(call: Call) -> float:

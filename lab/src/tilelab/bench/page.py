@@ -50,9 +50,7 @@ class _Line(NamedTuple):
 
 def _places(methods: Sequence[str]) -> dict[str, int]:
     """Return a colour's place for each method: plain is the baseline, ours comes first."""
-    first = [name for name in ("plain", OURS) if name in methods]
-    rest = [name for name in methods if name not in first]
-    ordered = ["plain", OURS, *rest]
+    ordered = list(dict.fromkeys(["plain", OURS, *methods]))
     return {name: ordered.index(name) for name in methods}
 
 
@@ -64,6 +62,7 @@ def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
         own.sort(key=lambda point: point.length)
         if own:
             predicted = [(p.length, p.predicted) for p in own if p.predicted]
+            # Of errors the share of what is allowed: which gradient has the largest one differs.
             medians = [(p.median or 0.0) / (p.allowed or 1.0) for p in own]
             found.append(_Line(name, at[name], [p.length for p in own], medians, predicted))
     return found
@@ -72,14 +71,7 @@ def _lines(points: Sequence[Point], methods: Sequence[str]) -> list[_Line]:
 def _draw_lines(
     points: Sequence[Point], methods: Sequence[str], quantity: Quantity, name: str
 ) -> Markup | None:
-    """Draw the medians of all methods by length; None where nothing has two lengths.
-
-    Predictions are dotted. Errors are drawn as the share of what is allowed, because methods differ
-    in which gradient has the largest error.
-
-    ``methods`` are all of the suite, so that a colour means the same in every figure. ``name`` is
-    unique in the page.
-    """
+    """Draw the medians of all methods by length; None where nothing has two lengths."""
     drawn = _lines(points, methods)
     if not any(len(line.x) > 1 for line in drawn):
         return None
@@ -152,11 +144,7 @@ def _draw_bars(
     mark: float | None = None,
     predicted: Sequence[float | None] = (),
 ) -> Markup | None:
-    """Draw a bar for each name.
-
-    ``name`` is unique in the page. ``mark`` draws a line across, e.g. at 1 for a ratio;
-    ``predicted`` is what a model says of each bar: a tick.
-    """
+    """Draw a bar for each name, a line across at ``mark``, and ticks at what is predicted."""
     if not values:
         return None
     widest = min(44, max(len(words) for words, _ in values))

@@ -228,13 +228,14 @@ class Settings:
         """Return a case at a length of a sweep.
 
         Heads are few on a single CPU thread. The batch is the same at every length, so that times
-        can be compared along it.
+        can be compared along it. There are as many key heads as heads, and values are as wide as
+        keys, where ``more`` says nothing else.
         """
         heads, batch = (8, 2) if self.device == "cuda" else (2, 1)
-        sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "queries": length}
-        sizes |= {"keys": length, "head_dim": 64, "value_dim": 64}
+        sizes = {"batch": batch, "heads": heads, "queries": length, "keys": length, "head_dim": 64}
         more = {**sizes, "dtype": getattr(torch, dtype), **more}
-        return work_of(case, suite, self.device, **more)
+        usual = {"kv_heads": more["heads"], "value_dim": more["head_dim"]}
+        return work_of(case, suite, self.device, **{**usual, **more})
 
 
 def conduct(
@@ -255,7 +256,8 @@ def conduct(
     Returns:
         0; 1 where a step failed; 130 where Ctrl-C ended it.
     """
-    from tilelab.common.terminal import Progress  # rich: processes that only measure load none
+    # rich: processes that only measure load none
+    from tilelab.common.terminal import Progress, in_words
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -273,7 +275,9 @@ def conduct(
                         progress.skip(len(steps) - done)
                         missing.append(f"{name}: {done} of {len(steps)} steps fit into the time")
                         break
-                    progress.step(step.name, _left(share))
+                    known = share.minutes < float("inf")
+                    left = f"{in_words(share.left_s)} of the budget left" if known else ""
+                    progress.step(step.name, left)
                     try:
                         # One by one: a Ctrl-C keeps those that are there.
                         for found in step.run(share):
@@ -294,13 +298,6 @@ def conduct(
         code = int(bool(failed))
     record.end(status, time.monotonic() - began)
     return code
-
-
-def _left(budget: Budget) -> str:
-    from tilelab.common.terminal import in_words
-
-    known = budget.minutes < float("inf")
-    return f"{in_words(budget.left_s)} of the budget left" if known else ""
 
 
 def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of) -> list[Step]:

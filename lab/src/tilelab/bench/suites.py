@@ -236,8 +236,7 @@ def accuracy(settings: Settings) -> list[Step]:
             works.append((settings.work("accuracy", case, length, dtype), factor))
     for (queries, width), dtype, passes in product(FEW, settings.dtypes, _PASSES):
         case = Case(f"{passes}, {queries} queries of {width}, large scores", passes=passes)
-        more = {"head_dim": width, "value_dim": width, "queries": queries, "batch": 1}
-        more |= {"heads": _FEW_HEADS, "kv_heads": _FEW_HEADS}
+        more = {"head_dim": width, "queries": queries, "batch": 1, "heads": _FEW_HEADS}
         works.append((settings.work("accuracy", case, _FEW_KEYS, dtype, **more), _LARGE))
     return [
         Step(f"{work.name}, {work.keys}, {work.type_name}", partial(_errors, work, factor, methods))
@@ -407,8 +406,7 @@ def doors(settings: Settings) -> list[Step]:
             if keys > longest or (way == "both" and queries == 1):
                 continue
             case = Case(f"{words}, {queries} queries, {heads}:{kv_heads} heads", passes=way)
-            more = {"heads": heads, "kv_heads": kv_heads, "queries": queries}
-            more |= {"head_dim": width, "value_dim": width}
+            more = {"heads": heads, "kv_heads": kv_heads, "queries": queries, "head_dim": width}
             works.append(settings.work("doors", case, keys, dtype, **more))
     return timed(works, [by_door(), sdpa()])
 
@@ -431,8 +429,7 @@ def lists(settings: Settings) -> list[Step]:
     """Return steps for shares of the keys and lengths: 64 heads of 128 that share a key head."""
     longest = max(settings.lengths)
     lengths = [length for length in _LIST_LENGTHS if length <= 2 * longest] or [longest]
-    sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1}
-    sizes |= {"head_dim": LIST_WIDTH, "value_dim": LIST_WIDTH}
+    sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1, "head_dim": LIST_WIDTH}
     works = [
         settings.work(
             "lists",
@@ -468,6 +465,5 @@ def list_memory(settings: Settings) -> list[Step]:
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:
     """Return a work for each variant, none first."""
-    sizes = {"batch": 1, "heads": _HEADS, "kv_heads": _HEADS}
-    settings = Settings(device)
-    return [settings.work("variants", row, length, dtype, **sizes) for row in rows("variants")]
+    work = partial(Settings(device).work, "variants", batch=1, heads=_HEADS)
+    return [work(row, length, dtype) for row in rows("variants")]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tilelab.bench.goals import SCALING_GOAL, CaseResult, GoalRecord, PeerResult
 from tilelab.bench.sentences import crossings, where
-from tilelab.bench.steps import Point, Quantity, SuiteRecord, amount_of, groups
+from tilelab.bench.steps import BenchRecord, Point, Quantity, SuiteRecord, amount_of, groups
 from tilelab.common.clock import Spread
 from tilelab.common.files import COMPLETE
 from tilelab.common.tables import Table
@@ -38,19 +39,22 @@ def tables(record: GoalRecord, *, brief: bool = False) -> list[Table]:
 
 def heading(record: GoalRecord) -> list[str]:
     """Return a few lines that say where the record was measured."""
-    machine = record.machine
-    versions = machine["versions"]
-    loads = " to ".join(str(load) for load in machine["load_average"] if load is not None)
+    machine, versions = record.machine, record.machine["versions"]
     numbers = "/".join(filter(None, (machine["family"], machine["model"])))
     chip = f"{machine['chip']} (family/model {numbers})" if numbers else machine["chip"]
+    run_by = f"torch {versions['torch']}, Python {versions['python']}"
+    return [_where(machine, chip, machine["isa"], run_by), *_missing(record)]
+
+
+def _where(machine: Mapping[str, Any], chip: str, isa: str, run_by: str) -> str:
+    loads = " to ".join(str(load) for load in machine["load_average"] if load is not None)
     cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}"
-    lines = [
-        f"{chip}, {cores}, {machine['isa']}; torch {versions['torch']}, "
-        f"Python {versions['python']}, {machine['system']}; load {loads or 'unknown'}",
-    ]
-    if record.status != COMPLETE:
-        lines.append(f"Not everything is here: {record.status}.")
-    return lines
+    return f"{chip}, {cores}, {isa}; {run_by}, {machine['system']}; load {loads or 'unknown'}"
+
+
+def _missing(record: BenchRecord) -> list[str]:
+    complete = record.status == COMPLETE
+    return [] if complete else [f"Not everything is here: {record.status}."]
 
 
 def _title(record: GoalRecord) -> str:
@@ -275,19 +279,15 @@ def suite_heading(record: SuiteRecord) -> list[str]:
     """Return a few lines that say where the record was measured and whether it is complete."""
     machine = record.machine
     named = {name: machine["versions"].get(name) for name in _RUN_BY}
-    versions = ", ".join(f"{name} {value}" for name, value in named.items() if value)
-    load = " to ".join(str(each) for each in machine["load_average"])
-    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    versions = [f"{name} {value}" for name, value in named.items() if value]
+    run_by = ", ".join([*versions, f"Python {machine['python']}"])
     clock = "CUDA events" if record.device == "cuda" else "processor time of one thread"
-    lines = [
-        f"{machine['chip']}, {cores}, {machine['instruction_set']}; {versions}, "
-        f"Python {machine['python']}, {machine['system']}; load {load}",
+    return [
+        _where(machine, machine["chip"], machine["instruction_set"], run_by),
         f"Times: {clock}, medians of rounds in which all methods take turns, with half the "
         "distance between the quartiles.",
+        *_missing(record),
     ]
-    if record.status != COMPLETE:
-        lines.append(f"Not everything is here: {record.status}.")
-    return lines
 
 
 def suite_tables(record: SuiteRecord, suite: str) -> list[Table]:

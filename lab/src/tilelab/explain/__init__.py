@@ -61,7 +61,16 @@ def draw_roofline(account: Account, chip: Chip) -> Markup:
         colour = _OURS if kind.ours else _PLAIN
         axes.plot([x], [y], marker="o", markersize=8, color=colour, linewidth=0, clip_on=False)
         under = (0, -20) if "backward" in kind.name else (0, 12)
-        _label(axes, kind.name, (x, y), colour, under if kind.ours else (10, -6))
+        shift = under if kind.ours else (10, -6)  # to the right of points on the slope
+        axes.annotate(
+            kind.name,
+            (x, y),
+            xytext=shift,
+            textcoords="offset points",
+            ha="left" if shift[0] else "center",
+            color=colour,
+            annotation_clip=False,
+        )
     _logarithmic(axes)
     axes.set_xlabel("operations for a byte of memory traffic", color=SOFT, labelpad=7)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: amount(y, "FLOP/s")))
@@ -100,21 +109,6 @@ def _logarithmic(axes: Axes) -> None:
     """Labels at powers of ten only."""
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _label(
-    axes: Axes, name: str, at: tuple[float, float], colour: str, shift: tuple[int, int]
-) -> None:
-    """A name beside its point: to the right of those on the slope."""
-    axes.annotate(
-        name,
-        at,
-        xytext=shift,
-        textcoords="offset points",
-        ha="left" if shift[0] else "center",
-        color=colour,
-        annotation_clip=False,
-    )
 
 
 class _Row(NamedTuple):

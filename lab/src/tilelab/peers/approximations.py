@@ -39,15 +39,9 @@ class Operands(NamedTuple):
 def gathered(given: Operands, blocks: Tensor, size: int, visible: Visible | None = None) -> Tensor:
     """Attend from each block of queries to its L listed blocks of keys: O(N L size).
 
-    Args:
-        given: the operands.
-        blocks: int64 [N / size rounded up, L], numbers of blocks of keys; -1 for none.
-        size: queries and keys of a block.
-        visible: which pairs attend, of integer tensors that broadcast: rows m, keys n, and the
-            place of the key's block in the list; None for all.
-
-    Returns:
-        [B, H, N, Dv]; a row that sees nothing gives 0.
+    ``blocks`` are numbers of blocks of keys, -1 for none: int64 [N / size rounded up, L].
+    ``visible`` says which pairs attend, of integer tensors that broadcast: rows m, keys n, and the
+    place of the key's block in the list; None for all. A row that sees nothing gives 0.
     """
     length, keys = given.length, given.keys
     count, listed = blocks.shape
@@ -116,15 +110,11 @@ def neighbours(count: int, reach: int, device: torch.device) -> Tensor:
 def longformer(given: Operands, window: int = 256, tokens: int = 64) -> Tensor:
     """Rows see a window and the global tokens, which see everything: O(N (window + tokens)).
 
-    The mask is ``patterns.local_global(window, tokens)``.
+    ``window`` keys on either side, and the first ``tokens`` are global: the mask is
+    ``patterns.local_global(window, tokens)``.
 
     Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer", 2020, section
     3.1 (its window of width w is ``window = w / 2``; one set of projections serves both parts).
-
-    Args:
-        given: the operands.
-        window: keys on either side.
-        tokens: how many tokens at the start are global.
     """
     length, device = given.length, given.q.device
     tokens = min(tokens, length)
@@ -171,18 +161,15 @@ def _blocks(length: int, block: int) -> Tensor:
     return ordered.masked_fill(ordered == seen.shape[1], -1)
 
 
-def linformer(given: Operands, project: Tensor | None = None) -> Tensor:
-    """``out = softmax(q (E k)^T / sqrt(D)) (E v)`` with E of few rows: O(N rows).
+def linformer(given: Operands, project: Tensor) -> Tensor:
+    """``out = softmax(q (E k)^T / sqrt(D)) (E v)`` with E = ``project`` [rows, N]: O(N rows).
 
     Source: Wang, Li, Khabsa, Fang and Ma, "Linformer: Self-Attention with Linear Complexity", 2020,
     equation 7, with one projection for keys and values and all heads (its section 4). E is learnt
-    there; here it is drawn as theorem 2's proof draws it.
-
-    ``project`` is E, [rows, N]; None draws 256 rows, always the same.
+    there; ``projection`` draws it as theorem 2's proof does.
     """
     q, k, v, keys, dropout_p = given
-    made = projection(given.length) if project is None else project
-    made = made.to(q)
+    made = project.to(q)
     if keys is not None:
         made = made * keys.to(made.dtype)
     s = (q @ (made @ k).mT) * q.shape[-1] ** -0.5
@@ -232,10 +219,7 @@ def reformer(given: Operands, chunk: int = 64, buckets: int = 0, rounds: int = 2
 def hashes(x: Tensor, buckets: int, number: int) -> Tensor:
     """Return the bucket of each row: the largest of ``[x R, -x R]`` for random directions R.
 
-    Args:
-        x: [B, H, N, D].
-        buckets: how many, even; 1 puts all rows into one.
-        number: of the round: its directions.
+    ``x`` is [B, H, N, D], and R of the round of that number. Buckets are an even number, or 1.
     """
     if buckets == 1:
         return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
@@ -293,14 +277,7 @@ def linear(given: Operands) -> Tensor:
 
 
 def by_features(f_q: Tensor, f_k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
-    """Attention whose weights are products of features, by associativity.
-
-    Args:
-        f_q: features of the queries, [B, H, N, F], none below 0.
-        f_k: of the keys.
-        v: [B, H, N, Dv].
-        keys: bool [N], which keys there are; None for all.
-    """
+    """Attention whose weights are products of features [B, H, N, F] >= 0, by associativity."""
     if keys is not None:
         f_k = f_k * keys[:, None].to(f_k.dtype)
     summed = f_k.sum(dim=2, keepdim=True)
@@ -308,22 +285,18 @@ def by_features(f_q: Tensor, f_k: Tensor, v: Tensor, keys: Tensor | None) -> Ten
     return (f_q @ (f_k.mT @ v)) / total.clamp(min=1e-9)
 
 
-def performer(given: Operands, rows: Tensor | None = None) -> Tensor:
+def performer(given: Operands, rows: Tensor) -> Tensor:
     """Linear attention with FAVOR+ features, whose products are exp(q.k / sqrt(D)) on average.
 
-    O(N F D) for F features. It has no matrix of probabilities, so nothing is dropped.
+    O(N F D) for F features, with random directions ``rows`` [F, D]. It has no matrix of
+    probabilities, so nothing is dropped.
 
     Source: Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, lemma 1 (positive
     features) and section 2.4 (orthogonal directions).
-
-    ``rows`` are random directions [F, D]; None draws D ln D of them, always the same.
     """
     q, k, v, keys, _ = given
-    width = q.shape[-1]
-    if rows is None:
-        rows = directions(max(1, round(width * math.log(width))), width)
     rows = rows.to(q)
-    shrunk = width**-0.25  # the root of the scale, on either side
+    shrunk = q.shape[-1] ** -0.25  # the root of the scale, on either side
     return by_features(
         features(q * shrunk, rows, together=False),
         features(k * shrunk, rows, together=True),
@@ -348,10 +321,8 @@ def directions(count: int, width: int) -> Tensor:
 def features(x: Tensor, rows: Tensor, *, together: bool) -> Tensor:
     """``exp(rows x - |x|^2 / 2 - c) / sqrt(F)``; c keeps it finite and cancels in the division.
 
-    Args:
-        x: [B, H, N, D].
-        rows: [F, D].
-        together: one c for all rows (keys, whose features are summed over them) instead of each.
+    x is [B, H, N, D], rows are [F, D]. ``together``: all rows of x have one c, because features of
+    keys are summed over them.
     """
     s = x @ rows.mT - x.square().sum(-1, keepdim=True) / 2
     c = s.detach().amax((-2, -1) if together else -1, keepdim=True)

@@ -232,12 +232,10 @@ def written_out() -> Method:
     return Method("plain", plain, matrices=lambda _: 2.5)
 
 
-def method_named(name: str, device: str, rows: int = 0) -> Method:
-    """Return the method of that name."""
+def method_named(name: str, device: str, rows: int) -> Method:
+    """Return the method of that name; ``rows`` are those of a chunk, for a cure."""
     lists = [by_drawn_lists(), over_all_keys(), masked_by_lists()]
-    every = [sdpa(), *exact(device), *rivals(), *lists]
-    if rows:
-        every = [*cures(rows), *every]
+    every = [*cures(rows), sdpa(), *exact(device), *rivals(), *lists]
     return next(method for method in every if method.name == name)
 
 
@@ -338,11 +336,7 @@ def _published(
     drops: bool = True,
     **drawn: Callable[[Work], Tensor],
 ) -> Method:
-    """Return a published method.
-
-    ``drops`` says whether it has probabilities to drop. ``drawn`` makes tensors that it takes, in
-    the operands' dtype.
-    """
+    """Return a published method; ``drawn`` makes tensors that it takes, in the operands' dtype."""
 
     def make(work: Work, given: Given) -> Attend:
         more = {key: of(work).to(given.q) for key, of in drawn.items()}

@@ -311,11 +311,7 @@ def _path(work: Work) -> str:
 
 
 def _band(work: Work) -> tuple[bool, int]:
-    """Return whether the mask is causal, and its window with the row's own key; -1 for none.
-
-    Raises:
-        Unsupported: the mask is another one, or there is a score.
-    """
+    """Return whether the mask is causal, and its window with the row's own key; -1 for none."""
     if work.score:
         raise Unsupported("it takes no score function", {})
     if not work.mask:

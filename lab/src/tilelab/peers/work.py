@@ -300,7 +300,7 @@ def attend_rows(
     """
     q, k, v = tensors
     if sum(len(rows) for rows in chunks) < problem.queries:
-        q = torch.cat([q[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
+        q = cut(q, chunks)
     s = _product(q, k.mT).mul_(problem.scale)
     if problem.score:
         s = _scored(problem, operands, s, chunks, seen)
@@ -365,11 +365,11 @@ def sampled(length: int) -> list[range]:
 def compare(work: Work, given: Given, attend: Attend) -> Measured:
     """Run a method once and compare."""
     chunks = sampled(work.queries)
-    grad = _only(given.grad, chunks)
-    got = _results(work, given, attend, grad, chunks)
+    out = attend(*given.leaves)
+    got = _outputs(work, cut(out, chunks), out, given.leaves, _only(given.grad, chunks), chunks)
     with given.q.device:  # the reference makes what it needs on the default device
-        exact = _plain(work, given, grad, chunks, torch.float64)
-        plain = _plain(work, given, grad, chunks, given.q.dtype)
+        exact = _plain(work, given, chunks, torch.float64)
+        plain = _plain(work, given, chunks, given.q.dtype)
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
         work.passes, ("out", "dq", "dk", "dv")
     )
@@ -392,34 +392,28 @@ def cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
     return torch.cat([x[:, :, rows.start : rows.stop] for rows in chunks], dim=2)
 
 
-def _results(
-    work: Work, given: Given, attend: Attend, grad: Tensor, chunks: Sequence[range]
+def _outputs(
+    work: Work,
+    rows: Tensor,
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    grad: Tensor,
+    chunks: Sequence[range],
 ) -> list[Tensor]:
-    q, k, v, _ = given
-    out = attend(q, k, v)
-    found = [] if work.passes == "backward" else [cut(out.detach(), chunks)]
+    """Return what the passes give: the output's ``rows``, and gradients of ``out``."""
+    found = [] if work.passes == "backward" else [rows.detach()]
     if work.passes != "forward":
-        dq, dk, dv = torch.autograd.grad(out, given.leaves, grad)
+        dq, dk, dv = torch.autograd.grad(out, leaves, grad)
         found += [cut(dq, chunks), dk, dv]
     return found
 
 
-def _plain(
-    work: Work,
-    given: Given,
-    grad: Tensor,
-    chunks: Sequence[range],
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _plain(work: Work, given: Given, chunks: Sequence[range], dtype: torch.dtype) -> list[Tensor]:
     problem, operands = problem_of(work, given)
     seen = seen_rows(problem, operands, chunks)
     leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]
     out = attend_rows(problem, operands, leaves, chunks, seen, rows_kept(work, chunks))
-    found = [] if work.passes == "backward" else [out.detach()]
-    if work.passes != "forward":
-        dq, dk, dv = torch.autograd.grad(out, leaves, cut(grad, chunks).to(dtype))
-        found += [cut(dq, chunks), dk, dv]
-    return found
+    return _outputs(work, out, out, leaves, cut(given.grad, chunks).to(dtype), chunks)
 
 
 def _judge(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> Measured:

@@ -24,6 +24,8 @@ In float8 e4m3 this means:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +39,9 @@ _RAISED = 256.0  # times a probability at most 1: of the 448 that e4m3 has
 
 
 def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64) -> Result:
-    """Attention with every matrix in ``dtype``, differentiable by autograd.
+    """Attention with all arithmetic in ``dtype``, differentiable by autograd.
 
-    Args:
-        problem: what to compute.
-        operands: its tensors, of any floating dtype (they are converted, differentiably).
-        dtype: dtype of all arithmetic; float8 e4m3 as above.
+    Operands are of any floating dtype, and converted differentiably.
 
     Returns:
         ``Result`` in ``dtype`` (float8: out in bfloat16, the rest in float32): out
@@ -52,25 +51,28 @@ def dense(problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.fl
     """
     results = [_attend(part, dtype) for part in parts(problem, operands)]
     if problem.layout == "dense" and results:
-        return results[0] if len(results) == 1 else _batched(results)
+        return results[0] if len(results) == 1 else _joined(results, (0, 0, 1, 0, 0, 0))
     if not results:
         like, kind = operands.q.to(output_dtype(dtype)), torch.float32 if dtype is FLOAT8 else dtype
         out = like[..., :1].expand(*like.shape[:-1], problem.value_dim)
         rows = (out[..., 0] if problem.layout == "dense" else out[..., 0].T).to(kind)
         return Result(out, rows, rows.new_empty(2, *rows.shape), rows, rows, rows.long())
-    out = torch.cat([r.out[0].transpose(0, 1) for r in results], dim=0)
-    lse = torch.cat([r.lse[0] for r in results], dim=1)
-    stats = torch.cat([r.stats[:, 0] for r in results], dim=2)
-    facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
-    return Result(out, lse, stats, *[torch.cat([x[0] for x in fact], dim=1) for fact in facts])
+    packed = [
+        (
+            out[0].transpose(0, 1),
+            lse[0],
+            stats[:, 0],
+            *(fact[0] for fact in facts if fact is not None),
+        )
+        for out, lse, stats, *facts in results
+    ]
+    return _joined(packed, (0, 1, 2, 1, 1, 1))
 
 
-def _batched(results: list[Result]) -> Result:
-    """Return the Result of a batch whose items were done one by one."""
-    out, lse = torch.cat([r.out for r in results]), torch.cat([r.lse for r in results])
-    facts = zip(*[(r.max_logit, r.entropy, r.top_key) for r in results], strict=True)
-    stats = torch.cat([r.stats for r in results], dim=1)
-    return Result(out, lse, stats, *[torch.cat(fact) for fact in facts])
+def _joined(results: Sequence[tuple[Any, ...]], dims: Sequence[int]) -> Result:
+    """Return the fields of some results one after the other, each along its dimension."""
+    fields = zip(zip(*results, strict=True), dims, strict=True)
+    return Result(*(torch.cat(tensors, dim) for tensors, dim in fields))
 
 
 def _attend(part: Part, dtype: torch.dtype) -> Result:

@@ -13,15 +13,7 @@ from torch import Tensor
 
 import tilewise
 from tilelab.cases.case import Case
-from tilelab.cases.variants import (
-    MASK_FUNCTIONS,
-    MASKS,
-    SCORE_FUNCTIONS,
-    SCORES,
-    Draw,
-    Maker,
-    tabled,
-)
+from tilelab.cases.variants import EVERY_MASK, EVERY_SCORE, Draw, Maker, tabled
 from tilewise import KeyBlocks, masks
 from tilewise.errors import InvalidArgument
 from tilewise.inspect.calls import lowered
@@ -126,7 +118,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _postfix(words: Sequence[str | Maker], draw: Draw) -> Mask | None:
     stack: list[Mask] = []
-    known = MASKS | MASK_FUNCTIONS
     for word in words:
         if word == "not":
             stack.append(~stack.pop())
@@ -136,7 +127,7 @@ def _postfix(words: Sequence[str | Maker], draw: Draw) -> Mask | None:
             second, first = stack.pop(), stack.pop()
             stack.append(first & second if word == "and" else first | second)
         else:
-            stack.append(as_mask(_made(word, known, draw)))
+            stack.append(as_mask(_made(word, EVERY_MASK, draw)))
     return stack.pop() if stack else None
 
 
@@ -169,7 +160,7 @@ def _made(word: str | Maker, known: Mapping[str, Maker], drawn: Draw) -> Any:
 
 
 def _steps(case: Case, drawn: Draw) -> list[Any]:
-    return [_made(word, SCORES | SCORE_FUNCTIONS, drawn) for word in case.score]
+    return [_made(word, EVERY_SCORE, drawn) for word in case.score]
 
 
 def variant_of(case: Case, device: torch.device | str) -> tuple[Any, Any]:
@@ -179,7 +170,7 @@ def variant_of(case: Case, device: torch.device | str) -> tuple[Any, Any]:
     """
     drawn = _draw(case, 0, device)._replace(learns=False)
     if len(case.mask) == 1:
-        mask = _made(case.mask[0], MASKS | MASK_FUNCTIONS, drawn)
+        mask = _made(case.mask[0], EVERY_MASK, drawn)
     else:
         mask = _postfix(case.mask, drawn)
     scores = _steps(case, drawn)

@@ -1,7 +1,7 @@
 """Masks and scores by name, with captured tensors of random numbers.
 
-``MASKS`` and ``SCORES`` are the built-in ones. ``MASK_FUNCTIONS`` and ``SCORE_FUNCTIONS`` are
-written as users write them, and larger: they are for dense problems.
+``MASKS`` and ``SCORES`` are the built-in ones. ``EVERY_MASK`` and ``EVERY_SCORE`` have those too
+that are written as users write them, and larger: they are for dense problems.
 """
 
 from __future__ import annotations
@@ -142,10 +142,6 @@ MASKS: dict[str, Maker] = {
 }
 
 
-def _dilated(draw: Draw) -> Any:
-    return lambda b, h, m, n: (m >= n) & ((m - n) % 3 == 0)
-
-
 def _windows_of_heads(draw: Draw) -> Any:
     widths = draw.whole(1, max(2, draw.keys // 4), draw.heads)
     return lambda b, h, m, n: (m - n < widths[h]) & (n - m < widths[h])
@@ -209,7 +205,8 @@ def _stride(length: int) -> int:
     return max(1, round(math.sqrt(length)))
 
 
-MASK_FUNCTIONS: dict[str, Maker] = {
+EVERY_MASK: dict[str, Maker] = {
+    **MASKS,
     "window_256": window(255, 0),
     "window_1k": lambda draw: masks.window(max(1, min(1024, draw.keys // 4)) - 1, 0),
     "window_share": lambda draw: masks.window(max(1, draw.keys // 6), max(1, draw.keys // 20)),
@@ -223,7 +220,7 @@ MASK_FUNCTIONS: dict[str, Maker] = {
     "documents_uneven": _uneven,
     "documents_fifths": _fifths,
     "few_documents": _few_documents,
-    "dilated": _dilated,
+    "dilated": lambda _: lambda b, h, m, n: (m >= n) & ((m - n) % 3 == 0),
     "checkerboard": lambda _: lambda b, h, m, n: (m + n) % 2 == 0,
     "windows_of_heads": _windows_of_heads,
     "layout": _layout,
@@ -347,7 +344,8 @@ def softcap(cap: float) -> Maker:
     return lambda _: scores.softcap(cap)
 
 
-SCORE_FUNCTIONS: dict[str, Maker] = {
+EVERY_SCORE: dict[str, Maker] = {
+    **SCORES,
     "bias_of_heads": _bias(1),
     "bias_of_pairs": _bias(2, 3),
     "relative": _relative,

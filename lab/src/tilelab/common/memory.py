@@ -59,13 +59,12 @@ def release() -> None:
 def keep(largest: int) -> None:
     """Let this process keep large blocks that it frees until ``release``, where it can (glibc).
 
+    ``largest`` is the bytes of the largest block that is taken again and again.
+
     glibc learns by itself to keep blocks of up to 32 MiB. A larger one comes from the system each
     time, page by page: a gradient of 47 MB takes 12,000 page faults a step, a quarter of the time
     of fine-tuning a small encoder. With smaller blocks nothing is changed: where all come from one
     heap, its gaps make the peak differ more from run to run.
-
-    Args:
-        largest: bytes of the largest block that is taken again and again.
     """
     if largest <= _KEPT_BYTES:
         return

@@ -115,9 +115,7 @@ def test_what_a_run_misses_without_attention_is_taken_off() -> None:
         return 1000 if arguments["what"] == "nothing" else 10_000
 
     causal = replace(CASE, causal=True)
-    seen: list[Row] = []
-    rows = command.count([CASE, causal, replace(CASE, cache=1 << 20)], counter, seen.append)
-    assert rows == seen
+    rows = list(command.count([CASE, causal, replace(CASE, cache=1 << 20)], counter))
     assert [row.counted for row in rows] == [9000 * 64] * 3
     assert [row.predicted for row in rows] == [each.case.predicted().bytes for each in rows]
     whats = [(cache >> 10, arguments["what"]) for cache, arguments in asked]

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -110,13 +111,12 @@ _DRIVER = Path("build/native/counted")
 Counter: TypeAlias = Callable[[int, Mapping[str, str | int]], int]
 
 
-def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) -> list[Row]:
-    """Count the rows of the cases: misses of a run minus misses of the same run without attention.
+def count(cases: Sequence[Case], counter: Counter) -> Iterator[Row]:
+    """Yield the rows of cases: misses of a run minus misses of the same run without attention.
 
     ``counter`` gives the misses of a run, from the bytes of the cache and the driver's arguments.
     """
     before: dict[str, int] = {}
-    rows = []
     for case in cases:
         # Without attention, tasks, masks and lists are nothing to a run.
         about = ("threads", "causal", "listed")
@@ -125,10 +125,7 @@ def count(cases: Sequence[Case], counter: Counter, done: Callable[[Row], None]) 
         if key not in before:
             before[key] = counter(case.cache, {"what": "nothing", **setup})
         misses = counter(case.cache, {"what": case.method, **case.arguments})
-        counted = (misses - before[key]) * LINE
-        rows.append(Row(case, counted, case.predicted().bytes))
-        done(rows[-1])
-    return rows
+        yield Row(case, (misses - before[key]) * LINE, case.predicted().bytes)
 
 
 def compared(driver: Path) -> tuple[int, str]:
@@ -167,15 +164,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     begun = time.perf_counter()
 
-    def counter(cache: int, arguments: Mapping[str, str | int]) -> int:
-        return counted(options.driver, cache, arguments)
+    def rows_of(cases: Sequence[Case]) -> list[Row]:
+        rows = []
+        for row in count(cases, partial(counted, options.driver)):
+            print(f"{row.case.name}: {100 * row.off:+.1f} %", file=sys.stderr, flush=True)
+            rows.append(row)
+        return rows
 
-    def done(row: Row) -> None:
-        print(f"{row.case.name}: {100 * row.off:+.1f} %", file=sys.stderr, flush=True)
-
-    rows = count(QUICK if options.quick else CASES, counter, done)
+    rows = rows_of(QUICK if options.quick else CASES)
     if options.json is not None:
-        sweep = [] if options.quick else count(SWEEP, counter, done)
+        sweep = [] if options.quick else rows_of(SWEEP)
         made: dict[str, Any] = {
             "format": FORMAT,
             "valgrind": version(),

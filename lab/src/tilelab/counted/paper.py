@@ -36,9 +36,8 @@ _STORED = 2  # bytes of a number of the unfinished output and dQ, as algorithms 
 def gpt2_medium(mask: bool = True) -> Problem:
     """Return the problem of the figure.
 
-    Args:
-        mask: with a causal mask and dropout, as its standard attention ran; their tiles are visited
-            all the same in FlashAttention, whose kernels of that time skipped none.
+    Its standard attention ran with a causal mask and dropout. In FlashAttention their tiles are
+    visited all the same: its kernels of that time skipped none.
     """
     program = masks.causal().program if mask else ()
     dropout_p = 0.1 if mask else 0.0
@@ -82,9 +81,7 @@ class At(NamedTuple):
 def against_blocks(blocks: Sequence[int] = BLOCKS, keys_outside: bool = True) -> list[At]:
     """Traffic and time of the forward pass against the block that stays in fast memory.
 
-    Args:
-        blocks: keys that stay while queries go by; or, with queries outside, queries.
-        keys_outside: FlashAttention's order, or FlashAttention-2's.
+    It is of keys, in FlashAttention's order; with queries outside, FlashAttention-2's, of queries.
     """
     problem, found = gpt2_medium(mask=False), []
     for block in blocks:

@@ -18,11 +18,7 @@ from tilewise.variants.values import as_mask, as_score
 def caches(model: GPT2, *, pages: int, page_size: int, **keywords: Any) -> list[PagedKVCache]:
     """Return a cache for each layer; with a window where the layer's mask is one.
 
-    Args:
-        model: whose layers they are for.
-        pages: of each cache.
-        page_size: keys of a page.
-        keywords: others of ``PagedKVCache``, such as ``storage``.
+    ``keywords`` are others of ``PagedKVCache``, such as ``storage``.
 
     Raises:
         Unsupported: as ``step``.

@@ -370,12 +370,7 @@ class GPT2(nn.Module):
         return (self.tokens if self.head is None else self.head).weight
 
     def embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return the input of the first layer, before dropout; [..., width].
-
-        Args:
-            tokens: int64 [...].
-            places: the position of each, of a shape that broadcasts to that of ``tokens``.
-        """
+        """Return the input of the first layer, before dropout, [..., width]; places broadcast."""
         x: Tensor = self.tokens(tokens)
         return x if self.positions is None else x + self.positions(places)
 

@@ -66,13 +66,8 @@ class Unembedding(nn.Linear):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + perceptron(norm(x)); [B, S, width] to the same.
 
-    Args:
-        attention: of the layer.
-        norm: makes each of the two.
-        width, inner: channels outside and inside the perceptron.
-        gelu: the form of GELU, ``"none"`` for the exact one or ``"tanh"``.
-        dropout: probability at the end of both branches.
-        bias: of the perceptron's two products.
+    ``norm`` makes each of the two. ``inner`` and ``bias`` are of the perceptron, whose ``gelu`` is
+    ``"none"`` for the exact form or ``"tanh"``. ``dropout`` is at the end of both branches.
     """
 
     def __init__(
@@ -201,11 +196,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
 
-        Args:
-            x: [T, width].
-            packed: the sequences.
-            mask: who of a sequence sees whom; None for everybody.
-            seen: what ``who_sees`` says of both, for the padded implementations; None to ask it.
+        ``seen`` is what ``who_sees`` says, for the padded implementations; None to ask it.
         """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1))

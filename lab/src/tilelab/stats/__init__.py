@@ -222,11 +222,7 @@ def compare_groups(
 
     Holm's adjustment steps down over the arms of all groups together. A group with looks decides
     by its own values: it takes the arms of the other groups as not rejected, and so do they its
-    arms.
-
-    Args:
-        groups: name -> group; 1 or more.
-        others: further comparisons of the family, which count as not rejected.
+    arms. ``others`` are further comparisons of the family, which count as not rejected.
 
     Raises:
         InvalidArgument: as ``compare_all``.
@@ -297,17 +293,8 @@ def factorial_effects(
 ) -> tuple[FactorEffect, ...]:
     """Return main effects and interactions of a factorial; arguments as of ``compare_all``.
 
-    Main effects are one family for Holm's adjustment and interactions another.
-
-    Args:
-        design: its factors.
-        baseline: the combination with all factors off.
-        arms: every other combination of the design, named ``a``, ``b``, ``a+b``.
-        smallest_effect: as the other arguments.
-        seeds: see there.
-        higher_is_better: see there.
-        unit: see there.
-        confidence: see there.
+    Main effects are one family for Holm's adjustment and interactions another. The baseline is the
+    combination with all factors off; arms are all the others, named ``a``, ``b``, ``a+b``.
 
     Raises:
         InvalidArgument: the arms are not those of the design.

@@ -26,7 +26,7 @@ Sources: Yates, "The design and analysis of factorial experiments", 1937; Box, H
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any, NamedTuple, Protocol
 
 from tilelab.stats.decide import NO_OTHERS, Examined, Rules, family_tests, size_text
@@ -210,7 +210,6 @@ def factor_effects(
                 f"{'+' if sign > 0 else '-'}{' x '.join(factors)}"
                 for sign, factors in estimate.aliases
             )
-            found["p_value"] = None if found["p_holm"] is None else found["p_value"]
             fields = {"factors": estimate.factors, "aliases": aliases, **found}
             effects.append(FactorEffect(**fields, p_equivalence_holm=p_equivalence_holm))
     return tuple(effects)
@@ -239,19 +238,10 @@ def _joined(names: list[str]) -> Iterable[tuple[tuple[str, ...], dict[str, int]]
     by_parts = {frozenset(name.split("+")): name for name in names}
     for name in names:
         parts = tuple(name.split("+"))
-        subsets = list(
-            chain.from_iterable(combinations(parts, size) for size in range(1, len(parts) + 1))
-        )
-        arms = [by_parts.get(frozenset(subset)) for subset in subsets]
-        if len(parts) > 1 and None not in arms and len(set(parts)) == len(parts):
-            yield (
-                parts,
-                {
-                    arm: (-1) ** (len(parts) - len(subset))
-                    for subset, arm in zip(subsets, arms, strict=True)
-                    if arm is not None
-                },
-            )
+        sizes = range(1, len(parts) + 1)
+        sets = [frozenset(each) for size in sizes for each in combinations(parts, size)]
+        if 1 < len(parts) == len(set(parts)) and all(each in by_parts for each in sets):
+            yield parts, {by_parts[each]: (-1) ** (len(parts) - len(each)) for each in sets}
 
 
 def _rows(seeds: Sequence[int], per_seed: Seeds) -> list[dict[str, float]]:
@@ -283,10 +273,9 @@ def _effect(design: TwoLevels, estimate: Estimate, row: Mapping[str, float]) -> 
 def _tested(
     family: Sequence[_Contrast], seeds: Sequence[int], rules: Rules, others: int
 ) -> list[tuple[dict[str, Any], float | None]]:
-    """Decide the contrasts of one family; one that is not whole is not tested, but counts in it.
+    """Return the fields of an ``Effect`` with its label, and the p-value of equivalence (Holm).
 
-    Returns:
-        of each the fields of an ``Effect`` with its label, and the p-value of equivalence (Holm).
+    A contrast that is not whole is not tested, but counts in the family.
     """
     values = [each or [] for _, each in family]
     wholes = [each if len(each) == len(seeds) else None for each in values]

@@ -59,7 +59,7 @@ def paired(
         return Paired(1, mean, None, None, None)
     spread = _spread(differences) if spread is None else spread
     error, freedom = spread / math.sqrt(n), arms * (n - 1)
-    half = _quantile(freedom, (1 + confidence) / 2) * error
+    half = float(_special().stdtrit(freedom, (1 + confidence) / 2)) * error
     p_value = 2 * _upper_tail(abs(mean), error, freedom) if mean else 1.0
     return Paired(n, mean, spread, Interval(mean - half, mean + half), p_value)
 
@@ -130,14 +130,9 @@ def critical_t(seeds: int, comparisons: int, alpha: float, arms: int = 1) -> flo
 def detectable(spread: float, seeds: int, alpha: float, power: float, arms: int = 1) -> float:
     """Return the smallest mean difference that the two-sided paired t test finds with that power.
 
-    The inverse of ``seeds_for_difference``; infinite for one seed.
-
-    Args:
-        spread: standard deviation of paired differences.
-        seeds: how many.
-        alpha: of the test: for Holm's first step, the level over the comparisons.
-        power: wished, by the noncentral t distribution.
-        arms: that the spread is pooled over.
+    The inverse of ``seeds_for_difference``, by the noncentral t distribution; infinite for one
+    seed. ``spread`` is the standard deviation of paired differences. For Holm's first step,
+    ``alpha`` is the level over the comparisons. ``arms`` is as of ``paired``.
     """
     _check_share("alpha", alpha)
     _check_share("power", power)
@@ -262,8 +257,7 @@ def pooled_spread(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     distribution Beta((n - 1) / 2, (k - 1)(n - 1) / 2). Bonferroni's bound is over the k + 1
     treatments. It is 1 for one arm, whose differences have one variance.
 
-    Args:
-        rows: arm -> its differences to the baseline, by seed; 1 or more of 2 or more.
+    ``rows`` are the differences of each arm to the baseline, by seed: 1 or more of 2 or more.
 
     Sources: Fisher, "The Design of Experiments", chapter 4; Cochran, "The distribution of the
     largest of a set of estimated variances as a fraction of their total", Annals of Eugenics 11,
@@ -317,10 +311,6 @@ def _special() -> ModuleType:
     from scipy import special
 
     return special  # type: ignore[no-any-return]
-
-
-def _quantile(freedom: int, probability: float) -> float:
-    return float(_special().stdtrit(freedom, probability))
 
 
 def _critical(freedom: int, tail: float) -> float:

@@ -24,10 +24,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models.layers import Packed, SelfAttention, check_shape, initialise, who_sees
+from tilelab.models.layers import (
+    Packed,
+    SelfAttention,
+    check_shape,
+    initialise,
+    through,
+    who_sees,
+)
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
@@ -191,15 +197,9 @@ class BERT(nn.Module):
     Weights depend on ``shape``, ``head`` and ``seed`` alone, never on the attention, and making
     them leaves torch's global random state as it is. The model is made on the CPU in float32.
 
-    Args:
-        shape: its numbers.
-        head: what it ends in.
-        implementation: which attention runs; nothing else depends on it.
-        pattern: the tokens of the longest sequence of a call -> who of a sequence sees whom in it,
-            a mask of ``(h, m, n)`` in which m and n count within the sequence; None for everybody.
-        seed: of the weights.
-        checkpointing: keep only the input of each layer, and compute the layer again in the
-            backward pass (with the same dropout).
+    ``pattern`` maps the tokens of the longest sequence of a call to who of a sequence sees whom in
+    it, a mask of ``(h, m, n)`` in which m and n count within the sequence; None for everybody.
+    ``checkpointing`` is as of ``layers.through``.
     """
 
     def __init__(
@@ -256,13 +256,11 @@ class BERT(nn.Module):
             raise InvalidArgument("packed", f"one of {packed.longest} tokens", required)
         x = self.tokens(packed.tokens) + self.positions(packed.places) + self.kinds(packed.kinds)
         x = self.dropout(self.norm(x))
-        recompute = self.checkpointing and torch.is_grad_enabled()
         mask = None if self.pattern is None else self.pattern(packed.longest)
         attentions = (each for each in self.modules() if isinstance(each, SelfAttention))
         pads = any(each.implementation != "tilewise" for each in attentions)
-        asked = (packed, mask, who_sees(packed, mask, self.shape.heads) if pads else None)
-        for layer in self.layers:
-            x = checkpoint(layer, x, *asked, use_reentrant=False) if recompute else layer(x, *asked)
+        seen = who_sees(packed, mask, self.shape.heads) if pads else None
+        x = through(self.layers, x, self.checkpointing, packed=packed, mask=mask, seen=seen)
         if self.head.kind == "masked":
             assert wanted is not None
             x = self.transform_norm(functional.gelu(self.transform(x[wanted])))

@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models.layers import STD, Layer, Unembedding, check_shape
+from tilelab.models.layers import STD, Layer, Unembedding, check_shape, through
 from tilewise import masks
 from tilewise.errors import InvalidArgument, Unsupported
 from tilewise.nn import Attention, Implementation, Rotary
@@ -227,11 +226,6 @@ def _layer(shape: Shape, implementation: Implementation, mask: Mask, score: Scor
     )
 
 
-def _asked(layer: nn.Module, mask: Mask | None, places: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the attention of a layer with a further mask and with positions of its own."""
-    return partial(cast("Attention", layer.attention), mask=mask, positions=places)
-
-
 class Rows(NamedTuple):
     """Some rows of a sequence: their positions, int64 [S], and the length of all of it."""
 
@@ -253,16 +247,9 @@ class GPT2(nn.Module):
     Weights depend on ``shape`` and ``seed`` alone, never on the attention, and making them leaves
     torch's global random state as it is. The model is made on the CPU in float32.
 
-    Args:
-        shape: its numbers.
-        implementation: which attention runs; nothing else depends on it.
-        mask: who sees whom; None for causal.
-        score: a change of the attention's scores; None for none.
-        pattern: the number of positions of a call -> a further mask for it, such as a table of
-            blocks, which is of one size; None for none.
-        seed: of the weights.
-        checkpointing: keep only the input of each layer, and compute the layer again in the
-            backward pass (with the same dropout).
+    ``mask`` says who sees whom; None is for causal. ``pattern`` maps the number of positions of a
+    call to a further mask for it, such as a table of blocks, which is of one size; None for none.
+    ``checkpointing`` is as of ``layers.through``.
     """
 
     def __init__(
@@ -352,12 +339,9 @@ class GPT2(nn.Module):
             own = masks.document(documents)
             seen = own if seen is None else seen & own
         x = self.dropout(self.embedded(tokens, places))
-        recompute = self.checkpointing and torch.is_grad_enabled()
-        for layer in self.layers:
-            plain = seen is None and rows is None
-            asked = (x, None if plain else _asked(layer, seen, places))
-            x = checkpoint(layer, *asked, use_reentrant=False) if recompute else layer(*asked)
-        features: Tensor = self.norm(x)
+        plain = seen is None and rows is None
+        more: dict[str, Any] = {} if plain else {"mask": seen, "positions": places}
+        features: Tensor = self.norm(through(self.layers, x, self.checkpointing, **more))
         return features
 
     def logits(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tilelab.common.torch_private import TorchDispatchMode
 from tilewise import SoftmaxStats, attention_varlen, masks
@@ -90,13 +91,26 @@ class Layer(nn.Module):
         self.contract = nn.Linear(inner, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attend: Callable[..., Tensor] | None = None, **seen: Any
+    ) -> Tensor:
         """[B, S, width] -> [B, S, width]; ``attend`` is there for the layer's own attention."""
         attend = self.attention if attend is None else attend
-        x = x + self.dropout(attend(self.attention_norm(x)))
+        x = x + self.dropout(attend(self.attention_norm(x), **seen))
         hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate=self.gelu)
         out: Tensor = x + self.dropout(self.contract(hidden))
         return out
+
+
+def through(layers: nn.ModuleList, x: Tensor, checkpointing: bool, **given: Any) -> Tensor:
+    """Return x after all layers; with checkpointing only their inputs are kept for the backward.
+
+    Then each layer is computed again in the backward pass, with the same dropout.
+    """
+    again = checkpointing and torch.is_grad_enabled()
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False, **given) if again else layer(x, **given)
+    return x
 
 
 class Packed(NamedTuple):

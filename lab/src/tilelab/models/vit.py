@@ -22,10 +22,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tilelab.models import folders
-from tilelab.models.layers import Layer, check_shape, initialise
+from tilelab.models.layers import Layer, check_shape, initialise, through
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Attention, Implementation
 from tilewise.variants.values import Mask, Score, as_mask
@@ -169,15 +168,9 @@ class ViT(nn.Module):
     Weights depend on ``shape`` and ``seed`` alone, never on the attention, and making them leaves
     torch's global random state as it is. The model is made on the CPU in float32.
 
-    Args:
-        shape: its numbers.
-        implementation: which attention runs; nothing else depends on it.
-        mask: who sees whom among the patches (of a table of blocks: it counts the class token too);
-            the class token sees and is seen by all. None for everybody.
-        score: a change of the attention's scores; None for none.
-        seed: of the weights.
-        checkpointing: keep only the input of each layer, and compute the layer again in the
-            backward pass (with the same dropout).
+    ``mask`` says who sees whom among the patches (of a table of blocks: it counts the class token
+    too); the class token sees and is seen by all. None is for everybody. ``checkpointing`` is as of
+    ``layers.through``.
     """
 
     def __init__(
@@ -228,10 +221,7 @@ class ViT(nn.Module):
             last = (self.class_token + table[0]).expand(len(x), 1, -1)
             x = torch.cat([x + table[1:], last], dim=1)
         x = self.dropout(x)
-        recompute = self.checkpointing and torch.is_grad_enabled()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-        x = self.norm(x)
+        x = self.norm(through(self.layers, x, self.checkpointing))
         seen = x.mean(1) if self.class_token is None else x[:, -1]
         logits: Tensor = self.classifier(seen)
         return logits

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilelab.bench.children import STEP_BY_STEP, STEPS, Peak, job_of, peaks
+from tilelab.bench.children import STEP_BY_STEP, STEPS, job_of, peaks
 from tilelab.bench.goals import CaseResult, cases, key_of, measure
 from tilelab.bench.steps import (
     Budget,
@@ -187,34 +187,22 @@ def _at_one_length(work: Work, budget: Budget) -> Iterator[Point]:
         yield Point.of(work, STEPS[0][0], quantity="bytes", status="skipped", note=reason)
         return
     cure = replace(work, name=CURE)
-    sizes = sorted({min(rows, work.keys) for rows in (*_CHUNKS, work.keys)})
-    jobs = [job_of(work, STEP_BY_STEP)]
-    jobs += [job_of(cure, "plain, chunked", rows) for rows in sizes]
-    with closing(peaks(jobs, work.device)) as found:
-        yield from _stepwise(work, next(found))
-        for rows in sizes:
-            yield from _cured(cure, rows, next(found))
-
-
-def _stepwise(work: Work, result: list[Peak] | str) -> Iterator[Point]:
-    if isinstance(result, str):
-        yield Point.of(work, STEPS[0][0], quantity="bytes", status="failed", note=result)
-        return
-    for (name, matrices), peak in zip(STEPS, result, strict=True):
-        yield _point(work, name, peak.extra_bytes, predicted=float(matrices * work.matrix_bytes))
-
-
-def _cured(work: Work, rows: int, result: list[Peak] | str) -> Iterator[Point]:
-    """Yield bytes and seconds of so many rows at a time."""
-    name = f"{rows} rows" if rows > 1 else "1 row"
-    if isinstance(result, str):
-        yield Point.of(work, name, quantity="bytes", status="failed", note=result)
-        return
-    (peak,) = result
     output = work.batch * work.heads * work.keys * work.head_dim * work.dtype.itemsize
-    part = 2 * work.matrix_bytes * rows / work.keys
-    yield _point(work, name, peak.extra_bytes, predicted=part + output)
-    yield Point.of(work, name, samples=(peak.seconds,))
+    whole = [(name, float(matrices * work.matrix_bytes)) for name, matrices in STEPS]
+    looks = [(work, job_of(work, STEP_BY_STEP), whole)]
+    for count in sorted({min(each, work.keys) for each in (*_CHUNKS, work.keys)}):
+        name = f"{count} rows" if count > 1 else "1 row"
+        held = 2 * work.matrix_bytes * count / work.keys + output
+        looks.append((cure, job_of(cure, "plain, chunked", count), [(name, held)]))
+    with closing(peaks([job for _, job, _ in looks], work.device)) as found:
+        for (each, _, steps), result in zip(looks, found, strict=True):
+            if isinstance(result, str):
+                yield Point.of(each, steps[0][0], quantity="bytes", status="failed", note=result)
+                continue
+            for (name, said), peak in zip(steps, result, strict=True):
+                yield _point(each, name, peak.extra_bytes, predicted=said)
+                if each is cure:
+                    yield Point.of(cure, name, samples=(peak.seconds,))
 
 
 # Scores of a standard deviation of 1, and of 8: a softmax that is nearly one key.

@@ -66,7 +66,8 @@ class Method:
 
 def exact(device: str, *, with_flex: bool = True) -> list[Method]:
     """Return all exact methods that a device has."""
-    found = [ours(), *(sdpa(name) for name in _backends(device)), written_out()]
+    backends = tuple(_SDPA) if device == "cuda" else ("flash", "math")
+    found = [ours(), *(sdpa(name) for name in backends), written_out()]
     return [*found, *cures(), *([flex()] if with_flex else [])]
 
 
@@ -164,11 +165,6 @@ _SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-def _backends(device: str) -> tuple[str, ...]:
-    """Torch's backends that exist for a device."""
-    return tuple(_SDPA) if device == "cuda" else ("flash", "math")
 
 
 def sdpa(name: str = "") -> Method:

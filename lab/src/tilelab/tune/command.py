@@ -233,19 +233,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = _path(options.out, chip, Path(scratch) if options.self_test else None)
         _say(_title(chip), f"into {shown(path)}", HEADER)
         findings: list[Finding] = []
-        left: list[Job] = []
         until = time.monotonic() + 60 * options.minutes
         try:
             for found in _run(setting, chip, path, jobs, until):
-                if isinstance(found, Job):
-                    left.append(found)
-                else:
-                    findings.append(found)
-                    _say(*lines_of(found))
+                findings.append(found)
+                _say(*lines_of(found))
         except KeyboardInterrupt:
             _say("interrupted", *summary(findings, ()))
             raise
-        _say(*summary(findings, left))
+        done = {found.job for found in findings}
+        _say(*summary(findings, [job for job in jobs if job not in done]))
         if options.self_test:
             _say("self-test: nothing here is a measurement")
     return 1 if any(finding.failure for finding in findings) else 0
@@ -253,20 +250,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(
     setting: Setting, chip: _Chip, path: Path, jobs: Sequence[Job], until: float
-) -> Iterator[Finding | Job]:
-    """Do jobs, write after every width of a pass, and give back what there was no time for."""
+) -> Iterator[Finding]:
+    """Do the jobs that there is time for, and write after every width of a pass."""
     before, findings = _before(path, chip), []
     team = Team(setting)
     team.until = until
     try:
         for _, group in groupby(jobs, key=lambda job: job[:3]):
             for job in group:
-                found = tune(setting, team, chip.family, job) if time.monotonic() < until else None
-                if found is None or (found.failure and time.monotonic() >= until):
-                    yield job
-                    continue
-                findings.append(found)
-                yield found
+                if time.monotonic() >= until:
+                    break
+                found = tune(setting, team, chip.family, job)
+                if not (found.failure and time.monotonic() >= until):
+                    findings.append(found)
+                    yield found
             _write(path, chip, before, findings)
     finally:
         team.close()

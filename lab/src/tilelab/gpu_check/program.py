@@ -60,10 +60,9 @@ def _calls(setting: Setting, small: Given) -> dict[str, Call]:
     backend, mask = setting.backend, masks.causal()
     plan = tilewise.plan(q, k, v, mask=mask, backend=backend)
     alibi = scores.alibi(torch.rand(8, device=setting.device))
-
-    def ours() -> Tensor:
-        out: Tensor = tilewise.attention(q, k, v, mask=mask, backend=backend)
-        return out
+    call = partial(tilewise.attention, q, k, v, mask=mask)
+    ours = partial(call, backend=backend)
+    theirs = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
 
     def no_grad(call: Call) -> Call:
         def calling() -> None:
@@ -72,20 +71,13 @@ def _calls(setting: Setting, small: Given) -> dict[str, Call]:
 
         return calling
 
-    def theirs() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
     def both(call: Call) -> Call:
         return lambda: torch.autograd.grad(call(), (q, k, v), grad)
 
-    held = no_grad(lambda: tilewise.attention(q, k, v, mask=mask, plan=plan))
-    with_alibi = no_grad(
-        lambda: tilewise.attention(q, k, v, mask=mask, score=alibi, backend=backend)
-    )
     return {
         "forward": no_grad(ours),
-        "forward, held plan": held,
-        "forward, alibi": with_alibi,
+        "forward, held plan": no_grad(partial(call, plan=plan)),
+        "forward, alibi": no_grad(partial(ours, score=alibi)),
         "forward, torch": no_grad(theirs),
         "both passes": both(ours),
         "both passes, torch": both(theirs),
@@ -123,7 +115,6 @@ def _launches(setting: Setting, call: Call) -> list[str]:
 
 
 def _both(out: Tensor, small: Given) -> Outcome:
-    """Return an output, and the gradients of q, k and v."""
     grads = torch.autograd.grad(out, small.leaves, small.grad)
     names = ("out", "grad of q", "grad of k", "grad of v")
     return dict(zip(names, (out.detach(), *grads), strict=True))
@@ -303,10 +294,9 @@ def train(setting: Setting, job: str) -> Iterator[Row]:
             step(kind)  # compiles, and makes the optimizer's state
         except Unsupported as error:
             declined = in_short(error)
-    able = [kind for kind in KINDS if kind in losses]
-    peaks = {kind: _peak_bytes(setting, partial(step, kind)) for kind in able}
-    calls = {kind: partial(step, kind) for kind in able}
-    once_each = dict.fromkeys(able, 1)
+    calls = {kind: partial(step, kind) for kind in losses}
+    peaks = {kind: _peak_bytes(setting, call) for kind, call in calls.items()}
+    once_each = dict.fromkeys(calls, 1)
     samples = interleave(
         calls, once_each, setting.sizes.steps, lambda call, _: seconds_of(call, setting.timer)
     )
@@ -325,6 +315,5 @@ def train(setting: Setting, job: str) -> Iterator[Row]:
 
 
 def _peak_bytes(setting: Setting, call: Callable[[], None]) -> int:
-    """Return the most memory that is held during a call."""
     device = "cpu" if setting.self_test else "cuda"
     return held_bytes(device) + highest(call, device)[0]

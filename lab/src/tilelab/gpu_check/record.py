@@ -279,21 +279,14 @@ def _training(record: Record) -> Iterator[str]:
     for row in rows:
         took = {name: statistics.median(each) for name, each in row.values["samples_s"].items()}
         tokens, peaks, ours = row.values["tokens"], row.values["peak_bytes"], took.get("tilewise")
-        lines.append(
-            (
-                f"{row.name} {row.values['context']}",
-                *(
-                    f"{tokens / took[name] / 1e3:.0f} ({peaks[name] / 1e9:.1f})"
-                    if name in took
-                    else "-"
-                    for name in ("plain", "sdpa", "tilewise")
-                ),
-                *(
-                    f"{took[name] / ours:.2f}" if ours and name in took else ""
-                    for name in ("plain", "sdpa")
-                ),
-            )
-        )
+        speeds = {
+            name: f"{tokens / seconds / 1e3:.0f} ({peaks[name] / 1e9:.1f})"
+            for name, seconds in took.items()
+        }
+        over = {name: f"{seconds / ours:.2f}" for name, seconds in took.items() if ours}
+        cells = [speeds.get(name, "-") for name in ("plain", "sdpa", "tilewise")]
+        cells += [over.get(name, "") for name in ("plain", "sdpa")]
+        lines.append((f"{row.name} {row.values['context']}", *cells))
     yield from aligned(lines, {0}, " ")
 
 

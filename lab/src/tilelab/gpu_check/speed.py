@@ -94,7 +94,6 @@ def find(sizes: Sizes, name: str) -> Case:
 
 
 def _directions(case: Case) -> tuple[Pass, ...]:
-    """Return the passes of a case that are timed."""
     return ("forward", "backward") if case.passes == "both" else ("forward",)
 
 
@@ -358,7 +357,6 @@ def _fault_in_float8(given: Given, attend: Attend) -> str:
 
 
 def _attempt(setting: Setting, work: Work, given: Given, ways: dict[str, Method]) -> _Tried:
-    """Call everybody once."""
     found = _Tried({}, {}, {}, {}, {})
 
     def first(name: str, method: Method) -> None:

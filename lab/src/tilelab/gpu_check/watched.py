@@ -121,7 +121,6 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _command(step: str, setting: Setting, job: str) -> list[str]:
-    """Return the command of the process that is watched."""
     return [sys.executable, "-m", _MODULE, step, json.dumps(asdict(setting)), job]
 
 

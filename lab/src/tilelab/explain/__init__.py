@@ -156,12 +156,11 @@ def page(question: Question, found: Answer) -> str:
 
 
 def _tables(account: Account) -> list[_Table]:
-    directions = (("Forward", account.forward), ("Backward", account.backward))
-    return [
-        _Table(f"{direction}, {who}", _rows(traffic))
-        for direction, comparison in directions
-        for who, traffic in (("tilewise", comparison.ours), ("plain", comparison.plain))
-    ]
+    found = []
+    for kind in _kinds(account):
+        who, direction = kind.name.split(", ")
+        found.append(_Table(f"{direction.capitalize()}, {who}", _rows(kind.traffic)))
+    return found
 
 
 def _rows(traffic: Traffic) -> list[_Row]:

@@ -333,13 +333,12 @@ def _of_whole(
     if test.p_holm is not None and test.p_holm <= rules.alpha:
         assert interval is not None
         label: Label = "better" if rules.helps(effect) else "worse"
-        nearest = min(abs(interval.low), abs(interval.high))
-        doubt = (
-            f" It may be smaller than {rules.smallest:g}, the smallest effect that matters."
-            if nearest < rules.smallest
-            else ""
-        )
-        return Decision(label, f"{size} (Holm p {p_text(test.p_holm)}).{doubt}")
+        reason = f"{size} (Holm p {p_text(test.p_holm)})."
+        if min(abs(interval.low), abs(interval.high)) < rules.smallest:
+            reason += (
+                f" It may be smaller than {rules.smallest:g}, the smallest effect that matters."
+            )
+        return Decision(label, reason)
     return _undecided(comparison, size, rules, error)
 
 

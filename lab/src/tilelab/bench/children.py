@@ -110,7 +110,6 @@ def _can_fork() -> bool:
 
 
 def _perform(job: Job) -> Iterator[Any]:
-    """Do a job in the child."""
     if "scaling" in job:
         yield asdict(_scaling(job["scaling"], job["budget_s"]))
         return
@@ -175,7 +174,6 @@ def _attempt(job: Job) -> list[Peak] | str:
 
 
 def _measured(job: Job) -> Iterator[Peak]:
-    """Do a job in this process."""
     fields = {**job["work"], "mask": tuple(job["work"]["mask"])}
     work = Work(**fields, dtype=getattr(torch, job["dtype"]))
     length = min(_WARM, work.keys)

@@ -394,7 +394,6 @@ def _prepared(
 
 
 def _warm(call: Call) -> float:
-    """Return the seconds of a warm call."""
     first_s = once(call).cpu_s
     # The first call of a short one pays for what it sets up.
     return once(call).cpu_s if first_s < 0.2 else first_s

@@ -328,7 +328,7 @@ def time_all(
     ready: list[_Ready] = []
     for method in methods:
         began = time.monotonic()
-        found = attempted(work, method, budget, lambda: _prepare(work, given, method, wrap))  # noqa: B023
+        found = attempted(work, method, budget, partial(_prepare, work, given, method, wrap))
         if isinstance(found, Point):
             yield found
             continue

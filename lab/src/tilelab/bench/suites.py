@@ -1,15 +1,4 @@
-"""The sweeps over lengths and models, as lists of steps.
-
-``speed``: exact methods side by side, and the cases that have goals. ``accuracy``: the largest
-error of every exact method, and what the 2x rule allows. ``memory``: peaks of passes along the
-length, the softmax's double peak, and its cure. ``paper``: the runtime figures of Dao, Fu,
-Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and appendix E.6.
-``models``: one attention layer of well-known models, from its input to its output. ``variants``:
-masks and scores of the table, against none and against others. ``lists``: some keys of each row,
-by lists and by masks. ``list-memory``: the peaks of these. ``widths``: other widths of heads than
-64 and 128, and latent attention. ``doors``: small and long calls of ``tilewise.sdpa``, on which
-``tilewise.preference`` decides.
-"""
+"""The sweeps over lengths and models, as lists of steps; ``page.ABOUT`` says what each is."""
 
 from __future__ import annotations
 
@@ -236,21 +225,10 @@ def _errors(
     work: Work, factor: float, methods: Sequence[Method], budget: Budget
 ) -> Iterator[Point]:
     given = draw(work, factor)
-    for method in methods:
-        if budget.left_s < 0:
-            yield Point.without(work, method, "error", "skipped", "no time is left")
-            continue
-        found = attempted(
-            work,
-            method,
-            budget,
-            lambda: compare(work, given, method.make(work, given)),  # noqa: B023  called here
-            "error",
-        )
-        if isinstance(found, Point):
-            yield found
-            continue
-        yield Point.of(
+
+    def measured(method: Method) -> Point:
+        found = compare(work, given, method.make(work, given))
+        return Point.of(
             work,
             method.name,
             quantity="error",
@@ -260,9 +238,19 @@ def _errors(
             allowed=found.allowed,
         )
 
+    for method in methods:
+        if budget.left_s < 0:
+            yield Point.without(work, method, "error", "skipped", "no time is left")
+        else:
+            yield attempted(work, method, budget, partial(measured, method), "error")
+
 
 def paper(settings: Settings) -> list[Step]:
-    """Times with and without dropout and padding along the length, and memory of both passes."""
+    """Times with and without dropout and padding along the length, and memory of both passes.
+
+    Source: Dao, Fu, Ermon, Rudra and Re, "FlashAttention", NeurIPS 2022, section 4.3 (figure 3) and
+    appendix E.6.
+    """
     methods = [*exact(settings.device, with_flex=False), *rivals()]
     passes: list[tuple[Pass, str]] = [("both", "forward and backward")]
     if not settings.quick:
@@ -385,7 +373,10 @@ _DOOR_HEADS = ((8, 8, 64), (32, 8, 128))  # and heads of keys, and their width
 
 
 def doors(settings: Settings) -> list[Step]:
-    """Return calls as other code makes them, through the door: one query, and as many as keys."""
+    """Return calls of ``tilewise.sdpa``, on which ``tilewise.preference`` decides.
+
+    They are as other code makes them: one query, and as many as keys.
+    """
     longest = max(settings.lengths)
     sizes = [(1, keys) for keys in _DOOR_KEYS] + [(each, each) for each in _DOOR_LENGTHS]
     works = []

@@ -342,7 +342,6 @@ def load(
 
 
 def _head_of(folder: Path, values: Mapping[str, Any]) -> Head:
-    """Return the head that a config says."""
     classes = folders.classes_of(values)
     if values["model_type"] == LAYOUT.kinds[1]:
         return Head("classes", classes, values.get("pooling", "mean"))

@@ -242,7 +242,6 @@ class ViT(nn.Module):
 
 
 def _as_stored(state: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """Return the tensors in the shapes that they have in a file."""
     shapes = {
         "embed.weight": (-1, shape.channels, shape.patch, shape.patch),
         "class_token": (1, -1, shape.width),

@@ -120,7 +120,6 @@ _SHRINK, _TINY_WIDTH, _LARGEST_TINY = 8, 16, 40
 
 
 def _rows(use: Use, job: Job) -> list[Case]:
-    """Return the rows of the job's kind of call."""
     return [case for case in rows(use) if kind_of(case) == job.kind]
 
 

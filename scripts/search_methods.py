@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.interpolate import RegularGridInterpolator
 
 from tilelab.study.ask.config import change
 from tilelab.study.ask.designs import Halving
@@ -96,16 +97,13 @@ class Table:
         points = json.loads(path.read_text())["points"]
         shape = len(RATES), len(EMBEDDINGS), 5
         rows = [points[f"{rate:g} {share:g}"] for rate in RATES for share in EMBEDDINGS]
-        self._at = np.array([[*each["on_the_way"], *each["short"]] for each in rows]).reshape(shape)
+        at = np.array([[*each["on_the_way"], *each["short"]] for each in rows]).reshape(shape)
+        self._between = RegularGridInterpolator((range(shape[0]), range(shape[1])), at)
         self.top = len(RATES) - 1.0, len(EMBEDDINGS) - 1.0
-        self.best = float(self._at[..., 2].min())
+        self.best = float(at[..., 2].min())
 
     def _of(self, x: float, y: float, column: int) -> float:
-        values = self._at[..., column]
-        i, j = min(int(x), len(RATES) - 2), min(int(y), len(EMBEDDINGS) - 2)
-        (a, b), (c, d) = values[i : i + 2, j : j + 2]
-        u, v = x - i, y - j
-        return float((1 - u) * ((1 - v) * a + v * b) + u * ((1 - v) * c + v * d))
+        return float(self._between((x, y))[column])
 
     def true(self, x: float, y: float) -> float:
         """Return the loss at the end of a whole run, without noise."""

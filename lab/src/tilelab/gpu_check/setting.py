@@ -243,11 +243,10 @@ def block_table(cu_seqlens: Tensor, page_size: int, seed: int) -> Tensor:
     """Every sequence's pages, any order; -1 where it has none. There are ``seed`` pages more."""
     counts = [-(-length // page_size) for length in cu_seqlens.diff().tolist()]
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(sum(counts) + seed, generator=generator).tolist()
+    order = torch.randperm(sum(counts) + seed, generator=generator).int().flip(0)
     table = torch.full((len(counts), max(counts) + seed), -1, dtype=torch.int32)
-    for b, count in enumerate(counts):
-        for slot in range(count):
-            table[b, slot] = order.pop()
+    for row, own in zip(table, order.split([*counts, seed]), strict=False):
+        row[: len(own)] = own
     return table.to(cu_seqlens.device)
 
 

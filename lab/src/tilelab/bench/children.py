@@ -7,8 +7,7 @@ fork, each job has a new process. On a GPU the allocator knows, and no process i
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -146,23 +145,17 @@ def _scaling(key: str, budget_s: float) -> Scaling:
 
 def _in_a_fork(job: Job) -> Any:
     """Return the result of a job that a fork of this process did."""
-    read, write = os.pipe()
-    number = os.fork()
-    if number == 0:
-        os.close(read)
-        try:
-            with os.fdopen(write, "w") as out:
-                json.dump(_attempt(job), out)
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as source:
-        text = source.read()
-    _, status = os.waitpid(number, 0)
-    if text:
-        return json.loads(text)
-    signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    return f"its process was killed (signal {signal})"
+    context = multiprocessing.get_context("fork")
+    read, write = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: write.send(_attempt(job)))
+    process.start()
+    write.close()
+    try:
+        found = read.recv()
+    except EOFError:
+        found = None
+    process.join()
+    return found or f"its process was killed (signal {max(0, -(process.exitcode or 0))})"
 
 
 def _attempt(job: Job) -> list[Peak] | str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -164,10 +165,9 @@ def uneven(length: int) -> list[int]:
     The mean is a quarter of the length, at most 1024.
     """
     mean = max(1, min(1024, length // 4))
-    ends, long = [0], False
+    sizes, ends = cycle((max(1, mean // 2), 3 * mean // 2)), [0]
     while ends[-1] < length:
-        ends.append(min(length, ends[-1] + (3 * mean // 2 if long else max(1, mean // 2))))
-        long = not long
+        ends.append(min(length, ends[-1] + next(sizes)))
     return ends
 
 

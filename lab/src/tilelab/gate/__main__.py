@@ -23,6 +23,7 @@ from typing import Any
 
 from tilelab.common.worker import Child, ChildError
 from tilelab.gate.record import (
+    FOLDER,
     TARGETS,
     Baseline,
     Case,
@@ -73,7 +74,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--json", type=Path, help="write every kernel's numbers to this file")
     parser.add_argument("--store", action="store_true", help="make this run the baseline")
-    parser.add_argument("--baselines", type=Path, help="the folder of baselines")
+    parser.add_argument("--baselines", type=Path, default=FOLDER, help="the folder of baselines")
     parser.add_argument("--module", default=DEFAULT_CASES, help="where CASES are listed")
     options = parser.parse_args(argv)
     chosen = options.targets.split(",") if options.targets else names
@@ -92,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     if not any(names.values()):
         raise TilewiseError(f"no case has {options.cases!r} in its name: {', '.join(cases)}")
     version = installed_triton()
-    path = baseline_path(version, *filter(None, [options.baselines]))
+    path = baseline_path(version, options.baselines)
     baseline: Baseline = {} if options.store else load(path)
     print(f"Triton {version}, baseline {path.name if baseline else 'none'}", flush=True)
     records: list[Record] = []

@@ -169,7 +169,7 @@ class Entry(NamedTuple):
 Baseline = dict[str, dict[str, Entry]]
 
 
-def baseline_path(version: str, folder: Path = FOLDER) -> Path:
+def baseline_path(version: str, folder: Path) -> Path:
     """The file of a version of Triton; what follows a "+" names a build and not a version."""
     return folder / f"{version.partition('+')[0]}.json"
 

@@ -196,26 +196,26 @@ def _step_by_step(work: Work) -> Iterator[Peak]:
     begin = held_bytes(work.device)
     held: dict[str, Tensor] = {}
 
-    def step(name: str, call: Callable[[], dict[str, Tensor]], *free: str) -> Peak:
-        before = held_bytes(work.device)
-        extra, seconds, kept = highest(call, work.device)
-        held.update(kept)
-        for each in free:
-            del held[each]
-        return Peak(name, max(0, before - begin) + extra, seconds)
-
-    names = [name for name, _ in STEPS]
-    yield step(names[0], lambda: {"s": q @ k.mT})
-    yield step(names[1], lambda: {"p": held["s"].softmax(-1)}, "s")
-    yield step(names[2], lambda: {"out": held["p"] @ v})
-    yield step(names[3], lambda: {"dv": held["p"].mT @ grad})
-    yield step(names[4], lambda: {"dp": grad @ v.mT})
-
     def softmax_backward() -> dict[str, Tensor]:
         return {"ds": softmax_backward_data(held["dp"], held["p"], -1, held["p"].dtype)}
 
-    yield step(names[5], softmax_backward, "dp", "p")
-    yield step(names[6], lambda: {"dq": held["ds"] @ k, "dk": held["ds"].mT @ q}, "ds")
+    # What each step gives, and what is not needed after it.
+    calls: tuple[tuple[Callable[[], dict[str, Tensor]], str], ...] = (
+        (lambda: {"s": q @ k.mT}, ""),
+        (lambda: {"p": held["s"].softmax(-1)}, "s"),
+        (lambda: {"out": held["p"] @ v}, ""),
+        (lambda: {"dv": held["p"].mT @ grad}, ""),
+        (lambda: {"dp": grad @ v.mT}, ""),
+        (softmax_backward, "dp p"),
+        (lambda: {"dq": held["ds"] @ k, "dk": held["ds"].mT @ q}, "ds"),
+    )
+    for (name, _), (call, free) in zip(STEPS, calls, strict=True):
+        before = held_bytes(work.device)
+        extra, seconds, kept = highest(call, work.device)
+        held.update(kept)
+        for each in free.split():
+            del held[each]
+        yield Peak(name, max(0, before - begin) + extra, seconds)
 
 
 if __name__ == "__main__":

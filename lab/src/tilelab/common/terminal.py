@@ -48,11 +48,10 @@ def in_words(seconds: float) -> str:
 
 
 class Progress:
-    """The progress of a run, within a ``with`` block; on the standard error without a console."""
+    """The progress of a run, within a ``with`` block."""
 
-    def __init__(self, total: int, console: Console | None = None) -> None:
-        self._console = Console(stderr=True) if console is None else console
-        self._total, self._begun = total, 0
+    def __init__(self, total: int, console: Console) -> None:
+        self._console, self._total, self._begun = console, total, 0
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -245,7 +245,7 @@ def block_table(cu_seqlens: Tensor, page_size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(counts) + seed, generator=generator).int().flip(0)
     table = torch.full((len(counts), max(counts) + seed), -1, dtype=torch.int32)
-    for row, own in zip(table, order.split([*counts, seed]), strict=False):
+    for row, own in zip(table, order.split_with_sizes([*counts, seed]), strict=False):
         row[: len(own)] = own
     return table.to(cu_seqlens.device)
 

@@ -328,16 +328,14 @@ def _scored(
     chunks: Sequence[range],
     seen: Seen | None,
 ) -> Tensor:
-    every = slice(None)
+    every, keys, sizes = slice(None), range(problem.keys), [len(rows) for rows in chunks]
     part = Part(problem, operands, 0, every, every)
-    found, at = [], 0
-    for rows in chunks:
-        cut = slice(at, at + len(rows))
-        block = part.block(rows, range(problem.keys))
-        shown = None if seen is None else ~seen.hidden[:, :, cut]
-        found.append(apply_score(problem.score, operands.score_tensors, s[:, :, cut], block, shown))
-        at += len(rows)
-    return torch.cat([each for each, _ in found], dim=2) if len(found) > 1 else found[0][0]
+    hidden = [None] * len(chunks) if seen is None else seen.hidden.split_with_sizes(sizes, dim=2)
+    found = []
+    for rows, scores, each in zip(chunks, s.split_with_sizes(sizes, dim=2), hidden, strict=True):
+        block, shown = part.block(rows, keys), None if each is None else ~each
+        found.append(apply_score(problem.score, operands.score_tensors, scores, block, shown)[0])
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0]
 
 
 _WHOLE = 512  # rows up to which all are compared

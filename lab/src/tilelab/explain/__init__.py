@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -17,35 +15,32 @@ from tilewise.plan.traffic.count import Traffic, balance, merged
 from tilewise.plan.traffic.report import amount, lead
 
 _WIDTH = 680.0
-_OURS, _PLAIN = arm_colour(1), arm_colour(0)
+_OURS = "tilewise, "
+_Rows = list[tuple[str, str, str, str]]  # an operand, its pass, and what it reads and writes
 
 
-class _Kind(NamedTuple):
-    """One of the four ways and directions."""
+def _ways(account: Account) -> dict[str, Traffic]:
+    return {
+        f"{_OURS}forward": account.forward.ours,
+        "plain, forward": account.forward.plain,
+        f"{_OURS}backward": account.backward.ours,
+        "plain, backward": account.backward.plain,
+    }
 
-    name: str
-    traffic: Traffic
-    ours: bool
 
-
-def _kinds(account: Account) -> list[_Kind]:
-    return [
-        _Kind("tilewise, forward", account.forward.ours, True),
-        _Kind("plain, forward", account.forward.plain, False),
-        _Kind("tilewise, backward", account.backward.ours, True),
-        _Kind("plain, backward", account.backward.plain, False),
-    ]
+def _colour(way: str) -> str:
+    return arm_colour(int(way.startswith(_OURS)))
 
 
 def draw_roofline(account: Account, chip: Chip) -> Markup:
     """Operations per second against operations per byte that reaches memory, both logarithmic."""
     ridge, peak = balance(chip, account.dtype), chip.peak(account.dtype) or 1.0
     points = []
-    for kind in _kinds(account):
-        seconds = account.seconds(kind.traffic, chip).total
-        reaching = account.reaching(kind.traffic, chip)
+    for way, traffic in _ways(account).items():
+        seconds = account.seconds(traffic, chip).total
+        reaching = account.reaching(traffic, chip)
         if seconds and reaching.bytes:
-            points.append((kind, reaching.intensity, kind.traffic.flops / seconds))
+            points.append((way, reaching.intensity, traffic.flops / seconds))
     reached = [ridge, *(x for _, x, _ in points)]
     left, right = min(reached) / 8, max(reached) * 8
     figure = canvas(_WIDTH, 360)
@@ -57,13 +52,13 @@ def draw_roofline(account: Account, chip: Chip) -> Markup:
     axes.set_ylim(low / 2, peak * 3)
     axes.plot([left, ridge, right], [peak * left / ridge, peak, peak], color=INK, linewidth=1.6)
     axes.plot([ridge, ridge], [low / 2, peak], color=RULE, linewidth=1, linestyle=(0, (3, 3)))
-    for kind, x, y in points:
-        colour = _OURS if kind.ours else _PLAIN
+    for way, x, y in points:
+        colour = _colour(way)
         axes.plot([x], [y], marker="o", markersize=8, color=colour, linewidth=0, clip_on=False)
-        under = (0, -20) if "backward" in kind.name else (0, 12)
-        shift = under if kind.ours else (10, -6)  # to the right of points on the slope
+        under = (0, -20) if "backward" in way else (0, 12)
+        shift = under if way.startswith(_OURS) else (10, -6)  # right of points on the slope
         axes.annotate(
-            kind.name,
+            way,
             (x, y),
             xytext=shift,
             textcoords="offset points",
@@ -75,33 +70,33 @@ def draw_roofline(account: Account, chip: Chip) -> Markup:
     axes.set_xlabel("operations for a byte of memory traffic", color=SOFT, labelpad=7)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: amount(y, "FLOP/s")))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    said = "; ".join(f"{kind.name}: {x:.3g} FLOP/B, {amount(y, 'FLOP/s')}" for kind, x, y in points)
+    said = "; ".join(f"{way}: {x:.3g} FLOP/B, {amount(y, 'FLOP/s')}" for way, x, y in points)
     return finish(figure, "roofline", f"Roofline of {chip.name}, ridge at {ridge:.3g}. {said}")
 
 
 def draw_bars(account: Account, chip: Chip | None) -> Markup:
     """Draw the bytes that reach memory, a bar for each way and direction, on a logarithmic axis."""
-    found = [
-        (kind, (account.reaching(kind.traffic, chip) if chip else kind.traffic).bytes)
-        for kind in _kinds(account)
-    ]
+    found = {
+        way: (account.reaching(traffic, chip) if chip else traffic).bytes
+        for way, traffic in _ways(account).items()
+    }
     figure = canvas(_WIDTH, 60 + 40 * len(found))
     axes = place(figure, 152, 44, 92, 8)
-    least = max(1, min(size for _, size in found))
+    least = max(1, min(found.values()))
     axes.set_xscale("log")
-    axes.set_xlim(least / 4, max(2 * least, *(size for _, size in found)) * 1.5)
-    for row, (kind, size) in enumerate(found):
-        colour = _OURS if kind.ours else _PLAIN
-        axes.barh(row, max(size, 1) - least / 4, left=least / 4, height=0.6, color=colour)
+    axes.set_xlim(least / 4, max(2 * least, *found.values()) * 1.5)
+    for row, (way, size) in enumerate(found.items()):
+        long = max(size, 1) - least / 4
+        axes.barh(row, long, left=least / 4, height=0.6, color=_colour(way))
         beside(axes, (max(size, least / 4), row), amount(size))
-    axes.set_yticks(range(len(found)), [kind.name for kind, _ in found])
+    axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=RULE, linewidth=1)
     _logarithmic(axes)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: amount(x)))
     axes.set_xlabel("bytes to and from memory", color=SOFT, labelpad=7)
-    said = "; ".join(f"{kind.name} {amount(size)}" for kind, size in found)
+    said = "; ".join(f"{way} {amount(size)}" for way, size in found.items())
     return finish(figure, "bars", f"Memory traffic. {said}")
 
 
@@ -109,22 +104,6 @@ def _logarithmic(axes: Axes) -> None:
     """Labels at powers of ten only."""
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-class _Row(NamedTuple):
-    """An operand in a pass, in words."""
-
-    name: str
-    passed: str
-    read: str
-    written: str
-
-
-class _Table(NamedTuple):
-    """The passes of one way and direction."""
-
-    title: str
-    rows: list[_Row]
 
 
 def page(question: Question, found: Answer) -> str:
@@ -151,21 +130,22 @@ def page(question: Question, found: Answer) -> str:
         roofline=roofline,
         missing=missing,
         bars=None if account is None else draw_bars(account, chip),
-        tables=[] if account is None else _tables(account),
+        tables={} if account is None else _tables(account),
     )
 
 
-def _tables(account: Account) -> list[_Table]:
-    found = []
-    for kind in _kinds(account):
-        who, direction = kind.name.split(", ")
-        found.append(_Table(f"{direction.capitalize()}, {who}", _rows(kind.traffic)))
+def _tables(account: Account) -> dict[str, _Rows]:
+    """Return the passes of each way, by its title."""
+    found = {}
+    for way, traffic in _ways(account).items():
+        who, direction = way.split(", ")
+        found[f"{direction.capitalize()}, {who}"] = _rows(traffic)
     return found
 
 
-def _rows(traffic: Traffic) -> list[_Row]:
+def _rows(traffic: Traffic) -> _Rows:
     rows = [
-        _Row(
+        (
             operand.name,
             each.name,
             amount(operand.read) if operand.read else "",
@@ -174,4 +154,4 @@ def _rows(traffic: Traffic) -> list[_Row]:
         for each in traffic.passes
         for operand in merged(each.operands)
     ]
-    return [*rows, _Row("all", "", amount(traffic.read), amount(traffic.written))]
+    return [*rows, ("all", "", amount(traffic.read), amount(traffic.written))]

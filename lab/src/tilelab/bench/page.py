@@ -194,12 +194,8 @@ ABOUT = {
 }
 
 
-class _Figure(NamedTuple):
-    """A drawing, unique by its name in the page, and what is below it."""
-
-    name: str
-    drawing: Markup
-    caption: str
+# A name that is unique in the page, the drawing, and what is below it.
+_Figure = tuple[str, Markup, str]
 
 
 def html(record: SuiteRecord) -> str:
@@ -230,7 +226,7 @@ def pictures(record: SuiteRecord) -> dict[str, str]:
     """Return every figure of the page as an SVG file, by its name."""
     with house_style():
         every = [each for suite in record.suites for each in _figures(suite, record.of(suite))]
-    return {each.name: standalone(each.drawing) for each in every}
+    return {name: standalone(drawing) for name, drawing, _ in every}
 
 
 def _said(value: Any) -> str:
@@ -255,16 +251,15 @@ def _figures(suite: str, points: Sequence[Point]) -> list[_Figure]:
             drawing = _draw_lines(own, methods, quantity, name)
         if drawing is not None:
             words = _SHARE if quantity == "error" else TITLES[quantity]
-            found.append(_Figure(name, drawing, f"{case}, {dtype}: {words}"))
+            found.append((name, drawing, f"{case}, {dtype}: {words}"))
     if suite in BY_CASE:
         for dtype in dict.fromkeys(point.dtype for point in points):
             own = [point for point in points if point.dtype == dtype]
-            ratios = _ratios(own)
             words = f"times faster than plain attention, {dtype}"
             name = f"{suite}-bars-{dtype}"
-            drawing = _draw_bars(ratios, words, name, mark=1.0)
+            drawing = _draw_bars(_ratios(own), words, name, mark=1.0)
             if drawing is not None:
-                found.append(_Figure(name, drawing, f"{suite}: {words}"))
+                found.append((name, drawing, f"{suite}: {words}"))
     return found
 
 

@@ -18,11 +18,11 @@ import torch
 
 from tilelab.cases.case import Case
 from tilelab.common import environment
-from tilelab.common.clock import Spread, race, seconds_of
+from tilelab.common.clock import Call, Spread, race, seconds_of
 from tilelab.common.files import COMPLETE, INTERRUPTED, NOT_FINISHED, Finding, Record
 from tilelab.common.memory import too_large
 from tilelab.peers.methods import OURS, Method
-from tilelab.peers.work import Attend, Given, Measured, Work, call_of, compare, draw, work_of
+from tilelab.peers.work import Attend, Given, Work, call_of, compare, draw, work_of
 from tilewise.errors import TilewiseError
 from tilewise.inspect.peaks import absence
 from tilewise.plan.traffic.report import amount, duration
@@ -311,47 +311,29 @@ def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of
     ]
 
 
-class _Ready(NamedTuple):
-    """A method that passed the gate."""
-
-    method: Method
-    call: Callable[[], Any]
-    seconds: float
-    measured: Measured
-
-
 def time_all(
     work: Work, methods: Sequence[Method], budget: Budget, *, wrap: Wrap = call_of
 ) -> Iterator[Point]:
     """Yield the points of all methods on a work; ``wrap`` makes the call of one that is exact."""
     given = draw(work)
-    ready: list[_Ready] = []
+    calls: dict[str, Call] = {}
+    call_s: dict[str, float] = {}
+    ready: list[Point] = []
     for method in methods:
         began = time.monotonic()
         found = attempted(work, method, budget, partial(_prepare, work, given, method, wrap))
         if isinstance(found, Point):
             yield found
             continue
-        once_s = max(0.0, time.monotonic() - began - 3 * found.seconds)  # compiling, comparing
-        budget.took(method_key(work, method), work.keys, found.seconds, once_s)
-        ready.append(found)
-    samples = race(
-        {each.method.name: each.call for each in ready},
-        min(budget.round_budget_s, max(budget.left_s, 0.0)),
-        budget.rounds,
-        work.timer,
-        {each.method.name: each.seconds for each in ready},
-    )
-    for method, _, _, measured in ready:
-        compared = method.same_dropout or not work.dropout_p
-        yield Point.of(
-            work,
-            method.name,
-            exact=method.exact,
-            samples=tuple(samples[method.name]),
-            error=None if method.exact else measured.relative,
-            note="" if compared else "compared without dropout",
-        )
+        calls[method.name], seconds, point = found
+        once_s = max(0.0, time.monotonic() - began - 3 * seconds)  # compiling, comparing
+        budget.took(method_key(work, method), work.keys, seconds, once_s)
+        call_s[method.name] = seconds
+        ready.append(point)
+    budget_s = min(budget.round_budget_s, max(budget.left_s, 0.0))
+    samples = race(calls, budget_s, budget.rounds, work.timer, call_s)
+    for point in ready:
+        yield replace(point, samples=tuple(samples[point.method]))
 
 
 def attempted(
@@ -389,11 +371,14 @@ def why_skipped(work: Work, method: Method, budget: Budget) -> str:
     )
 
 
-def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | Point:
-    """Return the call of a method, warm; a point where it is wrong."""
+def _prepare(
+    work: Work, given: Given, method: Method, wrap: Wrap
+) -> tuple[Call, float, Point] | Point:
+    """Return a warm call, its seconds and its point without samples; a point alone if wrong."""
     attend = judged_attend = method.make(work, given)
-    judged = work
+    judged, note = work, ""
     if work.dropout_p and not method.same_dropout:
+        note = "compared without dropout"
         judged = replace(work, dropout_p=0.0)  # it drops other pairs: judged without
         judged_attend = method.make(judged, given)
     measured = compare(judged, given, judged_attend)
@@ -401,4 +386,6 @@ def _prepare(work: Work, given: Given, method: Method, wrap: Wrap) -> _Ready | P
         return Point.without(work, method, "seconds", "wrong", measured.complaint)
     call = wrap(work, given, attend)
     call()
-    return _Ready(method, call, seconds_of(call, work.timer), measured)
+    error = None if method.exact else measured.relative
+    point = Point.of(work, method.name, exact=method.exact, error=error, note=note)
+    return call, seconds_of(call, work.timer), point

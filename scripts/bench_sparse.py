@@ -50,21 +50,13 @@ Record = dict[str, Any]
 
 
 class Fit(NamedTuple):
-    """``time = row_s * rows + tile_s * tiles``, by least squares of the relative residuals.
+    """``time = row_s * rows + tile_s * tiles``, by least squares of the relative residuals."""
 
-    Args:
-        row_s: of a row of tiles, whether any of them is visited or not.
-        tile_s: of a tile that is not empty.
-        slope: tile_s over the time of a tile without a mask; 1 is proportional.
-        exponent: of the tiles in ``time ~ tiles ** exponent``; 1 is proportional.
-        worst: the largest relative residual.
-    """
-
-    row_s: float
-    tile_s: float
-    slope: float
-    exponent: float
-    worst: float
+    row_s: float  # of a row of tiles, whether any of them is visited or not
+    tile_s: float  # of a tile that is not empty
+    slope: float  # tile_s over the time of a tile without a mask; 1 is proportional
+    exponent: float  # of the tiles in ``time ~ tiles ** exponent``; 1 is proportional
+    worst: float  # the largest relative residual
 
 
 def published(length: int) -> dict[str, masks.Mask]:

@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from tilelab.common.worker import serve
-from tilelab.gate.machine import Machine, buffers, needed_products, of_amdgcn, of_cubin
+from tilelab.gate.machine import buffers, needed_products, of_amdgcn, of_cubin
 from tilelab.gate.record import Case, Record, Target, cases_of, target_named
 from tilewise.inspect.gpu import Launch
 
@@ -74,20 +74,17 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
     Returns:
         The record; where Triton fails, one with the error.
     """
-    record = Record(
-        target=target.name,
-        case=case,
-        kernel=name,
-        tile=_tile(launch),
-        warps=launch.warps,
-        stages=launch.stages,
-    )
+    record = Record(target.name, case, name, _tile(launch), launch.warps, launch.stages)
     begun = time.perf_counter()
     try:
         source, options = signature(launch, target)
         compiled = triton.compile(source, target=_gpu(target), options=options)
         record = record._replace(seconds=round(time.perf_counter() - begun, 2))
-        machine = _machine(compiled)
+        if "cubin" in compiled.asm:
+            tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+            machine = of_cubin(compiled.asm["cubin"], tools)
+        else:
+            machine = of_amdgcn(compiled.asm["amdgcn"])
     except Exception as error:
         return record._replace(error=_words(error))
     warps, own = compiled.metadata.num_warps, compiled.asm["ttgir"]
@@ -105,13 +102,6 @@ def compile_launch(case: str, name: str, launch: Launch, target: Target) -> Reco
 
 def _gpu(target: Target) -> GPUTarget:
     return GPUTarget(target.family.maker, target.arch, target.family.warp)
-
-
-def _machine(compiled: Any) -> Machine:
-    if "cubin" in compiled.asm:
-        tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        return of_cubin(compiled.asm["cubin"], tools)
-    return of_amdgcn(compiled.asm["amdgcn"])
 
 
 def _tile(launch: Launch) -> dict[str, int]:

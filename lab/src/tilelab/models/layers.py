@@ -219,8 +219,17 @@ class SelfAttention(nn.Module):
         if self.sharper != 1.0:
             q = q * self.sharper
         dropout_p = self.dropout_p if self.training else 0.0
+        out: Tensor
         if self.implementation == "tilewise":
-            out = self._unpadded(q, k, v, packed.borders, mask, dropout_p)
+            ends = packed.borders
+            rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
+            if self.on_statistics is None:
+                out = attention_varlen(q, k, v, ends, ends, **rest)
+            else:
+                found = attention_varlen(q, k, v, ends, ends, **rest, return_stats=True)
+                assert found.stats is not None
+                self.on_statistics(found.stats)
+                out = found.out
         elif self.implementation in ("plain", "sdpa"):
             seen = who_sees(packed, mask, self.heads) if seen is None else seen
             out = self._padded(q, k, v, packed, seen, dropout_p)
@@ -229,26 +238,6 @@ class SelfAttention(nn.Module):
             raise InvalidArgument("implementation", repr(self.implementation), required)
         merged: Tensor = self.output(out.flatten(1))
         return merged
-
-    def _unpadded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        borders: Tensor,
-        mask: masks.Mask | None,
-        dropout_p: float,
-    ) -> Tensor:
-        rest: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p}
-        out: Tensor
-        if self.on_statistics is None:
-            out = attention_varlen(q, k, v, borders, borders, **rest)
-            return out
-        found = attention_varlen(q, k, v, borders, borders, **rest, return_stats=True)
-        assert found.stats is not None
-        self.on_statistics(found.stats)
-        out = found.out
-        return out
 
     def _padded(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, allowed: Tensor, dropout_p: float

@@ -363,26 +363,19 @@ def sampled(length: int) -> list[range]:
 def compare(work: Work, given: Given, attend: Attend) -> Measured:
     """Run a method once and compare."""
     chunks = sampled(work.queries)
+    grad = torch.zeros_like(given.grad)
+    for rows in chunks:
+        grad[:, :, rows.start : rows.stop] = given.grad[:, :, rows.start : rows.stop]
     out = attend(*given.leaves)
-    got = _outputs(work, cut(out, chunks), out, given.leaves, _only(given.grad, chunks), chunks)
+    got = _outputs(work, cut(out, chunks), out, given.leaves, grad, chunks)
     with given.q.device:  # the reference makes what it needs on the default device
         exact = _plain(work, given, chunks, torch.float64)
         plain = _plain(work, given, chunks, given.q.dtype)
-    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(
-        work.passes, ("out", "dq", "dk", "dv")
-    )
-    found = [_judge(*each) for each in zip(names, got, plain, exact, strict=True)]
+    found = [_judge(name, each, plain[name], exact[name]) for name, each in got.items()]
     wrong = [each.complaint for each in found if each.complaint]
     worst = max(found, key=lambda each: each.largest / each.allowed if each.allowed else math.inf)
     relative = max(each.relative for each in found)
     return worst._replace(complaint="; ".join(wrong), relative=relative)
-
-
-def _only(grad: Tensor, chunks: Sequence[range]) -> Tensor:
-    kept = torch.zeros_like(grad)
-    for rows in chunks:
-        kept[:, :, rows.start : rows.stop] = grad[:, :, rows.start : rows.stop]
-    return kept
 
 
 def cut(x: Tensor, chunks: Sequence[range]) -> Tensor:
@@ -397,16 +390,18 @@ def _outputs(
     leaves: Sequence[Tensor],
     grad: Tensor,
     chunks: Sequence[range],
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Return what the passes give: the output's ``rows``, and gradients of ``out``."""
-    found = [] if work.passes == "backward" else [rows.detach()]
+    found = {} if work.passes == "backward" else {"out": rows.detach()}
     if work.passes != "forward":
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
-        found += [cut(dq, chunks), dk, dv]
+        found |= {"dq": cut(dq, chunks), "dk": dk, "dv": dv}
     return found
 
 
-def _plain(work: Work, given: Given, chunks: Sequence[range], dtype: torch.dtype) -> list[Tensor]:
+def _plain(
+    work: Work, given: Given, chunks: Sequence[range], dtype: torch.dtype
+) -> dict[str, Tensor]:
     problem, operands = problem_of(work, given)
     seen = seen_rows(problem, operands, chunks)
     leaves = [x.detach().to(dtype).requires_grad_(work.passes != "forward") for x in given.leaves]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -275,7 +275,7 @@ def interactions_of(
     Arguments as of ``compare_all``; Holm's adjustment is over the interactions.
     """
     every = _seeds_of(baseline, arms, seeds)
-    rules = _rules(smallest_effect, confidence, 0.8, unit, higher_is_better, 1)
+    rules = Rules(unit, smallest_effect, confidence, 0.8, 1, higher_is_better)
     lost = any(_status(baseline, seed) == "diverged" for seed in every)
     return interactions(_all_paired_up(baseline, arms, every), every, rules, lost)
 
@@ -301,7 +301,7 @@ def factorial_effects(
     """
     check(design, list(arms))
     every = _seeds_of(baseline, arms, seeds)
-    rules = _rules(smallest_effect, confidence, 0.8, unit, higher_is_better, 1)
+    rules = Rules(unit, smallest_effect, confidence, 0.8, 1, higher_is_better)
     lost = any(_status(baseline, seed) == "diverged" for seed in every)
     return factor_effects(design, _all_paired_up(baseline, arms, every), every, rules, lost)
 
@@ -345,27 +345,9 @@ def _looked(
 
 
 def _rules_of(group: Group, family: int) -> Rules:
-    rules = _rules(
-        group.smallest_effect,
-        group.confidence,
-        group.power,
-        group.unit,
-        group.higher_is_better,
-        family,
-    )
-    return replace(rules, error=group.error)
-
-
-def _rules(
-    smallest: float, confidence: float, power: float, unit: str, higher: bool, family: int
-) -> Rules:
-    if not (smallest > 0 and math.isfinite(smallest)):
-        required = "a number above 0: the smallest difference of the values that matters"
-        raise invalid("smallest_effect", str(smallest), required)
-    for name, share in (("confidence", confidence), ("power", power)):
-        if not 0.5 < share < 1:
-            raise invalid(name, str(share), "a share between 0.5 and 1")
-    return Rules(unit, smallest, confidence, power, max(family, 1), higher)
+    names = ("unit", "confidence", "power", "higher_is_better", "error")
+    shared = {name: getattr(group, name) for name in names}
+    return Rules(smallest=group.smallest_effect, family=max(family, 1), **shared)
 
 
 def _seeds_of(

@@ -30,6 +30,7 @@ not looked at, so the decision depends on the records alone and not on who ran w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -45,6 +46,7 @@ from tilelab.stats.values import (
     Verdict,
     effect_text,
     interval_text,
+    invalid,
     p_text,
     seeds_text,
 )
@@ -95,6 +97,14 @@ class Rules:
     family: int  # comparisons that share the error of the experiment
     higher_is_better: bool = False
     error: Literal["own", "pooled"] = "own"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.smallest < math.inf:
+            required = "a number above 0: the smallest difference of the values that matters"
+            raise invalid("smallest_effect", str(self.smallest), required)
+        for name in ("confidence", "power"):
+            if not 0.5 < getattr(self, name) < 1:
+                raise invalid(name, str(getattr(self, name)), "a share between 0.5 and 1")
 
     def helps(self, effect: float) -> bool:
         """Return whether a difference of the metric is an improvement."""

@@ -69,13 +69,11 @@ def backward_tensors(problem: Problem, operands: Operands) -> tuple[Tensor, Need
 def _in_pages(case: Attention, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     """Return the same call with its keys and values in pages, their rows first in memory."""
     size, slots = case.page_size, case.keys // case.page_size
+    pages, dtype = case.batch * slots, case.stored or case.dtype
     k, v = (
-        meta(
-            case.batch * slots, size, case.kv_heads, width, dtype=case.stored or case.dtype
-        ).transpose(1, 2)
+        meta(pages, size, case.kv_heads, width, dtype=dtype).transpose(1, 2)
         for width in (case.head_dim, case.value_dim)
     )
-    scale = None if case.stored is None else meta(case.batch * slots, case.kv_heads, size)
     operands = operands._replace(
         k=k,
         v=v,
@@ -83,7 +81,8 @@ def _in_pages(case: Attention, problem: Problem, operands: Operands) -> tuple[Pr
         block_table=meta(case.batch, slots, dtype=torch.int32),
         key_lengths=meta(case.batch, dtype=torch.int32),
     )
-    if scale is not None:
+    if case.stored is not None:
+        scale = meta(pages, case.kv_heads, size)
         operands = operands._replace(k_scale=scale, v_scale=scale)
     return problem._replace(page_size=size, stored=case.stored), operands
 

@@ -182,10 +182,8 @@ def _vocabulary(setting: Setting, job: str) -> Iterator[Row]:
         (torch.float32, torch.float32, options),
     ):
         x, w = hidden.to(dtype), weight.to(dtype)
-        plain, oracle = (
-            outcome(x, w, given, False),
-            outcome(x.double(), w.double(), given, False),
-        )
+        plain = outcome(x, w, given, False)
+        oracle = outcome(x.double(), w.double(), given, False)
         actual, again = (outcome(x, w.to(of_weight), given, True) for _ in range(2))
         words = [str(each).removeprefix("torch.") for each in (dtype, of_weight)]
         name = f"{job} {' x '.join(words)}{', options' if given else ''}"
@@ -326,17 +324,9 @@ def run_long(setting: Setting, job: str) -> Iterator[Row]:
 def long_case(setting: Setting, name: str) -> Case:
     """Return a whole long problem of one head: the reference has a dozen matrices of 2 GB."""
     length, width = setting.sizes.long, setting.sizes.long_width
-    return replace(
-        find(_LONG, name),
-        batch=1,
-        heads=1,
-        kv_heads=1,
-        queries=length,
-        keys=length,
-        head_dim=width,
-        value_dim=width,
-        dtype=setting.dtype,
-    )
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1}
+    sizes |= {"queries": length, "keys": length, "head_dim": width, "value_dim": width}
+    return replace(find(_LONG, name), dtype=setting.dtype, **sizes)
 
 
 def _huge(setting: Setting) -> Row:

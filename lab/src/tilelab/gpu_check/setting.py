@@ -222,18 +222,10 @@ def attend_pages(
     q = inputs.q.detach()
     if not packed:
         q = q.reshape(table.shape[0], -1, *q.shape[1:]).transpose(1, 2)
+    starts = cu_q if packed else None
+    more: dict[str, Any] = {"mask": inputs.mask, "return_lse": True, "backend": setting.backend}
     with torch.no_grad():
-        out, lse, _ = tilewise.attention_paged(
-            q,
-            k,
-            v,
-            table,
-            cu_k.diff(),
-            cu_q if packed else None,
-            mask=inputs.mask,
-            return_lse=True,
-            backend=setting.backend,
-        )
+        out, lse, _ = tilewise.attention_paged(q, k, v, table, cu_k.diff(), starts, **more)
     if not packed:
         out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
     return {"out": out, "lse": lse}

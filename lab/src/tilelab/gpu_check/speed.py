@@ -312,20 +312,17 @@ def _pass(
     status, note = _verdict(work, given, tried)  # before matrices of others take the memory
     beside = _attempt(setting, work, given, others)
     calls = {name: call for name, call in tried.calls.items() if status == "ok" or name not in OURS}
-    return (
-        status,
-        note,
-        {
-            "direction": work.passes,
-            "kind": work.kind,
-            "head_dim": work.head_dim,
-            "length": work.keys,
-            "unit": "TB/s" if work.kind == _DECODED else "TFLOP/s",
-            "amount": amount(work),
-            "absent": absent | (tried.declined | beside.declined) | (tried.failed | beside.failed),
-            "samples_s": setting.race(calls | beside.calls, _BUDGET_S),
-        },
-    )
+    values = {
+        "direction": work.passes,
+        "kind": work.kind,
+        "head_dim": work.head_dim,
+        "length": work.keys,
+        "unit": "TB/s" if work.kind == _DECODED else "TFLOP/s",
+        "amount": amount(work),
+        "absent": absent | (tried.declined | beside.declined) | (tried.failed | beside.failed),
+        "samples_s": setting.race(calls | beside.calls, _BUDGET_S),
+    }
+    return status, note, values
 
 
 def _verdict(work: Work, given: Given, tried: _Tried) -> tuple[Status, str]:

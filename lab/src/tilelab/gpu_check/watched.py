@@ -199,11 +199,9 @@ def predicted(setting: Setting, job: str) -> Traffic:
     if job == "plain forward":
         return account.forward.plain
     moved = account.forward.ours if job == "forward" else account.backward.ours
-    return (
-        moved
-        if explained.chip is None or setting.self_test
-        else account.reaching(moved, explained.chip)
-    )
+    if explained.chip is None or setting.self_test:
+        return moved
+    return account.reaching(moved, explained.chip)
 
 
 def _work(setting: Setting, job: str) -> Work:

@@ -266,15 +266,9 @@ class Work:
             tuple(room(f"captured {i}", x, need) for i, (x, need) in enumerate(captured)),
             None,
         )
+        sent = self._sent.out, self._sent.lse
         launches = gpu.backward_launches(
-            self._problem,
-            operands,
-            self._result,
-            (self._sent.out, self._sent.lse),
-            needs,
-            grads,
-            self._family,
-            overrides,
+            self._problem, operands, self._result, sent, needs, grads, self._family, overrides
         )
         return launches, wanted
 

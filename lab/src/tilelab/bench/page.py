@@ -86,16 +86,11 @@ def _draw_lines(
     axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
     for line in drawn:
         _draw(axes, line)
-    label_ends(
-        axes,
-        [
-            LineEnd(
-                each.name, each.place, each.x[-1], each.y[-1], strong=each.name.startswith(OURS)
-            )
-            for each in drawn
-        ],
-        widest,
-    )
+    ends = [
+        LineEnd(each.name, each.place, each.x[-1], each.y[-1], strong=each.name.startswith(OURS))
+        for each in drawn
+    ]
+    label_ends(axes, ends, widest)
     axes.xaxis.set_major_locator(FixedLocator([float(n) for n in every]))
     axes.xaxis.set_minor_locator(NullLocator())
     few = max(values) < 100 * min(values)  # powers of ten alone would be one line or two

@@ -302,13 +302,7 @@ def conduct(
 
 def timed(works: Iterable[Work], methods: Sequence[Method], wrap: Wrap = call_of) -> list[Step]:
     """Return a step for each work, which times all methods on it; arguments as of ``time_all``."""
-    return [
-        Step(
-            f"{work.name}, {work.keys}, {work.type_name}",
-            partial(time_all, work, methods, wrap=wrap),
-        )
-        for work in works
-    ]
+    return [Step(work.title, partial(time_all, work, methods, wrap=wrap)) for work in works]
 
 
 def time_all(

@@ -215,10 +215,7 @@ def accuracy(settings: Settings) -> list[Step]:
         case = Case(f"{passes}, {queries} queries of {width}, large scores", passes=passes)
         more = {"head_dim": width, "queries": queries, "batch": 1, "heads": _FEW_HEADS}
         works.append((settings.work("accuracy", case, _FEW_KEYS, dtype, **more), _LARGE))
-    return [
-        Step(f"{work.name}, {work.keys}, {work.type_name}", partial(_errors, work, factor, methods))
-        for work, factor in works
-    ]
+    return [Step(work.title, partial(_errors, work, factor, methods)) for work, factor in works]
 
 
 def _errors(
@@ -261,9 +258,8 @@ def paper(settings: Settings) -> list[Step]:
             if settings.quick and not row.quick:
                 continue
             name = words if row.name == "full" else f"{words}, {row.name}"
-            found += timed(
-                [settings.work("paper", row, length, dtype, name=name, passes=way)], methods
-            )
+            work = settings.work("paper", row, length, dtype, name=name, passes=way)
+            found += timed([work], methods)
         case = Case("memory, forward and backward", passes="both")
         both = settings.work("paper", case, length, dtype)
         found.append(Step(f"memory, {length}", partial(weigh, [both], methods)))
@@ -409,17 +405,11 @@ def lists(settings: Settings) -> list[Step]:
     longest = max(settings.lengths)
     lengths = [length for length in _LIST_LENGTHS if length <= 2 * longest] or [longest]
     sizes = {"batch": 1, "heads": LIST_HEADS, "kv_heads": 1, "head_dim": LIST_WIDTH}
-    works = [
-        settings.work(
-            "lists",
-            Case(f"{way}, 1 of {share} keys", mask=(listed(share),), passes=way),
-            length,
-            dtype,
-            queries=_list_rows(length),
-            **sizes,
-        )
-        for length, dtype, way, share in product(lengths, settings.dtypes, _PASSES, _SHARES)
-    ]
+    works = []
+    for length, dtype, way, share in product(lengths, settings.dtypes, _PASSES, _SHARES):
+        case = Case(f"{way}, 1 of {share} keys", mask=(listed(share),), passes=way)
+        more = {"queries": _list_rows(length), **sizes}
+        works.append(settings.work("lists", case, length, dtype, **more))
     methods = [by_lists(), over_all_keys(), sdpa(), written_out()]
     return timed(works, [*methods, *([flex()] if settings.flex else [])])
 

@@ -83,6 +83,11 @@ class Work(Case):
         return {name: getattr(self, name) for name in names}
 
     @property
+    def title(self) -> str:
+        """Its name, length and dtype."""
+        return f"{self.name}, {self.keys}, {self.type_name}"
+
+    @property
     def matrix_bytes(self) -> int:
         """Bytes of the M x N matrices of all heads, in the operands' dtype."""
         return self.batch * self.heads * self.queries * self.keys * self.dtype.itemsize

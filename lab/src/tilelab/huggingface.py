@@ -34,12 +34,7 @@ class TrainerCallback(_TrainerCallback):  # type: ignore[misc]
         self._log = log or (lambda line: print(json.dumps(line), flush=True))
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Mapping[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
     ) -> None:
         """Report what was logged."""
         if not state.is_world_process_zero:

@@ -118,17 +118,9 @@ class CaseResult(Finding):
     def describing(cls, case: Case, clock: Clock, **measured: Any) -> CaseResult:
         """Return the result of a case."""
         names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")
-        return cls(
-            case.name,
-            case.type_name,
-            case.passes == "backward",
-            case.kind,
-            {name: getattr(case, name) for name in names},
-            flops(case),
-            case.goal,
-            clock,
-            **measured,
-        )
+        shape = {name: getattr(case, name) for name in names}
+        about = case.name, case.type_name, case.passes == "backward", case.kind
+        return cls(*about, shape, flops(case), case.goal, clock, **measured)
 
     def seconds(self, side: Samples) -> list[float]:
         """Return the samples of the clock that counts."""

@@ -293,15 +293,12 @@ def suite_heading(record: SuiteRecord) -> list[str]:
 def suite_tables(record: SuiteRecord, suite: str) -> list[Table]:
     """Return a table for each case and dtype; of many cases a table for each dtype, cases down."""
     points = record.of(suite)
-    if suite in BY_CASE:
-        return [
-            _by_case(
-                f"{suite}, {dtype}: {TITLES['seconds']}",
-                [point for point in points if point.dtype == dtype],
-            )
-            for dtype in dict.fromkeys(point.dtype for point in points)
-        ]
     found = _crossed(points) if suite == "paper" else []
+    if suite in BY_CASE:
+        for dtype in dict.fromkeys(point.dtype for point in points):
+            own = [point for point in points if point.dtype == dtype]
+            found.append(_by_case(f"{suite}, {dtype}: {TITLES['seconds']}", own))
+        return found
     for (case, dtype, quantity), own in groups(points).items():
         found.append(_by_length(f"{case}, {dtype}: {TITLES[quantity]}", own))
     return found

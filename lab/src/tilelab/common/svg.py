@@ -94,14 +94,8 @@ def canvas(width: float, height: float) -> Figure:
 def place(figure: Figure, left: float, bottom: float, right: float, top: float) -> Axes:
     """Axes with margins of a fixed size, so that figures beside each other line up."""
     width, height = (inches * _POINTS_PER_INCH for inches in figure.get_size_inches())
-    axes = figure.add_axes(
-        (
-            left / width,
-            bottom / height,
-            (width - left - right) / width,
-            (height - bottom - top) / height,
-        )
-    )
+    across, up = width - left - right, height - bottom - top
+    axes = figure.add_axes((left / width, bottom / height, across / width, up / height))
     quiet(axes)
     return axes
 

@@ -26,14 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilelab.models import folders
-from tilelab.models.layers import (
-    Packed,
-    SelfAttention,
-    check_shape,
-    initialise,
-    through,
-    who_sees,
-)
+from tilelab.models.layers import Packed, SelfAttention, check_shape, initialise, through, who_sees
 from tilewise import masks
 from tilewise.errors import InvalidArgument
 from tilewise.nn import Implementation
@@ -159,11 +152,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(shape.residual_dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        packed: Packed,
-        mask: masks.Mask | None = None,
-        seen: Tensor | None = None,
+        self, x: Tensor, packed: Packed, mask: masks.Mask | None = None, seen: Tensor | None = None
     ) -> Tensor:
         """[T, width] -> [T, width]; arguments as of ``SelfAttention``."""
         x = self.attention_norm(x + self.dropout(self.attention(x, packed, mask, seen)))

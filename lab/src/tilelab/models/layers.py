@@ -202,11 +202,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(
-        self,
-        x: Tensor,
-        packed: Packed,
-        mask: masks.Mask | None = None,
-        seen: Tensor | None = None,
+        self, x: Tensor, packed: Packed, mask: masks.Mask | None = None, seen: Tensor | None = None
     ) -> Tensor:
         """[T, width] -> [T, width], every token to all of its sequence that the mask leaves.
 

@@ -297,12 +297,8 @@ def performer(given: Operands, rows: Tensor) -> Tensor:
     q, k, v, keys, _ = given
     rows = rows.to(q)
     shrunk = q.shape[-1] ** -0.25  # the root of the scale, on either side
-    return by_features(
-        features(q * shrunk, rows, together=False),
-        features(k * shrunk, rows, together=True),
-        v,
-        keys,
-    )
+    of_q = features(q * shrunk, rows, together=False)
+    return by_features(of_q, features(k * shrunk, rows, together=True), v, keys)
 
 
 def directions(count: int, width: int) -> Tensor:

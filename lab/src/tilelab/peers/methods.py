@@ -74,10 +74,7 @@ def exact(device: str, *, with_flex: bool = True) -> list[Method]:
 def ours() -> Method:
     """tilewise.attention."""
     return Method(
-        OURS,
-        lambda work, given: _ours(work, work.drawn_mask),
-        same_dropout=True,
-        statistics=True,
+        OURS, lambda work, given: _ours(work, work.drawn_mask), same_dropout=True, statistics=True
     )
 
 

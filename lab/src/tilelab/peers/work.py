@@ -263,14 +263,9 @@ def rows_kept(work: Work, chunks: Sequence[range]) -> Keep | None:
     """Return the dropout of ours on the rows of some chunks."""
     if not work.dropout_p:
         return None
-    sizes = {"batches": range(work.batch), "heads": range(work.heads)}
-    keep = torch.cat(
-        [
-            keep_mask(SEED, work.dropout_p, **sizes, queries=rows, keys=range(work.keys))
-            for rows in chunks
-        ],
-        dim=2,
-    )
+    sizes = {"batches": range(work.batch), "heads": range(work.heads), "keys": range(work.keys)}
+    found = [keep_mask(SEED, work.dropout_p, **sizes, queries=rows) for rows in chunks]
+    keep = torch.cat(found, dim=2)
     return lambda p: p * keep.to(p.device) / (1 - work.dropout_p)
 
 
@@ -327,11 +322,7 @@ def _product(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 def _scored(
-    problem: Problem,
-    operands: Operands,
-    s: Tensor,
-    chunks: Sequence[range],
-    seen: Seen | None,
+    problem: Problem, operands: Operands, s: Tensor, chunks: Sequence[range], seen: Seen | None
 ) -> Tensor:
     every, keys, sizes = slice(None), range(problem.keys), [len(rows) for rows in chunks]
     part = Part(problem, operands, 0, every, every)

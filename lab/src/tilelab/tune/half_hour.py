@@ -105,10 +105,7 @@ def chosen(part: Part, record: Record, setting: Setting) -> tuple[list[Step], bo
     narrow, sanitize = (every[name] for name in SEARCH)
     memory = tuple(f"memcheck {job}" for job in jobs)
     less = tuple(each for job in jobs for each in narrowed(setting, job))
-    return [
-        narrow._replace(jobs=lambda _: less),
-        sanitize._replace(jobs=lambda _: memory),
-    ], False
+    return [narrow._replace(jobs=lambda _: less), sanitize._replace(jobs=lambda _: memory)], False
 
 
 def wrong_jobs(record: Record, setting: Setting) -> tuple[str, ...]:

@@ -303,10 +303,8 @@ def _rows_keys(draw: Draw) -> Any:
 
 def _learned(draw: Draw) -> Any:
     """A factor, a table by distance, and one in which every pair looks up its place."""
-    factors, table = (
-        draw.learned(draw.heads),
-        draw.learned(draw.heads, draw.queries + draw.keys - 1),
-    )
+    factors = draw.learned(draw.heads)
+    table = draw.learned(draw.heads, draw.queries + draw.keys - 1)
     places = draw.whole(0, 4096, draw.queries, draw.keys).int()
     of_places, keys = draw.learned(4096, draw.heads), draw.keys
     return lambda s, b, h, m, n: (

@@ -46,24 +46,20 @@ class Step(NamedTuple):
     parallel: bool = False  # several processes at once: for what compiles much and times nothing
 
 
-def _always(*names: str) -> Jobs:
-    return lambda _: names
-
-
 # The most important first. Together they may take more than there is: what one does not use is
 # there for the next.
 STEPS = (
-    Step("smoke", 60, 60, _always("machine", "first call"), smoke.run),
-    Step("ceilings", 25, 20, _always("matrix", "copy"), smoke.run_ceilings),
+    Step("smoke", 60, 60, lambda _: ("machine", "first call"), smoke.run),
+    Step("ceilings", 25, 20, lambda _: ("matrix", "copy"), smoke.run_ceilings),
     Step("accuracy", 180, 60, accuracy.jobs, accuracy.run, parallel=True),
     Step("prepare", 100, 60, speed.to_prepare, speed.prepare, parallel=True),
     Step("speed", 150, 30, speed.names(speed.with_goals), partial(speed.measure, "speed")),
     Step("training", 60, 40, lambda given: [*dict(given.sizes.models)], program.train),
-    Step("host", 60, 40, _always(*program.JOBS), program.run),
-    Step("memory", 30, 20, _always("forward", "backward"), smoke.run_memory),
+    Step("host", 60, 40, lambda _: program.JOBS, program.run),
+    Step("memory", 30, 20, lambda _: ("forward", "backward"), smoke.run_memory),
     Step("repeat", 30, 15, speed.to_repeat, speed.repeat),
     Step("long", 60, 30, accuracy.long_jobs, accuracy.run_long),
-    Step("traffic", 60, 40, _always(*watched.JOBS), watched.traffic),
+    Step("traffic", 60, 40, lambda _: watched.JOBS, watched.traffic),
     Step("lengths", 200, 30, speed.names(speed.other_lengths), partial(speed.measure, "lengths")),
 )
 

@@ -186,9 +186,9 @@ class BERT(nn.Module):
     Weights depend on ``shape``, ``head`` and ``seed`` alone, never on the attention, and making
     them leaves torch's global random state as it is. The model is made on the CPU in float32.
 
-    ``pattern`` maps the tokens of the longest sequence of a call to who of a sequence sees whom in
-    it, a mask of ``(h, m, n)`` in which m and n count within the sequence; None for everybody.
-    ``checkpointing`` is as of ``layers.through``.
+    ``pattern`` takes the tokens of the longest sequence of a call, and gives who of a sequence sees
+    whom in it: a mask of ``(h, m, n)`` in which m and n count within the sequence. None is for
+    everybody. ``checkpointing`` is as of ``layers.through``.
     """
 
     def __init__(

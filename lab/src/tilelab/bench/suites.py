@@ -113,16 +113,22 @@ _CHUNKS = (1, 16, 256)
 
 def memory(settings: Settings) -> list[Step]:
     """Two looks at one length; then forward, and forward with backward, along the length."""
-    methods = exact(settings.device, with_flex=False)
-    found = []
-    for length in settings.lengths:
-        for dtype in settings.dtypes:
-            base = settings.work("memory", Case(""), length, dtype)
-            works = [replace(base, passes=passes, name=name) for passes, name in WAYS]
-            found.append(Step(f"memory, {length}, {dtype}", partial(weigh, works, methods)))
     length = max(n for n in settings.lengths if n <= _FIXED or n == settings.lengths[0])
     fixed = settings.work("memory", Case(DOUBLE), length, settings.dtypes[0])
-    return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *found]
+    along = _along_length(settings, "memory", "memory", exact(settings.device, with_flex=False))
+    return [Step(f"step by step, {length}", partial(_at_one_length, fixed)), *along]
+
+
+def _along_length(
+    settings: Settings, suite: str, words: str, methods: Sequence[Method], **sizes: int
+) -> list[Step]:
+    """Return steps that weigh a forward pass and training, at each length in each dtype."""
+    found = []
+    for length, dtype in product(settings.lengths, settings.dtypes):
+        both = [Case(name, passes=way) for way, name in WAYS]
+        works = [settings.work(suite, case, length, dtype, **sizes) for case in both]
+        found.append(Step(f"{words}, {length}, {dtype}", partial(weigh, works, methods)))
+    return found
 
 
 def weigh(works: Sequence[Work], methods: Sequence[Method], budget: Budget) -> Iterator[Point]:
@@ -421,15 +427,8 @@ LIST_MEMORY_HEADS = 4  # that share a key head and lists
 def list_memory(settings: Settings) -> list[Step]:
     """Return steps that weigh key lists of one width, along the length: four heads of width 64."""
     methods = [by_drawn_lists(), over_all_keys(), masked_by_lists()]
-    found = []
-    for length, dtype in product(settings.lengths, settings.dtypes):
-        sizes = {"heads": LIST_MEMORY_HEADS, "kv_heads": 1, "listed": LISTED}
-        works = [
-            settings.work("list-memory", Case(words, passes=way), length, dtype, **sizes)
-            for way, words in WAYS
-        ]
-        found.append(Step(f"lists' memory, {length}, {dtype}", partial(weigh, works, methods)))
-    return found
+    sizes = {"heads": LIST_MEMORY_HEADS, "kv_heads": 1, "listed": LISTED}
+    return _along_length(settings, "list-memory", "lists' memory", methods, **sizes)
 
 
 def catalogue(length: int, device: str, dtype: str = "float32") -> list[Work]:

@@ -147,9 +147,8 @@ def _problem(name: str, **changes: Any) -> Case:
     """Return a case of the size that the GPU check and the tuner take where they say no other.
 
     No tile divides its lengths. There are as many keys as queries, key heads as heads, and values
-    are as wide as keys, where ``changes`` says nothing else.
-
-    ``changes`` are its other fields. Keys of -1 are one more than the setting decodes with.
+    are as wide as keys, where ``changes`` says nothing else. Keys of -1 are one more than the
+    setting decodes with.
     """
     fields: dict[str, Any] = {"heads": 4, "queries": 321, "head_dim": 64} | changes
     usual = {

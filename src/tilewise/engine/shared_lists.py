@@ -74,7 +74,7 @@ def shared(
     """Return a batch in parts in which equally many rows share a list; [] if no rows should.
 
     A part and the width of its lists follow from what an item lists alone. So an item has the same
-    bits whatever else is in the batch, in tensors of lists that are equally wide.
+    bits whatever else is in the batch, and however wide the tensor of lists is.
 
     ``listed`` has a list for each query row, item after item. ``queries`` and ``lengths`` are the
     rows and keys of each item, int64 [B]. So many ``heads`` share a key head.

@@ -170,13 +170,20 @@ def test_a_batch_item_has_the_bits_that_it_has_alone() -> None:
 @pytest.mark.parametrize(("block", "many"), [(1, 32), (1, 560), (16, 35)])
 @alike
 def test_padding_changes_no_bit(dtype: torch.dtype, block: int, many: int, alike: bool) -> None:
-    """A batch pads its lists to one width: some are full without it, and none with it.
+    """A batch pads its lists to one width: most are full without it, and none with it.
 
     Keys are cut into blocks of 128, and a rest of 48 goes with the last of them.
     """
-    sizes = Sizes(2, 4, 20, 1600)
-    lists = lists_of(sizes._replace(keys=1600 // block), 2, many, alike=alike)
-    lists[:, :, 1::3] = torch.arange(many, dtype=torch.int32)
+    sizes, generator = Sizes(2, 4, 20, 1600), torch.Generator().manual_seed(0)
+    drawn = torch.rand(2, 2, 20, 1600 // block, generator=generator).topk(many + 1).indices.int()
+    lists = drawn[:, :, :1, :many].repeat(1, 1, 20, 1) if alike else drawn[..., :many].clone()
+    lists[:, :, ::3, 0] = drawn[:, :, :1, many] if alike else drawn[:, :, ::3, many]
+    lists[:, :, 4, 5:] = -1
+    sets = listed(KeyBlocks(lists, block), torch.full((40,), 1600))
+    ends = torch.full((2,), 20), torch.full((2,), 1600)
+    for backward in (False, True):
+        rows = rows_together(sets, *ends, 2, block, backward)
+        assert (min(rows) > 1) == alike
 
     def of(lists: Tensor) -> list[Tensor]:
         leaves = _leaves(dtype, sizes)

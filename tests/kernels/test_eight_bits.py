@@ -127,6 +127,33 @@ def test_no_number_that_nobody_sees_is_read(storage: torch.dtype) -> None:
         assert_same_bits(found, expected, f"{queries} queries")
 
 
+@STORAGES
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_scale_may_be_that_of_a_block(storage: torch.dtype, queries: int) -> None:
+    """It is expanded over the rows of a page, or over all that there are, without memory."""
+    keys, values = ([torch.randn(2, 600, 24)] for _ in range(2))
+    q = torch.randn(1, 4, queries, 24)
+    paged, scales = narrow(in_pages(keys, values, 16), storage)
+    for shape in ((*scales["k_scale"].shape[:2], 1), (1, 1, 1)):
+        blocks = {name: 0.004 * torch.rand(shape) + 0.004 for name in scales}
+        expanded: dict[str, Any] = {
+            name: each.expand_as(scales[name]) for name, each in blocks.items()
+        }
+        found = tilewise.attention_paged(q, *paged, **expanded)
+        copied: dict[str, Any] = {name: each.contiguous() for name, each in expanded.items()}
+        assert_same_bits(found, tilewise.attention_paged(q, *paged, **copied), str(shape))
+        k, v = (
+            (pool.double() * each[..., None].double())[paged.block_table[0, :38].long()]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :600]
+            for pool, each in zip(paged[:2], expanded.values(), strict=True)
+        )
+        due = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k[None], v[None], enable_gqa=True
+        )
+        torch.testing.assert_close(found.double(), due, rtol=0, atol=4e-6)
+
+
 def small(storage: torch.dtype = torch.int8, **changes: Any) -> dict[str, Any]:
     """Two sequences, as keywords."""
     keys, values = ([torch.randn(2, n, 8) for n in (5, 9)] for _ in range(2))

@@ -31,7 +31,7 @@ METHODS: dict[str, Callable[[Operands], Tensor]] = {
     "longformer": lambda x: longformer(x, window=4, tokens=3),
     "bigbird": lambda x: bigbird(x, block=4),
     "linear": linear,
-    "performer": lambda x: performer(x, rows=directions(17, 8)),
+    "performer": lambda x: performer(x, rows=directions(17, x.q.shape[-1])),
     "linformer": lambda x: linformer(x, project=projection(x.length, 8)),
     "reformer": lambda x: reformer(x, chunk=8, buckets=4, rounds=3),
 }

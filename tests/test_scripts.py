@@ -36,7 +36,7 @@ def _run(script: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_the_core_under_sanitizers() -> None:
-    """scripts/sanitize.sh, with the tests that go furthest into odd sizes, masks and threads."""
+    """scripts/other_core.sh, with the tests that go furthest into odd sizes, masks and threads."""
     compiler = _tool("CXX", "g++")
     found = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
@@ -46,7 +46,18 @@ def test_the_core_under_sanitizers() -> None:
         pytest.skip(f"{compiler} has no libasan.so (Debian, Ubuntu: apt install libasan8)")
     if not (ROOT / ".venv" / "bin" / "python").exists():
         pytest.skip("no .venv, which the sanitized build borrows from: call ./run setup first")
-    _run("sanitize.sh", "tests/kernels", "-q", "-k", "not tiled and not memory")
+    _run("other_core.sh", "sanitize", "tests/kernels", "-q", "-k", "not tiled and not memory")
+
+
+@pytest.mark.slow
+def test_matrix_tiles_in_software() -> None:
+    """AMX kernels on a processor without AMX: the C++ tests, and those of kernels and key lists."""
+    processor = Path("/proc/cpuinfo")
+    flags = set(processor.read_text().split()) if processor.exists() else set()
+    if not {"avx512_bf16", "avx512vbmi"} <= flags:
+        pytest.skip("this processor lacks AVX512_BF16 or AVX512_VBMI")
+    _run("core_test.sh", "build/tiles/core_test", "-DTILEWISE_SOFTWARE_TILES=ON")
+    _run("other_core.sh", "tiles", "tests/kernels/cpu", "tests/test_key_lists.py", "-q")
 
 
 @pytest.mark.slow

@@ -83,11 +83,12 @@ TW_INLINE Vec<T> exp2(Vec<T> x, T) {
     return (Vec<T>)_mm512_maskz_scalef_ps(normal, (__m512)power, whole);
   }
 #endif
+  // 2^k by its bits, times 2^r: what lies below the normal range is 0 in a session.
+  constexpr T magic = F::round_magic + static_cast<T>(F::exponent_bias);
   x = vmax(set(static_cast<T>(-F::exponent_bias)), x);
-  const Vec<T> shifted = x + F::round_magic;
-  const Vec<T> r = x - (shifted - F::round_magic);
-  const Vec<T> p = exp2_minus_one<kDegree>(r) + static_cast<T>(1);
-  return (Vec<T>)((Vec<UInt<T>>)p + ((Vec<UInt<T>>)shifted << F::mantissa_bits));
+  const Vec<T> shifted = x + magic;
+  const Vec<T> p = exp2_minus_one<kDegree>(x - (shifted - magic)) + static_cast<T>(1);
+  return p * (Vec<T>)((Vec<UInt<T>>)shifted << F::mantissa_bits);
 }
 
 // Natural logarithm of a positive normal number, by the series of atanh; NaN for NaN.
@@ -110,16 +111,16 @@ TW_INLINE Vec<T> log(Vec<T> x, T) {
   return x != x ? x : result;
 }
 
-// tanh(x) = x + x^3 * poly(x^2) near zero, where x^2 is below kTanhNear and a softcap has most of its scores: a
-// minimax fit, good to 1.3e-8.
+// tanh(x) = x * poly(x^2) near zero, where x^2 is below kTanhNear and a softcap has most of its scores: a minimax fit,
+// good to 1.3e-8.
 constexpr float kTanhNear = 0.47265625f;
+constexpr float kTanhRatio[] = {
+    1.0f, -3.333321132e-01f, 1.332961179e-01f, -5.359461318e-02f, 2.019105641e-02f, -5.232240961e-03f};
 TW_INLINE Vec<float> tanh_near(Vec<float> x, Vec<float> square) {
-  Vec<float> p = set(-5.232240961e-03f);
-  p = p * square + 2.019105641e-02f;
-  p = p * square - 5.359461318e-02f;
-  p = p * square + 1.332961179e-01f;
-  p = p * square - 3.333321132e-01f;
-  return x * (p * square + 1.0f);
+  Vec<float> p = set(kTanhRatio[5]);
+  TW_UNROLL(5)
+  for (int n = 4; n >= 0; n--) p = p * square + kTanhRatio[n];
+  return x * p;
 }
 // Elsewhere (1 - e) / (1 + e) with e = exp(-2|x|). `slope` gets the derivative 4 e / (1 + e)^2, which 1 - tanh^2 would
 // lose to cancellation.
@@ -186,5 +187,80 @@ TW_INLINE void tanh_of_all(Vec<double> (&x)[kV]) {
   Vec<double> slope;
   for (int v = 0; v < kV; v++) x[v] = tanh(x[v], slope, double{});
 }
+
+// cap * tanh(scale * x / cap) of x, with the polynomial's coefficients made for x: nothing is scaled by itself. Near
+// zero that is x times a polynomial of x^2.
+template <class T>
+struct Softcap;
+template <>
+struct Softcap<float> {
+  float ratio[6], near;  // the latter of x^2
+  float part, cap, inverse;
+
+  Softcap(double scale, double limit)
+      : part(static_cast<float>(scale / limit)),
+        cap(static_cast<float>(limit)),
+        inverse(static_cast<float>(1 / limit)) {
+    const double square = scale / limit * (scale / limit);
+    double unit = scale;
+    for (int n = 0; n < 6; n++, unit *= square) ratio[n] = static_cast<float>(kTanhRatio[n] * unit);
+    near = static_cast<float>(kTanhNear / square);
+  }
+
+  // Of several vectors in place, with one branch for all.
+  template <int kV>
+  [[gnu::always_inline]] void operator()(Vec<float> (&x)[kV]) const {
+    Vec<float> z[kV], square[kV], most{};
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) {
+      square[v] = x[v] * x[v];
+      z[v] = x[v] * ratio_of(square[v]);
+      most = vmax(square[v], most);  // of NaN z is NaN
+    }
+    if (__builtin_expect(bits_not_below(most, near) != 0, 0)) {
+      Vec<float> slope;
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++)
+        z[v] = select_bits<float>(bits_not_below(square[v], near), tanh_far(x[v] * part, slope) * cap, z[v]);
+    }
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++) x[v] = rounded(z[v], float{});
+  }
+  // The same to the bit, with the derivative by scale * x.
+  [[gnu::always_inline]] Vec<float> with_slope(Vec<float> x, Vec<float>& slope) const {
+    const Vec<float> square = x * x;
+    Vec<float> z = x * ratio_of(square);
+    const Vec<float> t = z * inverse;
+    slope = 1.0f - t * t;
+    const u64 far = bits_not_below(square, near);
+    if (__builtin_expect(far != 0, 0)) {
+      Vec<float> far_slope;
+      z = select_bits<float>(far, tanh_far(x * part, far_slope) * cap, z);
+      slope = select_bits<float>(far, far_slope, slope);
+    }
+    return z;
+  }
+
+ private:
+  [[gnu::always_inline]] Vec<float> ratio_of(Vec<float> square) const {
+    Vec<float> p = set(ratio[5]);
+    TW_UNROLL(5)
+    for (int n = 4; n >= 0; n--) p = p * square + ratio[n];
+    return p;
+  }
+};
+template <>
+struct Softcap<double> {
+  double scale, cap, inverse;
+  Softcap(double factor, double limit) : scale(factor), cap(limit), inverse(1 / limit) {}
+  template <int kV>
+  [[gnu::always_inline]] void operator()(Vec<double> (&x)[kV]) const {
+    Vec<double> slope;
+    for (int v = 0; v < kV; v++) x[v] = with_slope(x[v], slope);
+  }
+  [[gnu::always_inline]] Vec<double> with_slope(Vec<double> x, Vec<double>& slope) const {
+    return tanh(rounded(x * scale, double{}) * inverse, slope, double{}) * cap;
+  }
+};
 
 }  // namespace tilewise::TILEWISE_ISA

@@ -75,10 +75,14 @@ Features detect() {
   found.byte_tables = found.avx512 && integer_dots && bit(c, 1);
   const bool tiles = bit(d, 22) && bit(d, 24), tiles_saved = (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5) && integer_dots;
+#if defined(TILEWISE_SOFTWARE_TILES)
+  found.tiles = found.avx512_bf16 && found.byte_tables;
+#else
   if (found.avx512_bf16 && found.byte_tables && tiles) {
     found.tiles = tiles_saved && may_use_tiles();
     found.tiles_refused = !found.tiles;
   }
+#endif
   return found;
 }
 

@@ -126,6 +126,11 @@ TW_INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) {
 }
 TW_INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 
+template <class T>
+TW_INLINE Vec<T> magnitude(Vec<T> x, T) {
+  return (Vec<T>)((Vec<UInt<T>>)x & ~UInt<T>{0} >> 1);
+}
+
 // Keeps the compiler from fusing a product into a later sum: x is rounded here.
 template <class T>
 TW_INLINE Vec<T> rounded(Vec<T> x, T) {

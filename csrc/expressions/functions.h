@@ -87,10 +87,6 @@ TW_INLINE Vec<C> largest(Vec<C> a, Vec<C> b, C) {
 template <class C>
 constexpr SInt<C> kSignBit = static_cast<SInt<C>>(UInt<C>{1} << (8 * sizeof(C) - 1));
 template <class C>
-TW_INLINE Vec<C> magnitude(Vec<C> x, C) {
-  return (Vec<C>)((Vec<SInt<C>>)x & ~kSignBit<C>);
-}
-template <class C>
 TW_INLINE Vec<C> opposite(Vec<C> x, C) {
   return (Vec<C>)((Vec<SInt<C>>)x ^ kSignBit<C>);
 }

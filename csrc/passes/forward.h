@@ -335,9 +335,10 @@ class ForwardKernel {
   // one run of products, and of several blocks in one go.
   struct Stream {
     Words<Word> values{};
-    i64 end = 0;    // key
-    int count = 0;  // keys
-    int words = 0;  // of a lane's probabilities, zeros behind the last keys included
+    i64 end = 0;        // key
+    int count = 0;      // keys
+    int words = 0;      // of a lane's probabilities, zeros behind the last keys included
+    bool rose = false;  // references, for the last block
   };
   static constexpr i64 p_keys(int value_dim) {
     if constexpr (Mode::keeps_references) return Mode::value_keys(value_dim) + kRoomKeys;
@@ -370,15 +371,24 @@ class ForwardKernel {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
                                                                 depth, width, s, width, nullptr, nullptr, ahead);
     }
-    if (units_.chain) chain.apply(s, width, tile.first, tile.rows, now.masked.begin, count, {});
-    if (!now.masked.plain) exclude(s, width, count, now.masked.bits);
+    // Scores of one step are made within the softmax, unless they have to be there before.
+    const bool settled = Mode::settled(tile.row_max, width);
+    bool within = kPieces == 1 && chain.is_step() && now.masked.plain && settled && !x.rose, peaked = false;
+    const auto make_scores = [&] {
+      if (units_.chain)
+        peaked = chain.apply(s, width, tile.first, tile.rows, now.masked.begin, count, {.peak = memory.peak});
+    };
+    if (!within) make_scores();
+    if (!now.masked.plain) exclude(s, width, count, now.masked.bits), peaked = false;
     if constexpr (kPieces > 1) {
       if (f_.entropy.data) {
         mask_and_peak(s, width, count, nullptr, memory.peak);
         track_top(s, width, count, now.masked.begin, tile, memory.peak);
       }
     }
-    if (!Mode::settled(tile.row_max, width)) raise(tile, s, count, memory, x, ahead);
+    // Where references had to grow for the block before, they mostly have to for this one.
+    bool rose = false;
+    if (!settled || (x.rose && peaked)) rose = raise(tile, s, count, peaked, memory, x, ahead);
     if (x.count == 0) x.values = now.values;
     Word* p = memory.kept_p + x.count / 2 * width;
     typename Mode::Near near;
@@ -386,14 +396,24 @@ class ForwardKernel {
       near.keys = now.keys.data + count * now.keys.stride;
       near.values = now.values.data, near.value_stride = now.values.stride;
     }
-    if (!Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, false, near, depth,
-                            p_apart(f_.value_dim))) {
-      raise(tile, s, count, memory, x, ahead);
-      x.values = now.values;
-      p = memory.kept_p;
-      Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, true, {}, 0,
-                         p_apart(f_.value_dim));
+    const auto softmax = [&](bool last, const typename Mode::Near& fetched, auto... step) {
+      return Mode::softmax_kept(s, width, count, tile.row_max, tile.row_sum, units_.to_base2, p, last, fetched, depth,
+                                p_apart(f_.value_dim), step...);
+    };
+    bool kept;
+    if constexpr (kPieces == 1)
+      kept = within
+                 ? chain.with_step(tile.first, now.masked.begin, [&](auto step) { return softmax(false, near, step); })
+                 : softmax(false, near);
+    else
+      kept = softmax(false, near);
+    if (!kept) {
+      if (within) make_scores();
+      rose = raise(tile, s, count, peaked, memory, x, ahead);
+      if (rose) x.values = now.values, p = memory.kept_p;
+      softmax(true, {});
     }
+    x.rose = rose;
     if constexpr (kPieces > 1) {
       if (f_.entropy.data) Mode::add_moments(s, width, count, tile.row_max, tile.row_moment, units_.to_base2);
       if (f_.dropout > 0) {
@@ -410,14 +430,19 @@ class ForwardKernel {
         for (int i = 0; i < width; i += lanes)
           store(memory.kept_p + y * p_apart(f_.value_dim) + x.words * width + i, Vec<Word>{});
   }
-  void raise(const QueryTile<Mode>& tile, const Acc* s, int count, const Memory& memory, Stream& x,
+  // Lets the references of rows grow where a block's scores ask for it; false where none does. `peaked`: the largest
+  // scores are there.
+  bool raise(const QueryTile<Mode>& tile, Acc* s, int count, bool peaked, const Memory& memory, Stream& x,
              Ahead* ahead) const {
+    if (!peaked) mask_and_peak(s, tile.width, count, nullptr, memory.peak);
+    if (!Mode::grows(tile.row_max, memory.peak, tile.width, units_.to_base2)) return false;
     add_values(tile, memory, x, ahead);
     if constexpr (kPieces == 1)
-      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
+      Mode::raise(memory.peak, tile.width, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim);
     else
-      Mode::raise(s, tile.width, count, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim,
+      Mode::raise(memory.peak, tile.width, tile.row_max, tile.row_sum, units_.to_base2, tile.out, f_.value_dim,
                   f_.entropy.data ? tile.row_moment : nullptr, tile.sum_before, tile.out_before);
+    return true;
   }
   void add_values(const QueryTile<Mode>& tile, const Memory& memory, Stream& x, Ahead* ahead) const {
     if (x.count == 0) return;

@@ -34,7 +34,7 @@ struct PlainMode {
   using Word = C;
   using Dot = PlainDot<C>;
   using Product = Gemm<Dot>;
-  using Session = NoSession;
+  using Session = tilewise::TILEWISE_ISA::Session;
   static constexpr int per_word = 1;
   static constexpr bool paired = false;
   static constexpr int exp2_degree = sizeof(E) == 2 ? 4 : 6;
@@ -90,7 +90,7 @@ struct PairMode {
   using Word = i32;
   using Dot = PairDot;
   using Product = Gemm<Dot>;
-  using Session = NoSession;
+  using Session = tilewise::TILEWISE_ISA::Session;
   static constexpr int per_word = 2;
   static constexpr bool paired = true;
   static constexpr int step = 2;  // rows of P and dS that are written at once

@@ -150,15 +150,18 @@ struct PieceMode {
     return true;
   }
   static bool settled(const float* row_max, int width) { return TileMode::settled(row_max, width); }
+  static bool grows(const float* row_max, const float* peak, int width, float factor) {
+    return TileMode::grows_by<PieceMode>(row_max, peak, width, factor);
+  }
   // `moment`: see RowNumbers, or null. `sum_before`, `out_before`: of keys before those of row_sum and out, or null.
-  static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
+  static void raise(const float* peak, int width, float* row_max, float* row_sum, float factor, float* out,
                     int value_dim, float* moment, float* sum_before, float* out_before) {
     float top[tile_queries], sums[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       store(top + i, load(row_max + i));
       store(sums + i, load(row_sum + i) + (sum_before == nullptr ? Vec<float>{} : load(sum_before + i)));
     }
-    TileMode::raise_by<PieceMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+    TileMode::raise_by<PieceMode>(peak, width, row_max, row_sum, factor, out, value_dim);
     for (int i = 0; i < width; i += kLanes<float>) {
       const u64 grown = bits_of_mask<i32>((Vec<i32>)(load(row_max + i) != load(top + i)));
       if (grown == 0) continue;

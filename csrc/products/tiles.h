@@ -6,6 +6,12 @@
 
 namespace tilewise::TILEWISE_ISA {
 
+// Scores are the products as they are.
+struct NoStep {
+  template <int kV, int kN>
+  [[gnu::always_inline]] inline void scores(Vec<float> (&)[kN]) const {}
+};
+
 struct TileMode : PairMode {
   using Product = TileGemm;
   static constexpr int kWhole = 32;  // numbers of a row of a tile
@@ -13,22 +19,14 @@ struct TileMode : PairMode {
   static constexpr int tile_queries = 32, query_tiles = 32;
   static constexpr int grad_tiles = 2;
 
-  // Its registers' shapes, all alike, while a thread has tasks. Results below the normal range are 0 meanwhile, as tile
-  // instructions have it: an exponential that ends there would take 150 cycles.
-  struct Session {
-    Session() : control(_mm_getcsr()) {
+  // Its registers' shapes, all alike, while a thread has tasks.
+  struct Session : PairMode::Session {
+    Session() {
       TileShapes shapes;
       for (int tile = 0; tile < 8; tile++) shapes.set(tile, TileGemm::kSide, 64);
       shapes.use();
-      _mm_setcsr(control | 0x8000);
     }
-    ~Session() {
-      _mm_setcsr(control);
-      release_tiles();
-    }
-    Session(const Session&) = delete;
-    Session& operator=(const Session&) = delete;
-    unsigned control;
+    ~Session() { release_tiles(); }
     PackedKeys<Word> packed;  // heads that share keys are mostly tasks one after the other
   };
 
@@ -72,9 +70,11 @@ struct TileMode : PairMode {
   }
   // The softmax of a block of keys whose scores take the references that the rows have. Probabilities go to a place of
   // their own; where a row's reference has to grow after all, they count for nothing and false is returned, unless
-  // `last`. Meanwhile the nearest cache takes in what the next products read; `words`: of a key.
+  // `last`. Meanwhile the nearest cache takes in what the next products read; `words`: of a key. `step` makes
+  // scores of what s has.
+  template <class Step = NoStep>
   static bool softmax_kept(const float* s, int width, int count, const float* row_max, float* row_sum, float factor,
-                           i32* p, bool last, Near fetched, int words, i64 = 0) {
+                           i32* p, bool last, Near fetched, int words, i64 = 0, Step step = {}) {
     alignas(64) float top[tile_queries];
     for (int i = 0; i < width; i += kLanes<float>) {
       // A row that has seen no key yet has no maximum to subtract.
@@ -83,21 +83,27 @@ struct TileMode : PairMode {
     }
     const bool wide = width == 2 * kLanes<float>;
     if (wide && fetched.keys != nullptr && count == kNearKeys) {
-      if (words == 32) return softmax_columns<2, 32>(s, count, top, row_sum, factor, p, last, fetched);
-      if (words == 64) return softmax_columns<2, 64>(s, count, top, row_sum, factor, p, last, fetched);
+      if (words == 32) return softmax_columns<2, 32>(s, count, top, row_sum, factor, p, last, fetched, step);
+      if (words == 64) return softmax_columns<2, 64>(s, count, top, row_sum, factor, p, last, fetched, step);
     }
-    return (wide ? &softmax_columns<2, 0> : &softmax_columns<1, 0>)(s, count, top, row_sum, factor, p, last, fetched);
+    if (wide) return softmax_columns<2, 0>(s, count, top, row_sum, factor, p, last, fetched, step);
+    return softmax_columns<1, 0>(s, count, top, row_sum, factor, p, last, fetched, step);
   }
-  template <int kV, int kFetched>
+  template <int kV, int kFetched, class Step>
   TW_NOINLINE static bool softmax_columns(const float* s, int count, const float* top, float* row_sum, float factor,
-                                          i32* p, bool last, Near fetched) {
+                                          i32* p, bool last, Near fetched, Step step) {
     constexpr int lanes = kLanes<float>, width = kV * lanes;
     Vec<float> reference[kV], sum[kV];
     __m512i most[kV];
     TW_UNROLL(2)
     for (int v = 0; v < kV; v++) reference[v] = load(top + v * lanes), sum[v] = Vec<float>{}, most[v] = __m512i{};
-    const auto probability = [&](int j, int v) __attribute__((always_inline)) {
-      return power((load(s + static_cast<i64>(j) * width + v * lanes) - reference[v]) * factor);
+    // Of the kN / kV keys from j on.
+    const auto probabilities = [&]<int kN>(int j, Vec<float>(&x)[kN]) __attribute__((always_inline)) {
+      TW_UNROLL(4)
+      for (int n = 0; n < kN; n++) x[n] = load(s + static_cast<i64>(j) * width + n * lanes);
+      step.template scores<kV>(x);
+      TW_UNROLL(4)
+      for (int n = 0; n < kN; n++) x[n] = power((x[n] - reference[n % kV]) * factor);
     };
     for (int first = 0; first < count; first += kSubKeys) {
       Vec<float> piece[kV] = {};
@@ -106,21 +112,23 @@ struct TileMode : PairMode {
       TW_UNROLL(2)
       for (; j + 2 <= end; j += 2) {
         if constexpr (kFetched != 0) fetch<kFetched>(fetched);
+        Vec<float> x[2 * kV];
+        probabilities(j, x);
         TW_UNROLL(2)
         for (int v = 0; v < kV; v++) {
-          const Vec<float> a = probability(j, v), b = probability(j + 1, v);
-          piece[v] += a + b;
-          const Vec<i32> words = pair(a, b);
+          piece[v] += x[v] + x[kV + v];
+          const Vec<i32> words = pair(x[v], x[kV + v]);
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
           store(p + static_cast<i64>(j / 2) * width + v * lanes, words);
         }
       }
+      Vec<float> x[kV] = {};
+      if (j < end) probabilities(j, x);
       TW_UNROLL(2)
       for (int v = 0; v < kV; v++) {
         if (j < end) {
-          const Vec<float> a = probability(j, v);
-          const Vec<i32> words = pair(a, Vec<float>{});
-          piece[v] += a;
+          const Vec<i32> words = pair(x[v], Vec<float>{});
+          piece[v] += x[v];
           most[v] = _mm512_max_epu16(most[v], (__m512i)words);
           store(p + j / 2 * width + v * lanes, words);
         }
@@ -143,18 +151,28 @@ struct TileMode : PairMode {
       none |= bits_of_mask<i32>((Vec<i32>)(load(row_max + i) == -__builtin_inff()));
     return none == 0;
   }
-  // Lets the references of rows grow to the largest scores of a block, and scales what the rows have so far.
-  static void raise(const float* s, int width, int count, float* row_max, float* row_sum, float factor, float* out,
-                    int value_dim) {
-    raise_by<TileMode>(s, width, count, row_max, row_sum, factor, out, value_dim);
+  static bool grows(const float* row_max, const float* peak, int width, float factor) {
+    return grows_by<TileMode>(row_max, peak, width, factor);
   }
   template <class Mode>
-  TW_NOINLINE static void raise_by(const float* s, int width, int count, float* row_max, float* row_sum, float factor,
+  static bool grows_by(const float* row_max, const float* peak, int width, float factor) {
+    u64 grown = 0;
+    for (int i = 0; i < width; i += kLanes<float>) {
+      const Vec<float> before = load(row_max + i);
+      grown |= bits_of_mask<i32>((Vec<i32>)(Mode::reference(before, load(peak + i), factor) != before));
+    }
+    return grown != 0;
+  }
+  // Lets the references of rows grow to the largest scores of a block, and scales what the rows have so far.
+  static void raise(const float* peak, int width, float* row_max, float* row_sum, float factor, float* out,
+                    int value_dim) {
+    raise_by<TileMode>(peak, width, row_max, row_sum, factor, out, value_dim);
+  }
+  template <class Mode>
+  TW_NOINLINE static void raise_by(const float* peak, int width, float* row_max, float* row_sum, float factor,
                                    float* out, int value_dim) {
     for (int i = 0; i < width; i += kLanes<float>) {
-      Vec<float> peak = set(-__builtin_inff());
-      for (int j = 0; j < count; j++) peak = vmax(load(s + j * width + i), peak);
-      const Vec<float> before = load(row_max + i), now = Mode::reference(before, peak, factor);
+      const Vec<float> before = load(row_max + i), now = Mode::reference(before, load(peak + i), factor);
       const u64 grown = bits_of_mask<i32>((Vec<i32>)(now != before));
       if (grown == 0) continue;
       store(row_max + i, now);

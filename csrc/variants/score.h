@@ -40,6 +40,32 @@ static void bias_piece(const E* from, const View& view, int rows, int count, int
   }
 }
 
+// A chain of one step that needs nothing but the product and the place of a pair: a softmax makes such scores itself,
+// in registers. Of kN / kV keys, one after the other, and kV vectors of queries: x[key * kV + vector] are products on
+// entry and scores on return, to the bit as ScoreChain::apply leaves them.
+template <class C>
+struct AlibiStep {
+  C scale, slope;
+  Vec<C> distance;  // of the first vector of queries and the next key
+  template <int kV, int kN>
+  [[gnu::always_inline]] inline void scores(Vec<C> (&x)[kN]) {
+    TW_UNROLL(4)
+    for (int n = 0; n < kN; n++) {
+      const Vec<C> there = distance + static_cast<C>(n % kV * kLanes<C>);
+      x[n] = rounded(x[n] * scale, C{}) - slope * magnitude(there, C{});
+      if (n % kV == kV - 1) distance -= static_cast<C>(1);
+    }
+  }
+};
+template <class C>
+struct SoftcapStep {
+  Softcap<C> softcap;
+  template <int, int kN>
+  [[gnu::always_inline]] inline void scores(Vec<C> (&x)[kN]) const {
+    softcap(x);
+  }
+};
+
 template <class C>
 class ScoreChain {
  public:
@@ -85,13 +111,23 @@ class ScoreChain {
         steps(1, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
         continue;
       }
-      for (int x = 0; x < size; x += lanes) store(rows_s + x, load(rows_s + x) * scale_);
+      C* scaled = length_ > 0 && code_[0].op == ScoreOp::softcap ? nullptr : rows_s;  // that scales by itself
+      for (C* to : {extras.raw ? extras.raw + (rows_s - s) : nullptr, scaled})
+        for (int x = 0; to != nullptr && x < size; x += lanes) store(to + x, load(rows_s + x) * scale_);
       if (rows_gain)
         for (int x = 0; x < size; x += lanes) store(rows_gain + x, set(static_cast<C>(1)));
-      if (extras.raw) std::memcpy(extras.raw + (rows_s - s), rows_s, static_cast<std::size_t>(size) * sizeof(C));
       steps(0, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
     }
     return false;
+  }
+
+  // Whether a softmax may make the scores itself; f(step) with the step for queries from m0 and keys from n0 on.
+  bool is_step() const { return length_ == 1 && (code_[0].op == ScoreOp::alibi || code_[0].op == ScoreOp::softcap); }
+  template <class F>
+  bool with_step(i64 m0, i64 n0, const F& f) const {
+    const ScoreInstr& x = code_[0];
+    if (x.op == ScoreOp::alibi) return f(AlibiStep<C>{scale_, slope_of(x), distance(m0, n0)});
+    return f(SoftcapStep<C>{Softcap<C>(scale_, x.cap)});
   }
 
   // What `apply` reads of biases of each pair: rows that lie so far apart that no processor sees what comes next.
@@ -135,9 +171,10 @@ class ScoreChain {
     const C scale = scale_;
     if (x.op == ScoreOp::alibi) {
       leave(to, [=, this, slope = slope_of(x)](int j, int i, auto& out) {
+        constexpr int kV = std::extent_v<std::remove_reference_t<decltype(out)>>;
         const C* p = s + static_cast<i64>(j) * width + i;
-        for (auto& z : out)
-          z = with_alibi(rounded(load(p) * scale, C{}), slope, m0 + i, n0 + j), p += kLanes<C>, i += kLanes<C>;
+        for (auto& z : out) z = load(p), p += kLanes<C>;
+        AlibiStep<C>{scale, slope, distance(m0 + i, n0 + j)}.template scores<kV>(out);
       });
       return;
     }
@@ -154,12 +191,10 @@ class ScoreChain {
       }
       return;
     }
-    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
-    leave(to, [=](int j, int i, auto& out) {
+    leave(to, [=, softcap = Softcap<C>(scale, x.cap)](int j, int i, auto& out) {
       const C* p = s + static_cast<i64>(j) * width + i;
-      for (auto& z : out) z = rounded(load(p) * scale, C{}) * inverse, p += kLanes<C>;
-      tanh_of_all(out);
-      for (auto& z : out) z = z * cap;
+      for (auto& z : out) z = load(p), p += kLanes<C>;
+      softcap(out);
     });
   }
 
@@ -172,7 +207,7 @@ class ScoreChain {
           alibi(x, s, width, m0, n0, count);
           break;
         case ScoreOp::softcap:
-          softcap(x, s, count * width, step >= extras.from ? gain : nullptr);
+          softcap(x, step == 0 ? scale_ : 1, s, count * width, step >= extras.from ? gain : nullptr);
           break;
         case ScoreOp::bias:
           bias(x, s, width, m0, rows, n0, count);
@@ -189,23 +224,23 @@ class ScoreChain {
     return static_cast<const C*>(x.tensor.data)[b_ * x.tensor.batch + h_ * x.tensor.head];
   }
   // Of the queries from m on and key n.
-  Vec<C> with_alibi(Vec<C> score, C slope, i64 m, i64 n) const {
-    const Vec<C> distance = lane_numbers<C>() + static_cast<C>(m + offset_ - n);
-    return score - slope * vmax(distance, -distance);
-  }
+  Vec<C> distance(i64 m, i64 n) const { return lane_numbers<C>() + static_cast<C>(m + offset_ - n); }
   void alibi(const ScoreInstr& x, C* s, int width, i64 m0, i64 n0, int count) const {
-    const C slope = slope_of(x);
-    for (int j = 0; j < count; j++)
-      for (int i = 0; i < width; i += kLanes<C>)
-        store(s + j * width + i, with_alibi(load(s + j * width + i), slope, m0 + i, n0 + j));
+    for (int i = 0; i < width; i += kLanes<C>) {
+      AlibiStep<C> step{1, slope_of(x), distance(m0 + i, n0)};
+      for (int j = 0; j < count; j++) {
+        Vec<C> score[1] = {load(s + j * width + i)};
+        step.template scores<1>(score);
+        store(s + j * width + i, score[0]);
+      }
+    }
   }
 
-  void softcap(const ScoreInstr& x, C* s, int size, C* gain) const {
-    constexpr int lanes = kLanes<C>;
-    const C cap = static_cast<C>(x.cap), inverse = static_cast<C>(1 / x.cap);
-    for (int i = 0; i < size; i += lanes) {
+  void softcap(const ScoreInstr& x, C scale, C* s, int size, C* gain) const {
+    const Softcap<C> capped(scale, x.cap);
+    for (int i = 0; i < size; i += kLanes<C>) {
       Vec<C> slope;
-      store(s + i, tanh(load(s + i) * inverse, slope, C{}) * cap);
+      store(s + i, capped.with_slope(load(s + i), slope));
       if (gain) store(gain + i, load(gain + i) * slope);
     }
   }

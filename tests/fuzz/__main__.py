@@ -151,14 +151,14 @@ def _again(options: argparse.Namespace) -> int:
 
 
 def _sanitized(words: Sequence[str]) -> None:
-    """The same command in the environment of scripts/sanitize.sh, where that is not here yet."""
+    """The same command in the environment of scripts/other_core.sh, where that is not here yet."""
     if "build/sanitize" in core.__file__:
         return
     if "TILEWISE_SANITIZED" in os.environ:
-        sys.exit(f"fuzz: scripts/sanitize.sh ran a core without sanitizers: {core.__file__}")
+        sys.exit(f"fuzz: scripts/other_core.sh ran a core without sanitizers: {core.__file__}")
     os.environ["TILEWISE_SANITIZED"] = "1"
-    script = str(ROOT / "scripts" / "sanitize.sh")
-    os.execv(script, [script, "--module", "tests.fuzz", *words])
+    script = str(ROOT / "scripts" / "other_core.sh")
+    os.execv(script, [script, "sanitize", "--module", "tests.fuzz", *words])
 
 
 def main(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import tilewise
 from tests.cases import FLOATS, TABLE, Case, Inputs, build
 from tests.contract import assert_all_exact, assert_all_same_bits, assert_exact, assert_same_bits
-from tests.kernels.targets import Target
+from tests.kernels.targets import Target, only_cpu
 from tests.oracle import Outcome, Sent, assert_same, attend, call, check, refer, send
 from tilewise import masks, scores
 from tilewise.variants.lower import statistics_dtype
@@ -308,6 +309,22 @@ def test_softcap_saturates_quietly(target: Target) -> None:
     out = tilewise.attention(q, k, v, score=scores.softcap(1.0), backend=target.backend)
     grad_q, grad_k = torch.autograd.grad(out.sum(), (q, k))
     assert all(bool(t.isfinite().all()) for t in (out, grad_q, grad_k))
+
+
+@only_cpu
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM has no such results to avoid")
+def test_results_below_the_normal_range_are_zero(target: Target) -> None:
+    """They would cost 150 cycles in each product. What torch computes afterwards keeps its own."""
+    # 100 keys away ALiBi leaves e^-100 of a probability: no normal number.
+    shapes = ((1, 1, 20, 16), (1, 1, 300, 16), (1, 1, 300, 16))
+    q, k, v = (torch.full(shape, 0.5).requires_grad_() for shape in shapes)
+    out = tilewise.attention(q, k, v, score=scores.alibi(torch.ones(1)))
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    least = torch.finfo(torch.float32).tiny
+    assert bool(((grad == 0) | (grad.abs() >= least)).all())
+    assert bool((grad[0, 0, :150] == 0).all()), "these keys are 130 and more away"
+    assert bool((grad[0, 0, 200:] > 0).all()), "and these 80 at most from some query"
+    assert bool((torch.full((100,), least) * 0.5 > 0).all())
 
 
 def test_the_contract_can_fail() -> None:

@@ -1,7 +1,8 @@
 """A row subtracts one reference from its scores, and a kernel may keep it while the maximum grows.
 
 With matrix tiles (AMX, bfloat16) most blocks take the references as they are; a block in which some
-row's has to grow is computed again. No row may show which of the two its neighbours needed.
+row's has to grow is computed again. ALiBi and a softcap are made within the softmax, unless the
+references have just grown. No row may show which of these its neighbours needed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import masks
+from tilewise import masks, scores
 
+# By ALiBi the references of the first head grow with nearly each block up to the row's own place.
+SCORES = {
+    "none": None,
+    "alibi": scores.alibi(torch.tensor([0.5, 0.01])),
+    "softcap": scores.softcap(30.0),
+    "both": [scores.softcap(30.0), scores.alibi(torch.tensor([0.5, 0.01]))],
+}
 WIDTHS = (8, 64, 72, 128)
 KEYS = 1100
 
@@ -42,29 +51,40 @@ def _with_late_keys(q: Tensor, k: Tensor, rows: tuple[int, ...]) -> Tensor:
     return k
 
 
-def _truth(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _truth(q: Tensor, k: Tensor, v: Tensor, score: str = "none") -> tuple[Tensor, Tensor]:
     s = q.double() @ k.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if score in ("softcap", "both"):
+        s = 30 * (s / 30).tanh()
+    if score in ("alibi", "both"):
+        m, n = torch.arange(q.shape[2])[:, None] + (KEYS - q.shape[2]), torch.arange(KEYS)
+        s = s - torch.tensor([0.5, 0.01]).double()[:, None, None] * (m - n).abs()
     return torch.softmax(s, -1) @ v.double(), torch.logsumexp(s, -1)
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_keep_their_bits_beside_rows_whose_reference_grows(isa: str, width: int) -> None:
+def test_rows_keep_their_bits_beside_rows_whose_reference_grows(
+    isa: str, width: int, score: str
+) -> None:
     q, k, v = _inputs(width)
     k = _with_late_keys(q, k, (3, 40, 99))
     growing, calm = q, q.clone()
     calm[:, :, [3, 40, 99]] = 0
-    first, second = (tilewise.attention(x, k, v, return_lse=True) for x in (growing, calm))
+    first, second = (
+        tilewise.attention(x, k, v, score=SCORES[score], return_lse=True) for x in (growing, calm)
+    )
     others = [m for m in range(q.shape[2]) if m not in (3, 40, 99)]
     assert torch.equal(first.out[:, :, others], second.out[:, :, others])
     assert torch.equal(first.lse[:, :, others], second.lse[:, :, others])
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_references_that_grow_are_exact(isa: str, width: int) -> None:
+def test_references_that_grow_are_exact(isa: str, width: int, score: str) -> None:
     q, k, v = _inputs(width)
     k = _with_late_keys(q, k, (3, 40, 99))
-    result = tilewise.attention(q, k, v, return_lse=True)
-    out, lse = _truth(q, k, v)
+    result = tilewise.attention(q, k, v, score=SCORES[score], return_lse=True)
+    out, lse = _truth(q, k, v, score)
     torch.testing.assert_close(result.out.double(), out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=2e-4)
 
@@ -171,11 +191,15 @@ print({check.what: check.found for check in examine()}["instruction set"])
 """
 
 
+def _processor() -> str:
+    return Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+
+
 def test_a_system_that_refuses_tiles() -> None:
     from tilewise import _core
 
-    if "avx512_amx" not in _core.isa_available():
-        pytest.skip("needs matrix tiles (AMX)")
+    if "avx512_amx" not in _core.isa_available() or "amx_bf16" not in _processor():
+        pytest.skip("needs a processor with matrix tiles (AMX)")
     environment = {k: v for k, v in os.environ.items() if k != "TILEWISE_ISA"}
     done = subprocess.run(
         [sys.executable, "-c", _REFUSED],

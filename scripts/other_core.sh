@@ -8,7 +8,7 @@
 #
 # Without arguments the tests of the kernels. The package goes into a virtual environment of its own, which borrows the
 # other packages of .venv by path: the editable install in .venv always comes first there, so a PYTHONPATH would not do.
-# Of the C++ tests the same: scripts/core_test.sh build/tiles -DTILEWISE_SOFTWARE_TILES=ON
+# Of the C++ tests the same: scripts/core_test.sh build/tiles/core_test -DTILEWISE_SOFTWARE_TILES=ON
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -70,25 +70,23 @@ TW_INLINE Vec<double> exp2_minus_one(Vec<double> r) {
   return p * r;
 }
 
-// 2^x for x up to the largest exponent; exactly 0 from the smallest one down (so for -inf); NaN for NaN.
+// 2^x for x below the largest exponent; NaN for NaN. Results below the normal range are 0 (in a session, on x86), so
+// that of -inf is.
 template <int kDegree, class T>
 TW_INLINE Vec<T> exp2(Vec<T> x, T) {
   using F = FloatFormat<T>;
 #if TILEWISE_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4) {
-    // vscalefps would underflow by degrees, and each subnormal number cost 150 cycles here and in every product.
-    const __m512 whole = _mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Vec<T> power = exp2_minus_one<kDegree>(x - (Vec<T>)whole) + static_cast<T>(1);
-    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (Vec<T>)_mm512_maskz_scalef_ps(normal, (__m512)power, whole);
+    const Vec<T> part = (Vec<T>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (Vec<T>)_mm512_scalef_ps((__m512)(exp2_minus_one<kDegree>(part) + static_cast<T>(1)), (__m512)(x - part));
   }
 #endif
-  // 2^k by its bits, times 2^r: what lies below the normal range is 0 in a session.
+  // 2^r times 2^k, by its bits; 0 for the smallest k.
   constexpr T magic = F::round_magic + static_cast<T>(F::exponent_bias);
   x = vmax(set(static_cast<T>(-F::exponent_bias)), x);
   const Vec<T> shifted = x + magic;
   const Vec<T> p = exp2_minus_one<kDegree>(x - (shifted - magic)) + static_cast<T>(1);
-  return p * (Vec<T>)((Vec<UInt<T>>)shifted << F::mantissa_bits);
+  return rounded(p * (Vec<T>)((Vec<UInt<T>>)shifted << F::mantissa_bits), T{});
 }
 
 // Natural logarithm of a positive normal number, by the series of atanh; NaN for NaN.
@@ -111,17 +109,18 @@ TW_INLINE Vec<T> log(Vec<T> x, T) {
   return x != x ? x : result;
 }
 
+TW_INLINE Vec<float> even_polynomial(const float (&c)[6], Vec<float> square) {
+  Vec<float> p = set(c[5]);
+  TW_UNROLL(5)
+  for (int n = 4; n >= 0; n--) p = p * square + c[n];
+  return p;
+}
 // tanh(x) = x * poly(x^2) near zero, where x^2 is below kTanhNear and a softcap has most of its scores: a minimax fit,
 // good to 1.3e-8.
 constexpr float kTanhNear = 0.47265625f;
 constexpr float kTanhRatio[] = {
     1.0f, -3.333321132e-01f, 1.332961179e-01f, -5.359461318e-02f, 2.019105641e-02f, -5.232240961e-03f};
-TW_INLINE Vec<float> tanh_near(Vec<float> x, Vec<float> square) {
-  Vec<float> p = set(kTanhRatio[5]);
-  TW_UNROLL(5)
-  for (int n = 4; n >= 0; n--) p = p * square + kTanhRatio[n];
-  return x * p;
-}
+TW_INLINE Vec<float> tanh_near(Vec<float> x, Vec<float> square) { return x * even_polynomial(kTanhRatio, square); }
 // Elsewhere (1 - e) / (1 + e) with e = exp(-2|x|). `slope` gets the derivative 4 e / (1 + e)^2, which 1 - tanh^2 would
 // lose to cancellation.
 TW_INLINE Vec<float> tanh_far(Vec<float> x, Vec<float>& slope) {
@@ -188,65 +187,54 @@ TW_INLINE void tanh_of_all(Vec<double> (&x)[kV]) {
   for (int v = 0; v < kV; v++) x[v] = tanh(x[v], slope, double{});
 }
 
-// cap * tanh(scale * x / cap) of x, with the polynomial's coefficients made for x: nothing is scaled by itself. Near
-// zero that is x times a polynomial of x^2.
+// cap * tanh(scale * x / cap) of products x. Near zero it is x times a polynomial of (scale * x / cap)^2, whose
+// coefficients have the scale in them: x is not scaled by itself, nor the result by the cap.
 template <class T>
 struct Softcap;
 template <>
 struct Softcap<float> {
-  float ratio[6], near;  // the latter of x^2
-  float part, cap, inverse;
+  float ratio[6], part, cap, inverse;
 
   Softcap(double scale, double limit)
-      : part(static_cast<float>(scale / limit)),
+      : part(static_cast<float>(__builtin_fmin(__builtin_fmax(scale / limit, -3e38), 3e38))),
         cap(static_cast<float>(limit)),
         inverse(static_cast<float>(1 / limit)) {
-    const double square = scale / limit * (scale / limit);
-    double unit = scale;
-    for (int n = 0; n < 6; n++, unit *= square) ratio[n] = static_cast<float>(kTanhRatio[n] * unit);
-    near = static_cast<float>(kTanhNear / square);
+    for (int n = 0; n < 6; n++) ratio[n] = static_cast<float>(kTanhRatio[n] * scale);
   }
 
   // Of several vectors in place, with one branch for all.
   template <int kV>
   [[gnu::always_inline]] void operator()(Vec<float> (&x)[kV]) const {
-    Vec<float> z[kV], square[kV], most{};
+    Vec<float> z[kV], y[kV], most{};
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) {
-      square[v] = x[v] * x[v];
-      z[v] = x[v] * ratio_of(square[v]);
-      most = vmax(square[v], most);  // of NaN z is NaN
+      y[v] = x[v] * part;
+      const Vec<float> square = y[v] * y[v];
+      z[v] = x[v] * even_polynomial(ratio, square);
+      most = vmax(square, most);  // of NaN z is NaN
     }
-    if (__builtin_expect(bits_not_below(most, near) != 0, 0)) {
+    if (__builtin_expect(bits_not_below(most, kTanhNear) != 0, 0)) {
       Vec<float> slope;
       TW_UNROLL(4)
       for (int v = 0; v < kV; v++)
-        z[v] = select_bits<float>(bits_not_below(square[v], near), tanh_far(x[v] * part, slope) * cap, z[v]);
+        z[v] = select_bits<float>(bits_not_below(y[v] * y[v], kTanhNear), tanh_far(y[v], slope) * cap, z[v]);
     }
     TW_UNROLL(4)
     for (int v = 0; v < kV; v++) x[v] = rounded(z[v], float{});
   }
   // The same to the bit, with the derivative by scale * x.
   [[gnu::always_inline]] Vec<float> with_slope(Vec<float> x, Vec<float>& slope) const {
-    const Vec<float> square = x * x;
-    Vec<float> z = x * ratio_of(square);
+    const Vec<float> y = x * part, square = y * y;
+    Vec<float> z = x * even_polynomial(ratio, square);
     const Vec<float> t = z * inverse;
     slope = 1.0f - t * t;
-    const u64 far = bits_not_below(square, near);
+    const u64 far = bits_not_below(square, kTanhNear);
     if (__builtin_expect(far != 0, 0)) {
       Vec<float> far_slope;
-      z = select_bits<float>(far, tanh_far(x * part, far_slope) * cap, z);
+      z = select_bits<float>(far, tanh_far(y, far_slope) * cap, z);
       slope = select_bits<float>(far, far_slope, slope);
     }
     return z;
-  }
-
- private:
-  [[gnu::always_inline]] Vec<float> ratio_of(Vec<float> square) const {
-    Vec<float> p = set(ratio[5]);
-    TW_UNROLL(5)
-    for (int n = 4; n >= 0; n--) p = p * square + ratio[n];
-    return p;
   }
 };
 template <>

@@ -47,6 +47,12 @@ struct Features {
   bool tiles_refused = false;
 };
 
+#if defined(TILEWISE_SOFTWARE_TILES)
+constexpr bool kSoftwareTiles = true;
+#else
+constexpr bool kSoftwareTiles = false;
+#endif
+
 // The system saves the contents of tiles only for processes that ask (Linux 5.16 on), once for all their threads.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -75,14 +81,10 @@ Features detect() {
   found.byte_tables = found.avx512 && integer_dots && bit(c, 1);
   const bool tiles = bit(d, 22) && bit(d, 24), tiles_saved = (saved & 0x60000) == 0x60000;  // with bfloat16 products
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5) && integer_dots;
-#if defined(TILEWISE_SOFTWARE_TILES)
-  found.tiles = found.avx512_bf16 && found.byte_tables;
-#else
-  if (found.avx512_bf16 && found.byte_tables && tiles) {
-    found.tiles = tiles_saved && may_use_tiles();
+  if (found.avx512_bf16 && found.byte_tables && (kSoftwareTiles || tiles)) {
+    found.tiles = kSoftwareTiles || (tiles_saved && may_use_tiles());
     found.tiles_refused = !found.tiles;
   }
-#endif
   return found;
 }
 

@@ -99,7 +99,7 @@ TW_INLINE Vec<C> sign_of(Vec<C> x, C) {
 // ---- exponentials
 
 // p * 2^k for whole numbers k (as floats) of up to twice the exponents there are: in two steps, so that results below
-// the normal numbers come out too.
+// the normal numbers come out too where there is no session.
 template <class C>
 TW_INLINE Vec<C> times_power(Vec<C> p, Vec<C> k, C) {
   using F = FloatFormat<C>;

@@ -338,7 +338,7 @@ class ForwardKernel {
     i64 end = 0;        // key
     int count = 0;      // keys
     int words = 0;      // of a lane's probabilities, zeros behind the last keys included
-    bool rose = false;  // references, for the last block
+    bool rose = false;  // whether a reference grew in the last block
   };
   static constexpr i64 p_keys(int value_dim) {
     if constexpr (Mode::keeps_references) return Mode::value_keys(value_dim) + kRoomKeys;
@@ -371,7 +371,8 @@ class ForwardKernel {
       Product::template run<AOrder::row_major, Into::overwrite>(now.keys.data, now.keys.stride, tile.q, width, count,
                                                                 depth, width, s, width, nullptr, nullptr, ahead);
     }
-    // Scores of one step are made within the softmax, unless they have to be there before.
+    // Scores of one step are made within the softmax. A first block, a masked one, and one behind a block where
+    // references grew, need them before.
     const bool settled = Mode::settled(tile.row_max, width);
     bool within = kPieces == 1 && chain.is_step() && now.masked.plain && settled && !x.rose, peaked = false;
     const auto make_scores = [&] {
@@ -383,6 +384,7 @@ class ForwardKernel {
     if constexpr (kPieces > 1) {
       if (f_.entropy.data) {
         mask_and_peak(s, width, count, nullptr, memory.peak);
+        peaked = true;
         track_top(s, width, count, now.masked.begin, tile, memory.peak);
       }
     }
@@ -409,8 +411,8 @@ class ForwardKernel {
       kept = softmax(false, near);
     if (!kept) {
       if (within) make_scores();
-      rose = raise(tile, s, count, peaked, memory, x, ahead);
-      if (rose) x.values = now.values, p = memory.kept_p;
+      const bool grew = raise(tile, s, count, peaked, memory, x, ahead);
+      if (grew) rose = true, x.values = now.values, p = memory.kept_p;
       softmax(true, {});
     }
     x.rose = rose;

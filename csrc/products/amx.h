@@ -52,6 +52,8 @@ template <int kSums, int kA, int kB>
 TW_NOINLINE void multiply_tiles() {
   SoftwareTile& sums = software_tiles[kSums];
   const SoftwareTile &a = software_tiles[kA], &b = software_tiles[kB];
+  const unsigned control = _mm_getcsr();
+  _mm_setcsr(0x9fc0);  // to nearest; subnormal numbers and results are 0
   for (int m = 0; m < sums.rows; m++) {
     Vec<float> even{}, odd{};
     for (int k = 0; k < a.bytes / 4; k++) {
@@ -62,6 +64,7 @@ TW_NOINLINE void multiply_tiles() {
     const Vec<float> sum = (Vec<float>)load(sums.words[m]) + (even + odd);
     std::memcpy(sums.words[m], &sum, static_cast<std::size_t>(sums.bytes));
   }
+  _mm_setcsr(control);
 }
 
 #else

@@ -86,6 +86,7 @@ std::vector<Test> tests() {
       {"exp2 float64", [] { test_exp2<double, 5>(6e-16); }},
       {"log", [] { test_log<float>(), test_log<double>(); }},
       {"tanh", [] { test_tanh<float>(), test_tanh<double>(); }},
+      {"softcap", [] { test_softcap<float>(), test_softcap<double>(); }},
       {"half conversions", test_half},
       {"bfloat16 conversions", test_bfloat}};
   const std::pair<const char*, void (*)(DType)> numeric[] = {{"sizes", test_sizes},

@@ -105,6 +105,41 @@ void test_tanh() {
   }
 }
 
+template <class T>
+void test_softcap() {
+  for (auto [scale, cap] : {std::pair{0.125, 30.0},
+                            {0.0625, 400.0},
+                            {0.125, 5000.0},
+                            {1.0, 1e-5},
+                            {1.0, 1e30},
+                            {1.0, 1e-30},
+                            {1e-25, 30.0},
+                            {-0.5, 20.0},
+                            {0.0, 30.0}}) {
+    const core::Softcap<T> softcap(scale, cap);
+    const std::string which = " of scale " + number(scale) + ", cap " + number(cap);
+    const auto both = [&](T x) {
+      core::Vec<T> z[1] = {core::set(x)}, slope;
+      softcap(z);
+      const T first = z[0][0], second = softcap.with_slope(core::set(x), slope)[0];
+      expect(first == second || (std::isnan(first) && std::isnan(second)), "softcap with and without a slope" + which);
+      return first;
+    };
+    expect(both(0) == 0, "softcap of 0" + which);
+    expect(std::isnan(both(static_cast<T>(NAN))), "softcap of NaN" + which);
+    if (scale != 0) {
+      const double end = scale < 0 ? -cap : cap, limit = static_cast<double>(both(static_cast<T>(INFINITY)));
+      expect(std::fabs(limit - end) <= 1e-6 * cap, "softcap of infinity" + which);
+    }
+    for (double part : {1e-6, 0.01, 0.3, 0.68, 0.69, 2.0, 30.0}) {
+      const T x = static_cast<T>(scale == 0 ? part : part * cap / scale);
+      const double truth = cap * std::tanh(scale * static_cast<double>(x) / cap);
+      const double error = std::fabs(static_cast<double>(both(x)) - truth);
+      expect(error <= (sizeof(T) == 4 ? 6e-7 : 1e-15) * std::fabs(truth), "softcap of " + number(part) + which);
+    }
+  }
+}
+
 inline void test_half() {
   std::vector<float> inputs = {65519.996f, 65520.0f, 1e10f, INFINITY, 2.9802322e-8f, 2.9802326e-8f, 1e-30f, 1e-40f};
   for (int bits = 0; bits < 65536; bits++) {

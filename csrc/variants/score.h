@@ -78,6 +78,7 @@ class ScoreChain {
         h_(h),
         offset_(keys - queries),
         scale_(static_cast<C>(problem.scale)),
+        softcap_(scale_, problem.score_length > 0 ? problem.score[0].cap : 0),
         room_(room),
         by_keys_(by_keys) {
     if (length_ == 0 || code_[0].op != ScoreOp::expr) return;
@@ -111,7 +112,7 @@ class ScoreChain {
         steps(1, rows_s, rows_gain, width, m0, rows, n0 + j, piece, extras);
         continue;
       }
-      C* scaled = length_ > 0 && code_[0].op == ScoreOp::softcap ? nullptr : rows_s;  // that scales by itself
+      C* scaled = length_ > 0 && code_[0].op == ScoreOp::softcap ? nullptr : rows_s;  // it takes q.k
       for (C* to : {extras.raw ? extras.raw + (rows_s - s) : nullptr, scaled})
         for (int x = 0; to != nullptr && x < size; x += lanes) store(to + x, load(rows_s + x) * scale_);
       if (rows_gain)
@@ -127,7 +128,7 @@ class ScoreChain {
   bool with_step(i64 m0, i64 n0, const F& f) const {
     const ScoreInstr& x = code_[0];
     if (x.op == ScoreOp::alibi) return f(AlibiStep<C>{scale_, slope_of(x), distance(m0, n0)});
-    return f(SoftcapStep<C>{Softcap<C>(scale_, x.cap)});
+    return f(SoftcapStep<C>{softcap_});
   }
 
   // What `apply` reads of biases of each pair: rows that lie so far apart that no processor sees what comes next.
@@ -191,7 +192,7 @@ class ScoreChain {
       }
       return;
     }
-    leave(to, [=, softcap = Softcap<C>(scale, x.cap)](int j, int i, auto& out) {
+    leave(to, [=, softcap = softcap_](int j, int i, auto& out) {
       const C* p = s + static_cast<i64>(j) * width + i;
       for (auto& z : out) z = load(p), p += kLanes<C>;
       softcap(out);
@@ -207,7 +208,7 @@ class ScoreChain {
           alibi(x, s, width, m0, n0, count);
           break;
         case ScoreOp::softcap:
-          softcap(x, step == 0 ? scale_ : 1, s, count * width, step >= extras.from ? gain : nullptr);
+          softcap(step == 0 ? softcap_ : Softcap<C>(1, x.cap), s, count * width, step >= extras.from ? gain : nullptr);
           break;
         case ScoreOp::bias:
           bias(x, s, width, m0, rows, n0, count);
@@ -236,8 +237,7 @@ class ScoreChain {
     }
   }
 
-  void softcap(const ScoreInstr& x, C scale, C* s, int size, C* gain) const {
-    const Softcap<C> capped(scale, x.cap);
+  void softcap(const Softcap<C>& capped, C* s, int size, C* gain) const {
     for (int i = 0; i < size; i += kLanes<C>) {
       Vec<C> slope;
       store(s + i, capped.with_slope(load(s + i), slope));
@@ -309,6 +309,7 @@ class ScoreChain {
   int length_;
   i64 b_, h_, offset_;
   C scale_;
+  Softcap<C> softcap_;  // of the first step
   char* room_;
   bool by_keys_;
 };

@@ -9,7 +9,8 @@ import pytest
 from tests.distributed.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+# Of this folder, not of the session: a thread of gloo may spin until its process ends.
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
     """Four processes with one thread each."""
     found = Ranks()

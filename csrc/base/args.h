@@ -141,9 +141,7 @@ struct Forward : Problem {
   // Whether a backward pass may follow: few queries keep to the ordinary kernel then, whose scores it computes again
   // to the bit. Of others the gradients would show the difference.
   bool for_backward = false;
-  // float32 by matrix tiles where there are some, and no backward pass follows: it computes the scores again in
-  // float32, and gradients would show the difference.
-  bool float_tiles = false;
+  bool float_tiles = false;  // float32 by matrix tiles where there are some
 };
 
 struct Backward : Problem {
@@ -158,6 +156,7 @@ struct Backward : Problem {
   // The rows see keys beyond these: out and the row statistics are of all of them, and these keys' probabilities add up
   // to less than 1.
   bool partial = false;
+  bool float_tiles = false;  // as the forward pass had it: the scores are computed again, to the bit
 };
 
 // The gradient of one bias of the score chain, reduced over the dimensions that it was broadcast over.

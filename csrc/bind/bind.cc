@@ -624,6 +624,7 @@ void fill_backward(Arguments& f, const Kernel& kernel, int threads, nb::handle s
   Rows* arrays[] = {&f.row_max, &f.row_sum, &f.grad_lse, &f.delta, &f.row_mean, &f.grad_entropy};
   for (int i = 0; i < 6; i++) *arrays[i] = rows(kernel, static_cast<std::uintptr_t>(number(row_arrays, i)));
   f.partial = number(row_arrays, 6) != 0;
+  f.float_tiles = float_tiles;
   const bool some = kernel.row_bytes() > 0;
   if (some && (f.row_max.data == nullptr || f.row_sum.data == nullptr || f.delta.data == nullptr))
     bad("a backward pass needs row_max, row_sum and delta");

@@ -58,7 +58,7 @@ class BackwardKernel {
   struct Memory {
     std::array<typename Tiles::Memory, Mode::grad_tiles> tile;
     Word *keys, *key_rows, *values;
-    Acc *grad_k, *grad_v, *total_k, *total_v, *sums;
+    Acc *grad_k, *grad_v, *total_k, *total_v, *sums, *spare = nullptr;  // spare: see PieceMode::add_product
     Acc* grad_q[Mode::grad_tiles];
     typename KeySum::Block *blocks_k, *blocks_v;
     SoFar* so_far;
@@ -79,15 +79,19 @@ class BackwardKernel {
       blocks_k = carve.take<typename KeySum::Block>(chunks.per_chunk);
       blocks_v = carve.take<typename KeySum::Block>(chunks.per_chunk);
       so_far = carve.take<SoFar>(tiles);
-      keys = carve.take<Word>(room * Mode::words(f.head_dim));
+      keys = carve.take<Word>(key_room<Mode>(room, f.head_dim));
       key_rows = carve.take<Word>(Mode::paired ? Mode::rows_room(room, f.head_dim) : 0);
-      values = carve.take<Word>(room * Mode::words(f.value_dim));
+      values = carve.take<Word>(key_room<Mode>(room, f.value_dim));
       grad_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       grad_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       total_k = carve.take<Acc>(room * round_up(f.head_dim, lanes));
       total_v = carve.take<Acc>(room * round_up(f.value_dim, lanes));
       for (Acc*& one : grad_q) one = carve.take<Acc>(kTileQueries * static_cast<i64>(f.head_dim));
       sums = carve.take<Acc>(tiles * kTileQueries * static_cast<i64>(f.head_dim));
+      if constexpr (Mode::pieces > 1) {
+        const i64 widest = round_up(max(f.head_dim, f.value_dim), lanes);
+        spare = carve.take<Acc>(2 * kRoomKeys * widest);  // of a block's keys, more than a tile has queries
+      }
       if (bytes) *bytes = carve.used();
     }
   };
@@ -111,7 +115,7 @@ class BackwardKernel {
     const QueryTasks tasks(f_, kTileQueries);
     if (tasks.count() < 0) return false;
     const int words = Mode::words(f_.value_dim);
-    const i64 size = static_cast<i64>(words) * kTileQueries;
+    const i64 size = query_room<Mode>(kTileQueries, f_.value_dim);
     const KeyDeltaKernel<Mode> by_keys(f_);
     const i64 rows_room = 2 * size * static_cast<i64>(sizeof(Word));
     const auto bytes = static_cast<std::size_t>(max(rows_room, static_cast<i64>(by_keys.room())));
@@ -122,14 +126,23 @@ class BackwardKernel {
       const i64 first = block * kTileQueries, row = seq.query_begin + first;
       const int rows = static_cast<int>(min(kTileQueries, seq.queries - first));
       const int width = static_cast<int>(round_up(rows, lanes));
-      const bool few = seq.queries <= kFewQueries && width == lanes;
+      [[maybe_unused]] const bool few = seq.queries <= kFewQueries && width == lanes;
       Word *o = static_cast<Word*>(base), *g = o + size;
-      Mode::transposed(Mode::at(f_.out.data, view_at(f_.out, b, h, row)), f_.out.row, f_.out.col, rows, f_.value_dim,
-                       width, o);
-      Mode::transposed(Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row)), f_.grad_out.row, f_.grad_out.col,
-                       rows, f_.value_dim, width, g);
-      for (int i = 0; i < width; i += lanes)
-        store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, Product::inner(o + i, g + i, width, words, few));
+      const Elem* out = Mode::at(f_.out.data, view_at(f_.out, b, h, row));
+      const Elem* grad = Mode::at(f_.grad_out.data, view_at(f_.grad_out, b, h, row));
+      const auto open = [&](const Elem* from, const View& view, Word* to) {
+        return Mode::transposed(from, view.row, view.col, rows, f_.value_dim, width, to);
+      };
+      const auto put = [&](int i, Vec<Acc> delta) {
+        store_first(rows_at<Acc>(f_.delta, b, h, row) + i, rows - i, delta);
+      };
+      if constexpr (Mode::pieces > 1) {
+        const Words<Word> split_o = open(out, f_.out, o), split_g = open(grad, f_.grad_out, g);
+        for (int i = 0; i < width; i += lanes) put(i, Mode::inner(split_o, split_g, i, words));
+      } else {
+        open(out, f_.out, o), open(grad, f_.grad_out, g);
+        for (int i = 0; i < width; i += lanes) put(i, Product::inner(o + i, g + i, width, words, few));
+      }
       if (by_keys.shows(seq, h)) by_keys.query_tile(b, h, first, base);
     });
   }
@@ -411,18 +424,18 @@ class BackwardKernel {
         }
         Ahead* fetched = ahead.any() ? &ahead : nullptr;
         const i64 skip = own.masked.begin - n0;
-        const Words<Word> k{x.keys.data + skip * x.keys.stride, x.keys.stride};
-        const Words<Word> v{x.values.data + skip * x.values.stride, x.values.stride};
-        tiles_.compute(x.seq, h, own.masked, k, v, chain, rooms, 0, nullptr, fetched);
-        add_grad_q(own.masked, {Mode::skip_rows(x.key_rows, skip), x.key_rows.stride}, rooms, memory.grad_q[t],
-                   fetched);
+        tiles_.compute(x.seq, h, own.masked, x.keys.behind(skip), x.values.behind(skip), chain, rooms, 0, nullptr,
+                       fetched);
+        Words<Word> key_rows = x.key_rows.behind(skip);
+        key_rows.data = Mode::skip_rows(x.key_rows, skip);
+        add_grad_q(own.masked, key_rows, rooms, memory.grad_q[t], memory.spare, fetched);
       }
       if (here == 0) continue;
       Ahead* fetched = ahead.any() ? &ahead : nullptr;
       const auto sums = [&](const Tile& own, const typename Tiles::Memory& rooms, int queries) {
         const i64 at = own.masked.begin - blocks.begin(block);
         add_key_gradients(own.masked, rooms, queries, x.sum_k.part(block) + at * depth_,
-                          x.sum_v.part(block) + at * value_, fetched);
+                          x.sum_v.part(block) + at * value_, memory.spare, fetched);
       };
       // Tiles that see the same keys of the block are one long contraction, in their order.
       if (many == 2 && group[0].here && group[1].here && group[0].masked.begin == group[1].masked.begin &&
@@ -466,14 +479,22 @@ class BackwardKernel {
 
   // dV += P^T dO and dK += dS^T Q of the keys of a block, over `queries` of a tile and those beside it.
   void add_key_gradients(const MaskedTile& masked, const typename Tiles::Memory& rooms, int queries, Acc* grad_k,
-                         Acc* grad_v, Ahead* ahead) const {
+                         Acc* grad_v, [[maybe_unused]] Acc* spare, Ahead* ahead) const {
     const GradTile<Mode>& tile = rooms.tile;
     const int count = static_cast<int>(masked.end - masked.begin),
               depth = (queries + Mode::per_word - 1) / Mode::per_word;
     const Word* p = Mode::paired ? rooms.p_rows : reinterpret_cast<const Word*>(rooms.scores);
     const Word* ds = Mode::paired ? rooms.ds_rows : reinterpret_cast<const Word*>(rooms.grads);
     const i64 row = Tiles::row_words(tile.width);
-    if constexpr (Mode::grad_tiles > 1) {
+    if constexpr (Mode::pieces > 1) {
+      const auto add = [&](const Word* left, const Words<Word>& right, bool odd, i64 wide, Acc* to) {
+        Mode::add_product({left, row, Tiles::kRowsApart, right.data, right.stride, right.apart, count, depth,
+                           static_cast<int>(wide), to, wide},
+                          odd || right.odd != nullptr, spare, ahead);
+      };
+      add(p, tile.grad_rows, *rooms.p_odd, value_, grad_v);
+      add(ds, tile.q_rows, *rooms.ds_odd, depth_, grad_k);
+    } else if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::add, Into::add>(
           {p, row, tile.grad_rows.data, tile.grad_rows.stride, count, depth, static_cast<int>(value_), grad_v, value_},
           {ds, row, tile.q_rows.data, tile.q_rows.stride, count, depth, static_cast<int>(depth_), grad_k, depth_},
@@ -488,13 +509,18 @@ class BackwardKernel {
     }
   }
   // dQ += dS K, transposed.
-  void add_grad_q(const MaskedTile& masked, Words<Word> key_rows, const typename Tiles::Memory& rooms, Acc* grad_q,
-                  Ahead* ahead) const {
+  void add_grad_q(const MaskedTile& masked, const Words<Word>& key_rows, const typename Tiles::Memory& rooms,
+                  Acc* grad_q, [[maybe_unused]] Acc* spare, Ahead* ahead) const {
     const int count = static_cast<int>(masked.end - masked.begin), width = rooms.tile.width;
+    const int depth = (count + Mode::per_word - 1) / Mode::per_word;
     const Word* ds = Mode::paired ? rooms.ds_columns : reinterpret_cast<const Word*>(rooms.grads);
-    Product::template run<AOrder::column_major, Into::add>(key_rows.data, key_rows.stride, ds, width, f_.head_dim,
-                                                           (count + Mode::per_word - 1) / Mode::per_word, width, grad_q,
-                                                           width, nullptr, nullptr, ahead);
+    if constexpr (Mode::pieces > 1)
+      Mode::add_product({key_rows.data, key_rows.stride, key_rows.apart, ds, width, Tiles::kColumnsApart, f_.head_dim,
+                         depth, width, grad_q, width},
+                        *rooms.ds_odd || key_rows.odd != nullptr, spare, ahead);
+    else
+      Product::template run<AOrder::column_major, Into::add>(key_rows.data, key_rows.stride, ds, width, f_.head_dim,
+                                                             depth, width, grad_q, width, nullptr, nullptr, ahead);
   }
 
   // Keys n0 .. n1 - 1 of a gradient; zeros where there is no sum.

@@ -44,8 +44,8 @@ class BiasKernel {
 
    private:
     Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
-      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.head_dim)));
-      values = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.value_dim)));
+      keys = carve.take<Word>(key_room<Mode>(kRoomKeys, f.head_dim));
+      values = carve.take<Word>(key_room<Mode>(kRoomKeys, f.value_dim));
       turned = carve.take<Acc>((kRoomKeys + lanes) * kTileQueries);
       if (bytes) *bytes = carve.used();
     }

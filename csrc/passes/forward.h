@@ -90,10 +90,7 @@ class ForwardKernel {
     Memory(const Forward& f, int tiles, void* base) {
       Carver carve(base);
       const i64 queries = static_cast<i64>(tiles) * kQueries;
-      if constexpr (kPieces == 1)
-        q = carve.take<Word>(queries * Mode::words(f.head_dim));
-      else
-        q = carve.take<Word>(tiles * Mode::query_room(f.head_dim));
+      q = carve.take<Word>(tiles * query_room<Mode>(kQueries, f.head_dim));
       out = carve.take<Acc>(queries * f.value_dim);
       scores = carve.take<Acc>(kRoomKeys * kQueries);
       row_max = carve.take<Acc>(queries);
@@ -108,10 +105,7 @@ class ForwardKernel {
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
       const i64 packed = min(Mode::packed_keys * 3 / 2, max(kRoomKeys, f.keys));
-      if constexpr (kPieces == 1)
-        keys = carve.take<Word>(packed * Mode::words(f.head_dim));
-      else
-        keys = carve.take<Word>(Mode::key_room(packed, f.head_dim));
+      keys = carve.take<Word>(key_room<Mode>(packed, f.head_dim));
       values = carve.take<Word>(Mode::rows_room(packed, f.value_dim));
       const bool copied = f.page_size != 0 || f.stored != Stored::plain;
       key_rows = carve.take<Elem>(copied ? packed * f.head_dim : 0);
@@ -181,10 +175,7 @@ class ForwardKernel {
     tile.rows = static_cast<int>(min(kQueries, end - first));
     tile.width = static_cast<int>(round_up(tile.rows, lanes));
     const i64 at = static_cast<i64>(index) * kQueries;
-    if constexpr (kPieces == 1)
-      tile.q = memory.q + at * Mode::words(f_.head_dim);
-    else
-      tile.q = memory.q + index * Mode::query_room(f_.head_dim);
+    tile.q = memory.q + index * query_room<Mode>(kQueries, f_.head_dim);
     tile.out = memory.out + at * f_.value_dim;
     tile.row_max = memory.row_max + at;
     tile.row_sum = memory.row_sum + at;

@@ -71,8 +71,8 @@ class KeyDeltaKernel {
 
    private:
     Memory(const Backward& f, Carver carve, std::size_t* bytes) : tile(f, carve) {
-      keys = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.head_dim)));
-      values = carve.take<Word>(kRoomKeys * static_cast<i64>(Mode::words(f.value_dim)));
+      keys = carve.take<Word>(key_room<Mode>(kRoomKeys, f.head_dim));
+      values = carve.take<Word>(key_room<Mode>(kRoomKeys, f.value_dim));
       if (bytes) *bytes = carve.used();
     }
   };

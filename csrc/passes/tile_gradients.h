@@ -12,7 +12,8 @@ struct GradTile {
   using Acc = typename Mode::Acc;
   i64 first;
   int rows, width;
-  Word *q, *grad_out;  // transposed: [words(D)][width], [words(Dv)][width]
+  Word *q, *grad_out;               // transposed: [words(D)][width], [words(Dv)][width]
+  Words<Word> split_q, split_grad;  // in pieces: the same with their planes
   Words<Word> q_rows, grad_rows;
   Acc *row_max, *inverse_sum, *delta;
   Acc *excess, *weight;  // of key_delta.h alone
@@ -34,6 +35,7 @@ class TileGradients {
  public:
   // Words from row to row of P and dS in pairs of lanes.
   static constexpr i64 kRowWords = Mode::grad_tiles * kTileQueries / 2;
+  static constexpr i64 kRowsApart = kRoomKeys * kRowWords, kColumnsApart = kRoomKeys * kTileQueries / 2;
   static i64 row_words(int width) { return Mode::grad_tiles > 1 ? kRowWords : width / Mode::per_word; }
 
   explicit TileGradients(const Backward& f) : f_(f), units_(f) {
@@ -45,23 +47,26 @@ class TileGradients {
     GradTile<Mode> tile{};
     Word *q_room, *grad_room;
     Acc *scores, *grads, *gain;
-    // Of the paired mode: P and dS with the lanes packed in pairs, rows of `row_words`; and dS in pairs of keys.
+    // Of the paired mode: P and dS with the lanes packed in pairs, rows of `row_words`; and dS in pairs of keys. In
+    // pieces a plane of each, kRowsApart and kColumnsApart words from the next, and whether a number is not finite.
     Word *p_rows, *ds_rows, *ds_columns;
+    bool *p_odd = nullptr, *ds_odd = nullptr;
     u64 *bits, *kept;
     char* expr;
     Memory(const Backward& f, Carver& carve) {
       static_assert(Mode::grad_tiles <= 2);
       open_rooms(f, carve);
-      q_room = carve.take<Word>(kTileQueries * round_up(f.head_dim, lanes));
-      grad_room = carve.take<Word>(kTileQueries * round_up(f.value_dim, lanes));
+      q_room = carve.take<Word>(rows_room(f.head_dim));
+      grad_room = carve.take<Word>(rows_room(f.value_dim));
       scores = carve.take<Acc>(kRoomKeys * kTileQueries);
       grads = carve.take<Acc>(kRoomKeys * kTileQueries);
       gain = carve.take<Acc>(kRoomKeys * kTileQueries);
-      p_rows = carve.take<Word>(kRoomKeys * kRowWords);
-      ds_rows = carve.take<Word>(kRoomKeys * kRowWords);
+      p_rows = carve.take<Word>(Mode::pieces * kRowsApart);
+      ds_rows = carve.take<Word>(Mode::pieces * kRowsApart);
       // Over dP where that is all there before the first of it is written.
-      ds_columns =
-          Mode::grad_tiles > 1 ? carve.take<Word>(kRoomKeys * kTileQueries / 2) : reinterpret_cast<Word*>(grads);
+      ds_columns = Mode::grad_tiles > 1 || Mode::pieces > 1 ? carve.take<Word>(Mode::pieces * kColumnsApart)
+                                                            : reinterpret_cast<Word*>(grads);
+      if constexpr (Mode::pieces > 1) p_odd = carve.take<bool>(1), ds_odd = carve.take<bool>(1);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
@@ -78,10 +83,18 @@ class TileGradients {
     }
 
    private:
+    // Of the rows of a tile, see Mode::transposed and Mode::padded.
+    static i64 columns_room(int depth) {
+      if constexpr (Mode::pieces == 1) return kTileQueries * round_up(depth, lanes);
+      if constexpr (Mode::pieces > 1) return Mode::query_room(kTileQueries, depth);
+    }
+    static i64 rows_room(int depth) {
+      if constexpr (Mode::pieces == 1) return kTileQueries * round_up(depth, lanes);
+      if constexpr (Mode::pieces > 1) return Mode::padded_room(kTileQueries, depth);
+    }
     void open_rooms(const Backward& f, Carver& carve) {
-      const i64 depth = round_up(f.head_dim, lanes), value = round_up(f.value_dim, lanes);
-      tile.q = carve.take<Word>(kTileQueries * depth);
-      tile.grad_out = carve.take<Word>(kTileQueries * value);
+      tile.q = carve.take<Word>(columns_room(f.head_dim));
+      tile.grad_out = carve.take<Word>(columns_room(f.value_dim));
       tile.row_max = carve.take<Acc>(kTileQueries);
       tile.inverse_sum = carve.take<Acc>(kTileQueries);
       tile.delta = carve.take<Acc>(kTileQueries);
@@ -102,8 +115,14 @@ class TileGradients {
     const i64 row = seq.query_begin + first;
     const Elem* q = Mode::at(f_.q.data, view_at(f_.q, seq.b, h, row));
     const Elem* g = Mode::at(f_.grad_out.data, view_at(f_.grad_out, seq.b, h, row));
-    Mode::transposed(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, tile.width, tile.q);
-    Mode::transposed(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, tile.width, tile.grad_out);
+    const auto transpose = [&](const Elem* from, const View& view, int depth, Word* to, Words<Word>& split) {
+      if constexpr (Mode::pieces == 1)
+        Mode::transposed(from, view.row, view.col, tile.rows, depth, tile.width, to);
+      else
+        split = Mode::transposed(from, view.row, view.col, tile.rows, depth, tile.width, to);
+    };
+    transpose(q, f_.q, f_.head_dim, tile.q, tile.split_q);
+    transpose(g, f_.grad_out, f_.value_dim, tile.grad_out, tile.split_grad);
     tile.q_rows = Mode::padded(q, f_.q.row, f_.q.col, tile.rows, f_.head_dim, memory.q_room);
     tile.grad_rows = Mode::padded(g, f_.grad_out.row, f_.grad_out.col, tile.rows, f_.value_dim, memory.grad_room);
     const Acc infinity = static_cast<Acc>(__builtin_inf());
@@ -185,6 +204,7 @@ class TileGradients {
     // All keys of a row are looked at before dS of the first is known.
     const bool at_once = kFloat || raw != nullptr || tile.one_block || Mode::grad_tiles == 1;
     if (at_once) {
+      if constexpr (Mode::pieces > 1) *memory.p_odd = *memory.ds_odd = false;
       products(seq, masked, keys, values, chain, memory, whole, {whole.gain, from, raw}, ahead);
       if (tile.one_block)
         for_columns<Acc>(tile.width, [&](auto vectors, int column) {
@@ -254,11 +274,11 @@ class TileGradients {
 
   // Whether all keys that rows may see are in one block, so that a sum over it is that of the rows. The first rows
   // under a causal mask are such. They have few keys, so their errors are the largest of all, and delta's would be much
-  // of them. In the paired modes the rounding of P and dS is larger than that.
+  // of them. In bfloat16 the rounding of P and dS is larger than that.
   bool in_one_block(const Sequence& seq, i64 first, int rows, const Mask& mask) const {
     if (f_.partial) return false;
     const bool all = KeyBlocks(seq.keys).count == 1;
-    if (all || Mode::paired) return all;
+    if (all || Mode::coarse) return all;
     const KeyBlocks blocks(mask.key_limit());
     const Range range = mask.visible(first, first + rows - 1);
     return range.end <= range.begin || blocks.containing(range.begin) == blocks.containing(range.end - 1);
@@ -284,7 +304,11 @@ class TileGradients {
     const Word *k = keys.data + x.key * keys.stride, *v = values.data + x.key * values.stride;
     Ahead biases;
     if (units_.chain) chain.look_ahead(first, rows, key, x.count, biases);
-    if constexpr (Mode::grad_tiles > 1) {
+    if constexpr (Mode::pieces > 1) {
+      Mode::scores({k, keys.stride, keys.apart, keys.odd}, tile.split_q, x.count, x.width, words, x.scores, ahead);
+      Mode::scores({v, values.stride, values.apart, values.odd}, tile.split_grad, x.count, x.width, value_words,
+                   x.grads, biases.any() ? &biases : ahead);
+    } else if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::overwrite, Into::overwrite>(
           {k, keys.stride, tile.q + x.lane, tile.width, x.count, words, x.width, x.scores, x.stride},
           {v, values.stride, tile.grad_out + x.lane, tile.width, x.count, value_words, x.width, x.grads, x.stride},
@@ -412,6 +436,7 @@ class TileGradients {
     };
     if constexpr (Mode::paired && !kFloat) {
       constexpr int step = Mode::step;
+      [[maybe_unused]] bool p_finite = true, ds_finite = true;
       for (int j = 0; j < x.count; j += step) {
         Vec<Acc> p[kV][step] = {}, ds[kV][step] = {};
         TW_UNROLL(4)
@@ -421,7 +446,12 @@ class TileGradients {
             if (y > 0 && j + y >= x.count) break;
             pair_at(j + y, v, p[v][y], ds[v][y]);
           }
-          if constexpr (Mode::grad_tiles == 1 || kV != 2)
+          if constexpr (Mode::pieces > 1) {
+            const i64 words = row_words(tile.width), i = x.lane + column + v * lanes, at = (x.key + j) * words + i / 2;
+            Word* columns = memory.ds_columns + (x.key + j) / 2 * tile.width + i;
+            p_finite &= Mode::store_rows(p[v], memory.p_rows + at, words, kRowsApart);
+            ds_finite &= Mode::store_rows(ds[v], memory.ds_rows + at, words, kRowsApart, columns, kColumnsApart);
+          } else if constexpr (Mode::grad_tiles == 1 || kV != 2)
             store_packed(memory, x.key + j, x.lane + column + v * lanes, p[v], ds[v]);
         }
         if constexpr (Mode::grad_tiles > 1 && kV == 2) {
@@ -430,6 +460,7 @@ class TileGradients {
                           memory.ds_columns + (x.key + j) / 2 * tile.width + x.lane + column, p, ds);
         }
       }
+      if constexpr (Mode::pieces > 1) *memory.p_odd |= !p_finite, *memory.ds_odd |= !ds_finite;
       return;
     }
     for (int j = 0; j < x.count; j++) {

@@ -17,6 +17,9 @@ struct Words {
   // finite, or null where none has.
   i64 apart = 0;
   const unsigned char* odd = nullptr;
+
+  // Without the first `rows` rows, which begin at data + rows * stride.
+  Words behind(i64 rows) const { return {data + rows * stride, stride, apart, odd == nullptr ? nullptr : odd + rows}; }
 };
 
 // Keys begin .. end - 1 and their values, as the products read them; `b`, `kv_head`: whose they are.
@@ -42,6 +45,7 @@ struct PlainMode {
   static constexpr int query_tiles = 8;  // that share a block of keys, packed or at least near
   static constexpr int grad_tiles = 1;   // of queries, that the backward pass takes at once
   static constexpr int pieces = 1;       // see products/pieces.h
+  static constexpr bool coarse = false;  // the backward pass rounds P and dS to 8 bits of mantissa
 
   TW_INLINE Vec<C> power(Vec<C> x) { return exp2<exp2_degree>(x, C{}); }
   // What a row subtracts from its scores, from a block of keys on whose largest score is `peak`.
@@ -99,6 +103,7 @@ struct PairMode {
   static constexpr int query_tiles = 8;
   static constexpr int grad_tiles = 1;
   static constexpr int pieces = 1;
+  static constexpr bool coarse = true;
 
   TW_INLINE Vec<float> power(Vec<float> x) { return exp2<exp2_degree>(x, float{}); }
   TW_INLINE Vec<float> reference(Vec<float> before, Vec<float> peak, float) { return vmax(peak, before); }
@@ -159,6 +164,18 @@ struct PairMode {
 };
 
 #endif
+
+// The room of so many rows of an operand, in words: of keys, and of queries, which are transposed.
+template <class Mode>
+i64 key_room(i64 rows, int depth) {
+  if constexpr (Mode::pieces == 1) return rows * Mode::words(depth);
+  if constexpr (Mode::pieces > 1) return Mode::key_room(rows, depth);
+}
+template <class Mode>
+i64 query_room(i64 queries, int depth) {
+  if constexpr (Mode::pieces == 1) return queries * Mode::words(depth);
+  if constexpr (Mode::pieces > 1) return Mode::query_room(queries, depth);
+}
 
 #if defined(TW_PAIRS)
 using Bf16Mode = PairMode;

@@ -1,5 +1,5 @@
-// How float16 and float32 are computed by matrix tiles (AMX) in the forward pass: a float16 is exactly the sum of two
-// bfloat16 pieces, a float32 of three.
+// How float16 and float32 are computed by matrix tiles (AMX): a float16 is exactly the sum of two bfloat16 pieces, a
+// float32 of three.
 //
 // Why it is arranged so:
 // - Of the products of two float32 those three are left out whose indices add up to more than 2: they are below its
@@ -42,7 +42,8 @@ struct PieceMode {
   static constexpr int pieces = sizeof(E) == 2 ? 2 : 3;
   using Pairs = PiecePairs<pieces>;
   static constexpr int per_word = 2;
-  static constexpr bool paired = true;
+  static constexpr bool paired = true, coarse = false;
+  static constexpr int step = 2, grad_tiles = 1;
   static constexpr int tile_queries = TileMode::tile_queries, query_tiles = TileMode::query_tiles;
   static constexpr bool keeps_references = true;
   static constexpr int kWhole = TileMode::kWhole;
@@ -208,7 +209,7 @@ struct PieceMode {
   // ---- operands: a plane of words for each piece, then a byte for each row: whether a number of it is not finite
 
   static int words(int depth) { return TileMode::words(depth); }
-  static i64 query_room(int depth) { return pieces * i64{words(depth)} * tile_queries + tile_queries / 4; }
+  static i64 query_room(i64 queries, int depth) { return pieces * queries * words(depth) + (queries + 3) / 4; }
   static i64 key_room(i64 rows, int depth) { return pieces * rows * words(depth) + (rows + 3) / 4; }
   static i64 rows_room(i64 rows, int depth) {
     return pieces * TileMode::rows_room(rows, depth) + round_up(rows, TileGemm::kSide) / 4;
@@ -334,11 +335,119 @@ struct PieceMode {
     }
     return {to, width, apart, any ? odd : nullptr};
   }
+  // Rows of queries as the right operand of a product over them: word d of row j / 2 has number d of two rows.
+  static i64 padded_stride(int depth) { return round_up(depth, kLanes<float>); }
+  static i64 padded_room(i64 rows, int depth) {
+    return pieces * ((rows + 1) / 2) * padded_stride(depth) + (rows + 3) / 4;
+  }
+  static Words<Word> padded(const E* p, i64 row, i64 col, int rows, int depth, Word* room) {
+    const i64 stride = padded_stride(depth), apart = (rows + 1) / 2 * stride;
+    unsigned char* const odd = reinterpret_cast<unsigned char*>(room + pieces * apart);
+    bool any = false;
+    for (int j = 0; j < rows; j += 2) {
+      const i64 second = j + 1 < rows;
+      bool finite = true;
+      for (int d = 0; d < depth; d += kLanes<float>) {
+        Vec<float> half[2][pieces];
+        finite &= split(widen_strided<float>(p + j * row + d * col, col, depth - d), half[0]);
+        finite &= split(widen_strided<float>(p + (j + second) * row + d * col, col, second * (depth - d)), half[1]);
+        TW_UNROLL(3)
+        for (int y = 0; y < pieces; y++) store(room + y * apart + j / 2 * stride + d, uppers(half[0][y], half[1][y]));
+      }
+      odd[j] = odd[j + second] = !finite;
+      any |= !finite;
+    }
+    return {room, stride, apart, any ? odd : nullptr};
+  }
+  // P or dS of two keys (x[key]) and 16 queries, piece by piece: in rows `words` apart, where a word is two
+  // neighbouring queries; and in words of both keys, if there is a place for them. False where a number is not finite.
+  TW_INLINE bool store_rows(const Vec<float> (&x)[2], Word* rows, i64 words, i64 rows_apart, Word* columns = nullptr,
+                            i64 columns_apart = 0) {
+    Vec<float> key[2][pieces];
+    bool finite = split(x[0], key[0]);
+    finite &= split(x[1], key[1]);
+    TW_UNROLL(3)
+    for (int y = 0; y < pieces; y++) {
+      TW_UNROLL(2)
+      for (int z = 0; z < 2; z++)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows + y * rows_apart + z * words), upper_halves(key[z][y]));
+      if (columns != nullptr) store(columns + y * columns_apart, uppers(key[0][y], key[1][y]));
+    }
+    return finite;
+  }
+  TW_INLINE __m256i upper_halves(Vec<float> x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)x, 16)); }
   static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live, E* to, i64 row) {
     unpack_transposed(from, width, rows, depth, factor, live, to, row);
   }
 
+  // ---- products of the backward pass
+
+  // Scores, or dP.
+  static void scores(Words<Word> keys, Words<Word> queries, int count, int width, int words, float* s, Ahead* ahead) {
+    typename Product::Pending last;
+    Product::template run<Pairs::scores, false>({keys.data, keys.stride, keys.apart, queries.data, queries.stride,
+                                                 queries.apart, count, words, width, s, width},
+                                                last, ahead);
+    Product::flush(last);
+    if (keys.odd != nullptr || queries.odd != nullptr) odd_scores(keys, queries, count, width, words, s);
+  }
+  // An entry of such a product, of each lane from i on, added up in the same order.
+  static Vec<float> inner(Words<Word> a, Words<Word> b, int i, int words) {
+    bool odd = false;
+    for (int x = i; x < i + kLanes<float>; x++) odd |= (a.odd != nullptr && a.odd[x]) || (b.odd != nullptr && b.odd[x]);
+    Vec<float> sum{};
+    for (int d = 0; d < words; d += odd ? 1 : Product::kStep) {
+      const Word *p = a.data + d * a.stride + i, *q = b.data + d * b.stride + i;
+      if (odd) {
+        sum += low(load(p)) * low(load(q));
+        sum += high(load(p)) * high(load(q));
+        continue;
+      }
+      for (const PiecePair pair : Pairs::scores)
+        sum = Product::add_inner(p + pair.a * a.apart, q + pair.b * b.apart, a.stride, sum);
+    }
+    return sum;
+  }
+  // C += A B. `odd`: whether a number of either is not finite. Tiles multiply its other pieces, which are zeros, by
+  // what it meets, so vectors compute what it reaches. `spare`: of twice the size of C. A float32 is added up apart: a
+  // chain of additions would have six of them for each pair of tiles.
+  static void add_product(const typename Product::Operands& x, bool odd, float* spare, Ahead* ahead) {
+    typename Product::Pending last;
+    float* const before = spare + i64{x.rows} * x.width;
+    if (odd) copy_rows(x.c, x.ldc, before, x.width, x);
+    if constexpr (pieces == 2) {
+      Product::template run<Pairs::values, true>(x, last, ahead);
+      Product::flush(last);
+    } else {
+      auto apart = x;
+      apart.c = spare, apart.ldc = x.width;
+      Product::template run<Pairs::values, false>(apart, last, ahead);
+      Product::flush(last);
+      for (int r = 0; r < x.rows; r++)
+        for (int i = 0; i < x.width; i += kLanes<float>)
+          store(x.c + r * x.ldc + i, load(x.c + r * x.ldc + i) + load(spare + i64{r} * x.width + i));
+    }
+    if (odd) add_odd(x, before);
+  }
+  static void copy_rows(const float* from, i64 stride, float* to, i64 to_stride, const typename Product::Operands& x) {
+    for (int r = 0; r < x.rows; r++)
+      std::memcpy(to + r * to_stride, from + r * stride, static_cast<std::size_t>(x.width) * sizeof(float));
+  }
+  TW_NOINLINE static void add_odd(const typename Product::Operands& x, const float* before) {
+    for (int r = 0; r < x.rows; r++) {
+      for (int i = 0; i < x.width; i += kLanes<float>) {
+        const Vec<float> sum = first_pieces(x.a + r * x.lda, x.b + i, x.ldb, x.depth, Vec<float>{});
+        const u64 reached = _mm512_fpclass_ps_mask((__m512)sum, 0x99);
+        float* to = x.c + r * x.ldc + i;
+        store(to, select_bits<float>(reached, load(before + i64{r} * x.width + i) + sum, load(to)));
+      }
+    }
+  }
+
   // ---- sums that numbers are part of which are not finite
+
+  TW_INLINE Vec<float> low(Vec<i32> word) { return (Vec<float>)(word << 16); }
+  TW_INLINE Vec<float> high(Vec<i32> word) { return (Vec<float>)(word & -65536); }
 
   // The sum over `words` words of a and of columns of b, from the first pieces.
   TW_INLINE Vec<float> first_pieces(const Word* a, const Word* b, i64 stride, int words, Vec<float> sum) {

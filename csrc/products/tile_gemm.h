@@ -294,16 +294,17 @@ struct TileGemm {
   // 16 words, then both, then to the rest.
   TW_INLINE Vec<float> inner(const Word* a, const Word* b, i64 stride, int words, bool) {
     Vec<float> sum{};
-    for (int d = 0; d < words; d += kStep) {
-      Vec<float> even{}, odd{};
-      for (int x = d; x < d + kStep; x++) {
-        const Vec<i32> p = load(a + x * stride), q = load(b + x * stride);
-        even = fused((Vec<float>)(p << 16), (Vec<float>)(q << 16), even);
-        odd = fused((Vec<float>)(p & -65536), (Vec<float>)(q & -65536), odd);
-      }
-      sum += even + odd;
-    }
+    for (int d = 0; d < words; d += kStep) sum = add_inner(a + d * stride, b + d * stride, stride, sum);
     return sum;
+  }
+  TW_INLINE Vec<float> add_inner(const Word* a, const Word* b, i64 stride, Vec<float> sum) {
+    Vec<float> even{}, odd{};
+    for (int x = 0; x < kStep; x++) {
+      const Vec<i32> p = load(a + x * stride), q = load(b + x * stride);
+      even = fused((Vec<float>)(p << 16), (Vec<float>)(q << 16), even);
+      odd = fused((Vec<float>)(p & -65536), (Vec<float>)(q & -65536), odd);
+    }
+    return sum + (even + odd);
   }
 };
 

@@ -492,8 +492,8 @@ class BackwardKernel {
                            static_cast<int>(wide), to, wide},
                           odd || right.odd != nullptr, spare, ahead);
       };
-      add(p, tile.grad_rows, *rooms.p_odd, value_, grad_v);
-      add(ds, tile.q_rows, *rooms.ds_odd, depth_, grad_k);
+      add(p, tile.grad_rows, *rooms.odd, value_, grad_v);
+      add(ds, tile.q_rows, *rooms.odd, depth_, grad_k);
     } else if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::add, Into::add>(
           {p, row, tile.grad_rows.data, tile.grad_rows.stride, count, depth, static_cast<int>(value_), grad_v, value_},
@@ -517,7 +517,7 @@ class BackwardKernel {
     if constexpr (Mode::pieces > 1)
       Mode::add_product({key_rows.data, key_rows.stride, key_rows.apart, ds, width, Tiles::kColumnsApart, f_.head_dim,
                          depth, width, grad_q, width},
-                        *rooms.ds_odd || key_rows.odd != nullptr, spare, ahead);
+                        *rooms.odd || key_rows.odd != nullptr, spare, ahead);
     else
       Product::template run<AOrder::column_major, Into::add>(key_rows.data, key_rows.stride, ds, width, f_.head_dim,
                                                              depth, width, grad_q, width, nullptr, nullptr, ahead);

@@ -50,7 +50,7 @@ class TileGradients {
     // Of the paired mode: P and dS with the lanes packed in pairs, rows of `row_words`; and dS in pairs of keys. In
     // pieces a plane of each, kRowsApart and kColumnsApart words from the next, and whether a number is not finite.
     Word *p_rows, *ds_rows, *ds_columns;
-    bool *p_odd = nullptr, *ds_odd = nullptr;
+    bool* odd = nullptr;
     u64 *bits, *kept;
     char* expr;
     Memory(const Backward& f, Carver& carve) {
@@ -66,7 +66,7 @@ class TileGradients {
       // Over dP where that is all there before the first of it is written.
       ds_columns = Mode::grad_tiles > 1 || Mode::pieces > 1 ? carve.take<Word>(Mode::pieces * kColumnsApart)
                                                             : reinterpret_cast<Word*>(grads);
-      if constexpr (Mode::pieces > 1) p_odd = carve.take<bool>(1), ds_odd = carve.take<bool>(1);
+      if constexpr (Mode::pieces > 1) odd = carve.take<bool>(1);
       bits = carve.take<u64>(kRoomKeys);
       kept = carve.take<u64>(kRoomKeys + 4);
       expr = carve.take<char>(f.expr_room);
@@ -202,9 +202,10 @@ class TileGradients {
     const u64* bits = masked.plain ? nullptr : masked.bits;
     const Part whole{memory.scores, memory.grads, bends_ ? memory.gain : nullptr, tile.width, 0, tile.width, 0, count};
     // All keys of a row are looked at before dS of the first is known.
-    const bool at_once = kFloat || raw != nullptr || tile.one_block || Mode::grad_tiles == 1;
+    constexpr bool kParts = Mode::grad_tiles > 1 || Mode::pieces > 1;
+    const bool at_once = kFloat || raw != nullptr || tile.one_block || !kParts;
+    if constexpr (Mode::pieces > 1) *memory.odd = false;
     if (at_once) {
-      if constexpr (Mode::pieces > 1) *memory.p_odd = *memory.ds_odd = false;
       products(seq, masked, keys, values, chain, memory, whole, {whole.gain, from, raw}, ahead);
       if (tile.one_block)
         for_columns<Acc>(tile.width, [&](auto vectors, int column) {
@@ -213,7 +214,7 @@ class TileGradients {
       return differentiate<kFloat>(memory, whole, bits, kept);
     }
     // In parts that the nearest cache holds.
-    constexpr int kKeys = 64, kQueries = 32;
+    constexpr int kKeys = 64, kQueries = Mode::pieces > 1 ? kTileQueries : 32;
     for (int n = 0; n < count; n += kKeys) {
       for (int i = 0; i < tile.width; i += kQueries) {
         const int wide = static_cast<int>(min(kQueries, tile.width - i)),
@@ -301,13 +302,13 @@ class TileGradients {
     const i64 first = tile.first + x.lane, key = masked.begin + x.key;
     const int rows = static_cast<int>(min(x.width, tile.rows - x.lane)), words = Mode::words(f_.head_dim);
     const int value_words = Mode::words(f_.value_dim);
-    const Word *k = keys.data + x.key * keys.stride, *v = values.data + x.key * values.stride;
+    [[maybe_unused]] const Word *k = keys.data + x.key * keys.stride, *v = values.data + x.key * values.stride;
     Ahead biases;
     if (units_.chain) chain.look_ahead(first, rows, key, x.count, biases);
     if constexpr (Mode::pieces > 1) {
-      Mode::scores({k, keys.stride, keys.apart, keys.odd}, tile.split_q, x.count, x.width, words, x.scores, ahead);
-      Mode::scores({v, values.stride, values.apart, values.odd}, tile.split_grad, x.count, x.width, value_words,
-                   x.grads, biases.any() ? &biases : ahead);
+      Mode::scores(keys.behind(x.key), tile.split_q, x.count, x.width, words, x.scores, ahead);
+      Mode::scores(values.behind(x.key), tile.split_grad, x.count, x.width, value_words, x.grads,
+                   biases.any() ? &biases : ahead);
     } else if constexpr (Mode::grad_tiles > 1) {
       Product::template run_two<Into::overwrite, Into::overwrite>(
           {k, keys.stride, tile.q + x.lane, tile.width, x.count, words, x.width, x.scores, x.stride},
@@ -436,7 +437,7 @@ class TileGradients {
     };
     if constexpr (Mode::paired && !kFloat) {
       constexpr int step = Mode::step;
-      [[maybe_unused]] bool p_finite = true, ds_finite = true;
+      [[maybe_unused]] bool finite = true;
       for (int j = 0; j < x.count; j += step) {
         Vec<Acc> p[kV][step] = {}, ds[kV][step] = {};
         TW_UNROLL(4)
@@ -446,13 +447,18 @@ class TileGradients {
             if (y > 0 && j + y >= x.count) break;
             pair_at(j + y, v, p[v][y], ds[v][y]);
           }
-          if constexpr (Mode::pieces > 1) {
-            const i64 words = row_words(tile.width), i = x.lane + column + v * lanes, at = (x.key + j) * words + i / 2;
-            Word* columns = memory.ds_columns + (x.key + j) / 2 * tile.width + i;
-            p_finite &= Mode::store_rows(p[v], memory.p_rows + at, words, kRowsApart);
-            ds_finite &= Mode::store_rows(ds[v], memory.ds_rows + at, words, kRowsApart, columns, kColumnsApart);
-          } else if constexpr (Mode::grad_tiles == 1 || kV != 2)
+          if constexpr (Mode::pieces == 1 && (Mode::grad_tiles == 1 || kV != 2))
             store_packed(memory, x.key + j, x.lane + column + v * lanes, p[v], ds[v]);
+        }
+        if constexpr (Mode::pieces > 1) {
+          const i64 words = row_words(tile.width), at = (x.key + j) * words + (x.lane + column) / 2;
+          const typename Mode::Rows to{memory.p_rows + at,
+                                       memory.ds_rows + at,
+                                       memory.ds_columns + (x.key + j) / 2 * tile.width + x.lane + column,
+                                       words,
+                                       kRowsApart,
+                                       kColumnsApart};
+          finite &= Mode::store_rows(p, ds, to);
         }
         if constexpr (Mode::grad_tiles > 1 && kV == 2) {
           const i64 words = row_words(tile.width), at = (x.key + j) * words + (x.lane + column) / 2;
@@ -460,7 +466,7 @@ class TileGradients {
                           memory.ds_columns + (x.key + j) / 2 * tile.width + x.lane + column, p, ds);
         }
       }
-      if constexpr (Mode::pieces > 1) *memory.p_odd |= !p_finite, *memory.ds_odd |= !ds_finite;
+      if constexpr (Mode::pieces > 1) *memory.odd |= !finite;
       return;
     }
     for (int j = 0; j < x.count; j++) {

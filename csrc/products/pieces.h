@@ -238,8 +238,6 @@ struct PieceMode {
   }
   // 32 neighbours as words of pairs, piece by piece; false where one of them is not finite.
   TW_INLINE bool split_pairs(const E* p, i64 col, i64 count, Vec<i32> (&word)[pieces]) {
-    alignas(64) static constexpr u16 kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                   33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     Vec<float> low[pieces], high[pieces];
     const bool first = split(widen_strided<float>(p, col, count), low);
     const bool second =
@@ -247,8 +245,7 @@ struct PieceMode {
                                     : Vec<float>{},
               high);
     TW_UNROLL(3)
-    for (int y = 0; y < pieces; y++)
-      word[y] = (Vec<i32>)_mm512_permutex2var_epi16((__m512i)low[y], _mm512_load_si512(kUpper), (__m512i)high[y]);
+    for (int y = 0; y < pieces; y++) word[y] = upper_halves(low[y], high[y]);
     return first && second;
   }
 
@@ -359,23 +356,88 @@ struct PieceMode {
     }
     return {room, stride, apart, any ? odd : nullptr};
   }
-  // P or dS of two keys (x[key]) and 16 queries, piece by piece: in rows `words` apart, where a word is two
-  // neighbouring queries; and in words of both keys, if there is a place for them. False where a number is not finite.
-  TW_INLINE bool store_rows(const Vec<float> (&x)[2], Word* rows, i64 words, i64 rows_apart, Word* columns = nullptr,
-                            i64 columns_apart = 0) {
-    Vec<float> key[2][pieces];
-    bool finite = split(x[0], key[0]);
-    finite &= split(x[1], key[1]);
+  // P and dS of two keys (p[vector][key]) and some vectors of queries, piece by piece: in rows `words` apart, where
+  // a word is two neighbouring queries; and dS in words of both keys too. False where a number is not finite: dS is not
+  // where P is not.
+  struct Rows {
+    Word *p, *ds, *columns;
+    i64 words, rows_apart, columns_apart;
+  };
+  template <int kV>
+  TW_INLINE bool store_rows(const Vec<float> (&p)[kV][2], const Vec<float> (&ds)[kV][2], const Rows& to) {
+    unsigned odd = 0;
+    TW_UNROLL(4)
+    for (int v = 0; v < kV; v++)
+      odd |= _mm512_fpclass_ps_mask((__m512)ds[v][0], 0x99) | _mm512_fpclass_ps_mask((__m512)ds[v][1], 0x99);
+    if (__builtin_expect(odd != 0, 0)) {
+      // Copies: whose address is taken is in no register, here or above.
+      TW_UNROLL(4)
+      for (int v = 0; v < kV; v++) {
+        const Vec<float> own_p[2] = {p[v][0], p[v][1]}, own_ds[2] = {ds[v][0], ds[v][1]};
+        store_odd(own_p, own_ds, to, v);
+      }
+      return false;
+    }
+    TW_UNROLL(2)
+    for (int v = 0; v < kV; v += 2) {
+      store_pieces_of<kV, false>(p, v, to.p, to);
+      store_pieces_of<kV, true>(ds, v, to.ds, to);
+    }
+    return true;
+  }
+  // Of vector v and the one behind it, if there is one.
+  template <int kV, bool kColumns>
+  TW_INLINE void store_pieces_of(const Vec<float> (&x)[kV][2], int v, Word* rows, const Rows& to) {
+    constexpr int half = kLanes<float> / 2;
+    const bool both = v + 1 < kV;
+    Vec<float> rest[2][2] = {{x[v][0], x[v][1]}, {x[both ? v + 1 : v][0], x[both ? v + 1 : v][1]}};
     TW_UNROLL(3)
     for (int y = 0; y < pieces; y++) {
+      Vec<float> piece[2][2];
       TW_UNROLL(2)
-      for (int z = 0; z < 2; z++)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows + y * rows_apart + z * words), upper_halves(key[z][y]));
-      if (columns != nullptr) store(columns + y * columns_apart, uppers(key[0][y], key[1][y]));
+      for (int u = 0; u < 2; u++) {
+        TW_UNROLL(2)
+        for (int z = 0; z < 2; z++) {
+          piece[u][z] = y + 1 < pieces ? first_piece(rest[u][z]) : rest[u][z];
+          rest[u][z] -= piece[u][z];
+        }
+        if (kColumns && (u == 0 || both))
+          store(to.columns + y * to.columns_apart + (v + u) * kLanes<float>, uppers(piece[u][0], piece[u][1]));
+      }
+      TW_UNROLL(2)
+      for (int z = 0; z < 2; z++) {
+        Word* row = rows + y * to.rows_apart + z * to.words + v * half;
+        const Vec<i32> words = upper_halves(piece[0][z], piece[1][z]);
+        if (both)
+          store(row, words);
+        else
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256((__m512i)words));
+      }
     }
-    return finite;
   }
-  TW_INLINE __m256i upper_halves(Vec<float> x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)x, 16)); }
+  // Of vector v; other pieces of what is not finite are zeros.
+  TW_NOINLINE static void store_odd(const Vec<float> (&p)[2], const Vec<float> (&ds)[2], const Rows& to, int v) {
+    Vec<float> piece[2][pieces];
+    const auto rows = [&](const Vec<float>(&x)[2], Word* row) {
+      for (int z = 0; z < 2; z++) {
+        split(x[z], piece[z]);
+        for (int y = 0; y < pieces; y++)
+          _mm256_storeu_si256(
+              reinterpret_cast<__m256i*>(row + y * to.rows_apart + z * to.words + v * kLanes<float> / 2),
+              _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)piece[z][y], 16)));
+      }
+    };
+    rows(p, to.p);
+    rows(ds, to.ds);
+    for (int y = 0; y < pieces; y++)
+      store(to.columns + y * to.columns_apart + v * kLanes<float>, uppers(piece[0][y], piece[1][y]));
+  }
+  // Of 32 neighbours.
+  TW_INLINE Vec<i32> upper_halves(Vec<float> first, Vec<float> second) {
+    alignas(64) static constexpr u16 kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                   33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    return (Vec<i32>)_mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(kUpper), (__m512i)second);
+  }
   static void unpack(const float* from, int width, int rows, int depth, const float* factor, u64 live, E* to, i64 row) {
     unpack_transposed(from, width, rows, depth, factor, live, to, row);
   }

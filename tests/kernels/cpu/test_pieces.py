@@ -1,13 +1,14 @@
 """float16 and float32 in matrix tiles (AMX), by bfloat16 pieces, beside AVX-512's kernels.
 
-The other tests of every dtype mostly ask for gradients, and float32 is in tiles only where it is
-asked for. So the case table runs here once more, without gradients and in tiles.
+The tests of every dtype have float16 in tiles already. float32 is there only where it is asked for,
+so the case table runs here once more. The rest is about what pieces alone can get wrong: numbers
+that are not finite, long sums, bits of rows beside others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,27 +69,26 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tens
 
 
 def _cases() -> list[Case]:
-    cases = [case.of(dtype) for dtype in BOTH for case in TABLE]
+    cases = list(TABLE)
     causal = Case("width", batch=1, queries=35, keys=67, mask=("causal",))
-    for dtype in BOTH:
-        for width, other in zip(WIDTHS, reversed(WIDTHS), strict=True):
-            sized = replace(causal, name=f"width-{width}", head_dim=width, value_dim=other)
-            cases.append(sized.of(dtype))
-        for queries, keys in zip(LENGTHS, (*LENGTHS[5:], *LENGTHS[:5]), strict=True):
-            case = Case(f"length-{queries}", queries=queries, keys=keys, head_dim=17)
-            cases.append(case.of(dtype))
-    return cases
+    for width, other in zip(WIDTHS, reversed(WIDTHS), strict=True):
+        cases.append(replace(causal, name=f"width-{width}", head_dim=width, value_dim=other))
+    for queries, keys in zip(LENGTHS, (*LENGTHS[5:], *LENGTHS[:5]), strict=True):
+        cases.append(Case(f"length-{queries}", queries=queries, keys=keys, head_dim=17))
+    return [case.of(torch.float32) for case in cases]
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)
-def test_case_table_without_gradients(both: None, case: Case) -> None:
+def test_case_table(both: None, case: Case) -> None:
     inputs, reference = refer_cached(case)
-    with forced(TILES), torch.no_grad():
-        got = attend(inputs, "cpu")
-        told = attend(inputs, "cpu", statistics="top1")
-    check(got, reference, str(case))
-    check(told, reference, str(case))
-    assert_same(got, told._replace(max_logit=None, entropy=None, top1=None))
+    with forced(TILES):
+        trained = attend(inputs, "cpu", reference.sent)
+        with torch.no_grad():
+            served = attend(inputs, "cpu")
+            told = attend(inputs, "cpu", statistics="top1")
+    for each in (trained, served, told):
+        check(each, reference, str(case))
+    assert_same(served, told._replace(max_logit=None, entropy=None, top1=None))
 
 
 @pytest.mark.parametrize("amplitude", [1, 4, 30])
@@ -118,6 +118,56 @@ def test_sums_of_many_keys_lose_no_digits(both: None) -> None:
     right = _plain(q.double(), k.double(), v.double(), None)[0]
     assert (got - right).abs().max() < 3e-6
     assert (got - right).square().mean().sqrt() < 6e-7
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+def test_gradients_of_many_rows_lose_no_digits(both: None, dtype: torch.dtype) -> None:
+    # Of one key, and of one query, whose gradients have as many terms of one sign.
+    q, k, v = _inputs(dtype, 9000, 20, 32, 1)
+    _gradients_are_exact(q, k, v, torch.ones_like(q))
+    q, k, v = _inputs(dtype, 20, 9000, 32, 1)
+    _gradients_are_exact(q, k + 1, v, torch.ones_like(q))
+
+
+def _gradients_are_exact(q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> None:
+    mine = _gradients(TILES, (q, k, v), sent)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    near = [x.clone().requires_grad_() for x in (q, k, v)]
+    for each in (wide, near):
+        _plain(*each, None)[0].backward(sent.to(each[0].dtype))
+    for got, plain, true, name in zip(mine, near, wide, "qkv", strict=True):
+        assert plain.grad is not None
+        assert true.grad is not None
+        assert_exact(got, plain.grad, true.grad, name)
+
+
+def _gradients(target: Target, operands: Sequence[Tensor], sent: Tensor, **keywords: Any) -> Any:
+    leaves = [x.clone().requires_grad_() for x in operands]
+    with forced(target):
+        tilewise.attention(*leaves, **keywords).backward(sent)
+    return [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", ["q", "k", "v", "gradient"])
+def test_gradients_of_numbers_that_are_not_finite(
+    both: None, dtype: torch.dtype, number: float, place: str
+) -> None:
+    operands = [*_inputs(dtype), _inputs(dtype)[0].flip(-1)]
+    changed = [x.clone() for x in operands]
+    changed[["q", "k", "v", "gradient"].index(place)][0, 1, 17, 5] = number
+    mask = masks.causal()
+    got, expected, clean = (
+        _gradients(target, each[:3], each[3], mask=mask)
+        for target, each in ((TILES, changed), (VECTORS, changed), (TILES, operands))
+    )
+    for mine, right, before in zip(got, expected, clean, strict=True):
+        torch.testing.assert_close(mine, right, rtol=4e-3, atol=4e-3, equal_nan=True)
+        assert not mine.isfinite().all() or place in ("v", "gradient")
+        if place in ("q", "gradient"):  # of head 1 of four, which has the first head of keys
+            others = slice(2, None) if mine.shape[1] == 4 else slice(1, None)
+            assert torch.equal(mine[:, others], before[:, others])
 
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
@@ -207,7 +257,7 @@ def test_float32_is_in_tiles_where_it_was_asked_for_and_nowhere_else(both: None)
     trained = _run(TILES, leaf, k, v).detach()
     vectors = _run(VECTORS, q, k, v)
     assert not torch.equal(in_tiles, vectors)
-    assert torch.equal(trained, vectors)
+    assert torch.equal(trained, in_tiles)
     assert torch.equal(few, _run(VECTORS, q[:, :, :8], k, v))
     tilewise.set_float32("exact")
     assert torch.equal(_run(TILES, q, k, v), vectors)

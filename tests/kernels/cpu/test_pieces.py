@@ -120,25 +120,23 @@ def test_sums_of_many_keys_lose_no_digits(both: None) -> None:
     assert (got - right).square().mean().sqrt() < 6e-7
 
 
-@pytest.mark.parametrize("dtype", BOTH, ids=str)
-def test_gradients_of_many_rows_lose_no_digits(both: None, dtype: torch.dtype) -> None:
-    # Of one key, and of one query, whose gradients have as many terms of one sign.
-    q, k, v = _inputs(dtype, 9000, 20, 32, 1)
-    _gradients_are_exact(q, k, v, torch.ones_like(q))
-    q, k, v = _inputs(dtype, 20, 9000, 32, 1)
-    _gradients_are_exact(q, k + 1, v, torch.ones_like(q))
-
-
-def _gradients_are_exact(q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> None:
-    mine = _gradients(TILES, (q, k, v), sent)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    near = [x.clone().requires_grad_() for x in (q, k, v)]
-    for each in (wide, near):
-        _plain(*each, None)[0].backward(sent.to(each[0].dtype))
-    for got, plain, true, name in zip(mine, near, wide, "qkv", strict=True):
-        assert plain.grad is not None
-        assert true.grad is not None
-        assert_exact(got, plain.grad, true.grad, name)
+@pytest.mark.parametrize(
+    ("queries", "keys", "most"),
+    [(9000, 20, (2e-7, 2e-7, 1.5e-7)), (20, 9000, (3e-7, 2.5e-7, 1e-7))],
+)
+def test_gradients_of_many_rows_lose_no_digits(
+    both: None, queries: int, keys: int, most: tuple[float, ...]
+) -> None:
+    # Of a value, whose terms have one sign, and of a query. Tiles that added to what is there
+    # already would have 4.9e-7 and 3.5e-7.
+    operands = _inputs(torch.float32, queries, keys, 32, 1)
+    sent = torch.ones_like(operands[0])
+    leaves = [x.double().requires_grad_() for x in operands]
+    _plain(*leaves, None)[0].backward(sent.double())
+    for mine, leaf, limit in zip(_gradients(TILES, operands, sent), leaves, most, strict=True):
+        assert leaf.grad is not None
+        error = (mine - leaf.grad).square().mean().sqrt() / leaf.grad.square().mean().sqrt()
+        assert error < limit
 
 
 def _gradients(target: Target, operands: Sequence[Tensor], sent: Tensor, **keywords: Any) -> Any:

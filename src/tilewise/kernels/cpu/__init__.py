@@ -95,8 +95,9 @@ def set_float32(way: str) -> None:
     ``torch.set_float32_matmul_precision("high")`` or ``"medium"`` (torch's setting
     ``torch.backends.mkldnn.matmul.fp32_precision`` is "tf32" or "bf16"), else ``"exact"``.
 
-    Forward passes of more than 8 queries are computed so where no gradient may follow. All else,
-    and other processors, stay as they are.
+    Forward and backward passes are computed so, and forward passes of up to 8 queries only where a
+    gradient may follow. Other processors stay as they are. A backward pass computes the scores
+    again: do not change this between a forward pass and its backward pass.
 
     Raises:
         InvalidArgument: ``way`` is another word.

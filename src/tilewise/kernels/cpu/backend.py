@@ -19,7 +19,7 @@ from tilewise.variants.program import Program, encode
 
 _CODES = {**DTYPES, torch.int64: 4, torch.bool: 5}
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
-_IN_TILES = "by matrix tiles, in forward passes that no gradient may follow"
+_IN_TILES = "by matrix tiles, and by vectors where up to 8 queries need no gradient"
 _NO_TILES = "as without set_float32: the instruction set has no matrix tiles"
 _LEAST_SCALE = 1e-30  # kLeastScale of the core
 # Sizes of the core's loops, to whose headers a test holds them. Of the backward's chunks of keys:

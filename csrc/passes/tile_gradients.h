@@ -200,6 +200,13 @@ class TileGradients {
     const int count = static_cast<int>(masked.end - masked.begin);
     const u64* kept = dropped(seq, h, masked, memory);
     const u64* bits = masked.plain ? nullptr : masked.bits;
+    // A lane behind the last query may share a word with it. So a key that is NaN must leave no NaN there: it would
+    // meet the zero that the products read.
+    if (Mode::paired && tile.rows < tile.width) {
+      const u64 there = (u64{1} << tile.rows) - 1;
+      for (int j = 0; j < count; j++) memory.bits[j] = bits == nullptr ? there : bits[j] & there;
+      bits = memory.bits;
+    }
     const Part whole{memory.scores, memory.grads, bends_ ? memory.gain : nullptr, tile.width, 0, tile.width, 0, count};
     // All keys of a row are looked at before dS of the first is known.
     constexpr bool kParts = Mode::grad_tiles > 1 || Mode::pieces > 1;

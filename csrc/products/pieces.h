@@ -455,20 +455,22 @@ struct PieceMode {
   }
   // An entry of such a product, of each lane from i on, added up in the same order.
   static Vec<float> inner(Words<Word> a, Words<Word> b, int i, int words) {
-    bool odd = false;
-    for (int x = i; x < i + kLanes<float>; x++) odd |= (a.odd != nullptr && a.odd[x]) || (b.odd != nullptr && b.odd[x]);
     Vec<float> sum{};
-    for (int d = 0; d < words; d += odd ? 1 : Product::kStep) {
-      const Word *p = a.data + d * a.stride + i, *q = b.data + d * b.stride + i;
-      if (odd) {
-        sum += low(load(p)) * low(load(q));
-        sum += high(load(p)) * high(load(q));
-        continue;
-      }
+    for (int d = 0; d < words; d += Product::kStep)
       for (const PiecePair pair : Pairs::scores)
-        sum = Product::add_inner(p + pair.a * a.apart, q + pair.b * b.apart, a.stride, sum);
+        sum = Product::add_inner(a.data + d * a.stride + i + pair.a * a.apart,
+                                 b.data + d * b.stride + i + pair.b * b.apart, a.stride, sum);
+    u64 odd = 0;
+    for (int x = 0; x < kLanes<float>; x++)
+      odd |= u64{(a.odd != nullptr && a.odd[i + x] != 0) || (b.odd != nullptr && b.odd[i + x] != 0)} << x;
+    if (odd == 0) return sum;
+    Vec<float> first{};
+    for (int d = 0; d < words; d++) {
+      const Vec<i32> p = load(a.data + d * a.stride + i), q = load(b.data + d * b.stride + i);
+      first += low(p) * low(q);
+      first += high(p) * high(q);
     }
-    return sum;
+    return select_bits<float>(odd, first, sum);
   }
   // C += A B. `odd`: whether a number of either is not finite. Tiles multiply its other pieces, which are zeros, by
   // what it meets, so vectors compute what it reaches. `spare`: of twice the size of C. A float32 is added up apart: a

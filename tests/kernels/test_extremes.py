@@ -243,6 +243,20 @@ def test_nan_in_empty_tiles_never_leaks(target: Target) -> None:
         assert_same_bits(grad[:, :, :480], expected[:, :, :480], f"grad of {name}")
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_hidden_nan_behind_an_odd_number_of_queries(target: Target, dtype: torch.dtype) -> None:
+    """The lane behind the last query, which shares a word with it in 16 bits, brings none in."""
+    case = Case("odd", queries=35, keys=64, dtype=dtype)
+    inputs = build(case)._replace(mask=masks.causal("top_left"))
+    clean = _run(case, target, inputs)
+    with torch.no_grad():
+        inputs.k[:, :, 35:] = NAN  # of which the mask would show the first to a query more
+    got = _run(case, target, inputs)
+    assert_same_bits(got.out, clean.out, "out")
+    for name in "kv":
+        assert_same_bits(got.grads[name], clean.grads[name], f"grad of {name}")
+
+
 def test_nan_of_one_sequence_stays_there(target: Target) -> None:
     """Packed neighbours of a sequence of NaN do not notice."""
     case = Case("packed", sequences=((65, 65), (20, 33), (31, 17)), mask=("causal",))

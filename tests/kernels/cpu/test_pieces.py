@@ -132,7 +132,8 @@ def test_gradients_of_many_rows_lose_no_digits(
     operands = _inputs(torch.float32, queries, keys, 32, 1)
     sent = torch.ones_like(operands[0])
     leaves = [x.double().requires_grad_() for x in operands]
-    _plain(*leaves, None)[0].backward(sent.double())
+    q, k, v = leaves
+    _plain(q, k, v, None)[0].backward(sent.double())
     for mine, leaf, limit in zip(_gradients(TILES, operands, sent), leaves, most, strict=True):
         assert leaf.grad is not None
         error = (mine - leaf.grad).square().mean().sqrt() / leaf.grad.square().mean().sqrt()

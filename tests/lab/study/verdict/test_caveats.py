@@ -278,6 +278,10 @@ UNASKED = (
     "All layers ran sdpa math, where the baseline ran sdpa flash (cpu). The arm did not ask "
     "for that: its speed and memory are those of both changes together."
 )
+UNNAMED = (
+    "All layers ran sdpa: unknown, where the baseline ran sdpa flash (cpu). A record does not name "
+    "its kernel: they may be the same."
+)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +298,7 @@ UNASKED = (
         (COMPILED, (MATH + PROBED,) * 2, [(0, 1)], UNASKED),
         (DROPOUT, (FLASH, MATH, MATH, FLASH, MATH, FLASH), [(1, 2, 4)], "Layers 1 to 2 and 4 ran "),
         (DROPOUT, ("plain", MATH, MATH), [(0,), (1, 2)], "Layer 0 ran plain"),
+        (DROPOUT, ("sdpa: unknown",) * 2, [(0, 1)], UNNAMED),
     ],
 )
 def test_a_layer_that_ran_another_kernel_is_flagged(
@@ -305,7 +310,7 @@ def test_a_layer_that_ran_another_kernel_is_flagged(
     found = judged(experiment, {"baseline": flash, "arm": other}).arms[0].kernel_flags
     assert [each.layers for each in found] == layers
     assert {each.baseline for each in found} <= {FLASH}
-    assert {each.arm for each in found} <= {MATH, "plain"}
+    assert {each.arm for each in found} <= {MATH, "plain", "sdpa: unknown"}
     assert all(each.words.startswith(words) for each in found[:1])
     assert {each.expected for each in found} <= {words == ASKED}
     # Nothing is flagged before both have run.

@@ -74,6 +74,7 @@ def _mended(path: Path) -> bytes:
 
 FORMAT = 1
 PROBED = " (eager probe)"  # end of a kernel's name: of a compiled model, see ``train/costs.py``
+UNNAMED = ": unknown"  # the same: its graph did not show which
 
 
 class CorruptRecordError(TilewiseError):

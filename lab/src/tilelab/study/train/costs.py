@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tilelab.common import memory
 from tilelab.study.ask.config import RunConfig
-from tilelab.study.records.events import PROBED, Kernels, LayerKernel
+from tilelab.study.records.events import PROBED, UNNAMED, Kernels, LayerKernel
 from tilelab.study.train.team import local
 from tilewise.inspect import peaks
 from tilewise.inspect.calls import backend_of
@@ -219,7 +219,7 @@ def kernel_of(output: Tensor, source: Tensor, implementation: str) -> str:
             return f"sdpa {fused[1].lower()}{' (cpu)' if fused[2] else ''}"
         if _SOFTMAX.match(name):
             return "plain" if implementation == "plain" else f"{implementation} math"
-    return f"{implementation}: unknown"
+    return implementation + UNNAMED
 
 
 def _nodes(output: Tensor, source: Tensor) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tilelab.study.ask.config import Arm, Experiment, RunConfig, change
 from tilelab.study.ask.metrics import BYTE_TABLE, METRICS, Floor, ahead, rank, reached
-from tilelab.study.records.events import PROBED, RunRecord
+from tilelab.study.records.events import PROBED, UNNAMED, RunRecord
 from tilelab.study.verdict.measures import final_metric, metric_of
 from tilelab.study.verdict.result import (
     ArmMeasures,
@@ -354,12 +354,15 @@ def kernel_flags(
     for (names, other), layers in differing.items():
         own, base = " and ".join(sorted(names)), " and ".join(sorted(other))
         words = f"{layers_text(layers, len(mine))} ran {own}, where the baseline ran {base}"
-        words += (
-            ", as the arm asks."
-            if expected
-            else ". The arm did not ask for that: its speed and memory are those of both changes "
-            "together."
-        )
+        if expected:
+            words += ", as the arm asks."
+        elif any(name.endswith(UNNAMED) for name in names | other):
+            words += ". A record does not name its kernel: they may be the same."
+        else:
+            words += (
+                ". The arm did not ask for that: its speed and memory are those of both changes "
+                "together."
+            )
         flags.append(KernelFlag(own, base, tuple(layers), expected, words))
     return tuple(flags)
 

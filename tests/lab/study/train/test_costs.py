@@ -197,7 +197,7 @@ def test_variants_biases_and_narrow_types_are_seen_through(implementation: Imple
     with torch.autocast("cpu", torch.bfloat16):
         assert _kernel(implementation) == expected[implementation]
     # What multiplies narrow types where the processor is slow at them: calls become ops.
-    with ProductsInFloat32():  # type: ignore[no-untyped-call]
+    with ProductsInFloat32():
         assert _kernel(implementation) == expected[implementation]
 
 

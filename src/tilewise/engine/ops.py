@@ -358,18 +358,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     saved = (out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k)
     ctx.save_for_backward(*saved, *mask_tensors, *score_tensors)
-    ctx.op_backend = _op_backend  # for inspect.backend_of
-
-
-def _saved_call(ctx: Any) -> OpCall:
-    q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors[3:]
-    mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
-    return OpCall(q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *ctx.constants)
-
-
-def _op_backend(ctx: Any) -> str:
-    call = _saved_call(ctx)
-    return cached_plan(call.q, call.k, call.v, call.keywords()).backend
 
 
 def _op_backward(
@@ -381,12 +369,13 @@ def _op_backward(
     grad_entropy: Tensor | None,
     _top_key: Any,
 ) -> Any:
-    out, lse, stats = ctx.saved_tensors[:3]
-    call = _saved_call(ctx)
-    if call.q.dtype is FLOAT8:
+    out, lse, stats, q, k, v, sinks, seed, cu_q, cu_k, *captured = ctx.saved_tensors
+    if q.dtype is FLOAT8:
         refuse_backward()
+    mask_tensors, score_tensors = captured[: ctx.mask_count], captured[ctx.mask_count :]
     need_q, need_k, need_v, _, need_scores, need_sinks, *_ = ctx.needs_input_grad
-    need_scores = list(need_scores) if call.score_tensors else []
+    need_scores = list(need_scores) if score_tensors else []
+    call = (q, k, v, mask_tensors, score_tensors, sinks, seed, cu_q, cu_k, *ctx.constants)
     if ctx.statistics_again is not None:
         # Traced where nothing wanted a gradient: the forward pass was not one for this pass.
         out, lse, stats, *_ = torch.ops.tilewise.attention(*call, ctx.statistics_again)
@@ -400,7 +389,7 @@ def _op_backward(
         grads[0] if need_q else None,
         grads[1] if need_k else None,
         grads[2] if need_v else None,
-        [None] * len(call.mask_tensors),
+        [None] * len(mask_tensors),
         [grad if need else None for grad, need in zip(grads[4:], need_scores, strict=True)],
         grads[3] if need_sinks else None,
         # torch leaves out what stands at its default at the end.

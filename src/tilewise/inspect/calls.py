@@ -79,13 +79,10 @@ def backend_of(node: Any) -> str | None:
         node: a ``grad_fn``, or what one's ``next_functions`` name.
 
     Returns:
-        The backend's name, or None for a node that is no attention of tilewise: a call's, or that
-        of the op that a call becomes where a ``TorchDispatchMode`` watches.
+        The backend's name, or None for a node that is no eager attention of tilewise.
     """
     call = getattr(node, "call", None)
     if isinstance(call, Call):
         return call.plan.backend
-    if of_op := getattr(node, "op_backend", None):
-        return str(of_op(node))
     used = getattr(node, "tilewise_backend", None)  # of attention that several processes share
     return used if isinstance(used, str) else None

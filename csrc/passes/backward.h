@@ -426,9 +426,8 @@ class BackwardKernel {
         const i64 skip = own.masked.begin - n0;
         tiles_.compute(x.seq, h, own.masked, x.keys.behind(skip), x.values.behind(skip), chain, rooms, 0, nullptr,
                        fetched);
-        Words<Word> key_rows = x.key_rows.behind(skip);
-        key_rows.data = Mode::skip_rows(x.key_rows, skip);
-        add_grad_q(own.masked, key_rows, rooms, memory.grad_q[t], memory.spare, fetched);
+        add_grad_q(own.masked, x.key_rows.behind(skip, Mode::skip_rows(x.key_rows, skip)), rooms, memory.grad_q[t],
+                   memory.spare, fetched);
       }
       if (here == 0) continue;
       Ahead* fetched = ahead.any() ? &ahead : nullptr;

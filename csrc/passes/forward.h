@@ -253,8 +253,8 @@ class ForwardKernel {
         }
         if (!visited) visited = true, begin_sums(tile, memory);
         const i64 skip = masked.begin - packed.begin;
-        const Block now{masked, behind(packed.keys, packed.keys.data + skip * packed.keys.stride, skip),
-                        behind(packed.values, Mode::skip_rows(packed.values, skip), skip), masked.end == packed.end};
+        const Block now{masked, packed.keys.behind(skip),
+                        packed.values.behind(skip, Mode::skip_rows(packed.values, skip)), masked.end == packed.end};
         if constexpr (Mode::keeps_references) {
           if (kPieces > 1 || stays_in_order()) {
             // A guess: mostly the next block of this tile is the one behind.
@@ -307,11 +307,6 @@ class ForwardKernel {
               Mode::along_depth(k.data, k.row, k.col, rows, f_.head_dim, memory.keys),
               Mode::along_rows(v.data, v.row, v.col, rows, f_.value_dim, memory.values)};
     if constexpr (Mode::keeps_references) session.packed = packed;
-  }
-
-  // What `skip` rows less of an operand are, from `data` on.
-  static Words<Word> behind(const Words<Word>& all, const Word* data, i64 skip) {
-    return {data, all.stride, all.apart, all.odd == nullptr ? nullptr : all.odd + skip};
   }
 
   // A block of keys that a tile of queries sees.

@@ -18,8 +18,11 @@ struct Words {
   i64 apart = 0;
   const unsigned char* odd = nullptr;
 
-  // Without the first `rows` rows, which begin at data + rows * stride.
-  Words behind(i64 rows) const { return {data + rows * stride, stride, apart, odd == nullptr ? nullptr : odd + rows}; }
+  // Without the first `rows` rows; those behind them begin at `from`, or `rows` strides on.
+  Words behind(i64 rows, const Word* from) const {
+    return {from, stride, apart, odd == nullptr ? nullptr : odd + rows};
+  }
+  Words behind(i64 rows) const { return behind(rows, data + rows * stride); }
 };
 
 // Keys begin .. end - 1 and their values, as the products read them; `b`, `kv_head`: whose they are.

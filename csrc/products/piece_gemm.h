@@ -24,11 +24,6 @@ struct PieceGemm {
   static constexpr int kSide = TileGemm::kSide, kStep = TileGemm::kStep;
   static void flush(Pending& last) { TileGemm::flush(last); }
 
-  // Adds what one pair has of an entry in one step of the depth, of each lane.
-  TW_INLINE Vec<Acc> add_inner(const Word* a, const Word* b, i64 stride, Vec<Acc> sum) {
-    return TileGemm::add_inner(a, b, stride, sum);
-  }
-
   // C = A B, or C += A B. Pieces are `apart` words from each other; the depth is in words.
   struct Operands {
     const Word* a;

@@ -7,6 +7,8 @@
 //   have three: what the fourth adds is below 2^-16, and an output is rounded to 2^-11.
 // - The pieces of a float32 are cut off, so they have its sign. Those of a float16 are rounded: its last piece is
 //   smaller then, and so is what the left-out product would add.
+// - P and dS of the backward pass are split while they are in registers: along the queries for dV and dK, along the
+//   keys for dQ.
 // - Long chains of additions lose digits of a float32. So tiles add up the values of a run of keys, those that are
 //   packed at once, and vectors add these sums to the output. Row sums are cut alike.
 // - An infinity has no pieces: it would meet its own zeros, and inf * 0 is NaN. Its first piece is the number, its
@@ -458,8 +460,8 @@ struct PieceMode {
     Vec<float> sum{};
     for (int d = 0; d < words; d += Product::kStep)
       for (const PiecePair pair : Pairs::scores)
-        sum = Product::add_inner(a.data + d * a.stride + i + pair.a * a.apart,
-                                 b.data + d * b.stride + i + pair.b * b.apart, a.stride, sum);
+        sum = TileGemm::add_inner(a.data + d * a.stride + i + pair.a * a.apart,
+                                  b.data + d * b.stride + i + pair.b * b.apart, a.stride, sum);
     u64 odd = 0;
     for (int x = 0; x < kLanes<float>; x++)
       odd |= u64{(a.odd != nullptr && a.odd[i + x] != 0) || (b.odd != nullptr && b.odd[i + x] != 0)} << x;

@@ -297,6 +297,7 @@ struct TileGemm {
     for (int d = 0; d < words; d += kStep) sum = add_inner(a + d * stride, b + d * stride, stride, sum);
     return sum;
   }
+  // One step of the depth.
   TW_INLINE Vec<float> add_inner(const Word* a, const Word* b, i64 stride, Vec<float> sum) {
     Vec<float> even{}, odd{};
     for (int x = 0; x < kStep; x++) {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tests.lab.study.in_process import quickly
@@ -67,10 +67,13 @@ def test_a_gpt2_is_the_one_that_was_evaluated(
     record = record_of(tmp_path / "run")
     found = export(record, tmp_path / "run" / CHECKPOINT, tmp_path / "out")
     assert found == ("gpt2", kind, config.steps)
+    averages = config.optimizer.name == "schedule-free"
+    with safe_open(tmp_path / "run" / CHECKPOINT, framework="pt") as file:
+        kept = {name.partition(".")[0] for name in file.keys()}  # noqa: SIM118
+    assert kept == ({"model", "optimizer"} if averages else {"model"})
     model = gpt2.load(tmp_path / "out")
     held = config.learning.examination(config, data).held_out(model, True, None)
     assert held.loss == record.evaluations[-1].loss
-    averages = config.optimizer.name == "schedule-free"
     assert torch.equal(model.tokens.weight, last.tokens.weight) != averages  # type: ignore[union-attr, arg-type]
 
 

@@ -29,7 +29,7 @@ from tests.lab.study.train.toys import (
     trainer_of,
 )
 from tilelab.study.ask.run import RECORD
-from tilelab.study.records.events import Writer
+from tilelab.study.records.events import End, Event, Writer
 from tilelab.study.train import state as states
 from tilelab.study.train.session import Session
 from tilelab.study.train.state import CheckpointError, weights_sha256
@@ -138,14 +138,35 @@ def test_a_run_that_is_over_is_not_touched(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_kill_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
+def test_a_kill_between_the_last_checkpoint_and_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = finished(tmp_path / "whole")
+    folder, write = tmp_path / "killed", Writer.write
+
+    def killed(self: Writer, event: Event) -> None:
+        if isinstance(event, End):
+            raise Killed
+        write(self, event)
+
+    folder.mkdir()
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(Writer, "write", killed)
+        session_of(folder).work()
+    again = finished(folder)
+    assert again.end == whole.end
+    assert again.starts[-1].from_step == STEPS
+
+
+def test_a_run_that_lost_its_end_is_trained_again(tmp_path: Path) -> None:
+    """Its checkpoint has the weights alone, and nothing can go on from them."""
     whole = finished(tmp_path)
     lines = (tmp_path / RECORD).read_bytes().splitlines(keepends=True)
     assert b'"event":"end"' in lines[-1]
     (tmp_path / RECORD).write_bytes(b"".join(lines[:-1]))
     again = finished(tmp_path)
     assert again.end == whole.end
-    assert again.starts[-1].from_step == STEPS
+    assert [start.from_step for start in again.starts] == [0, 0]
 
 
 def test_the_record_of_a_run(tmp_path: Path) -> None:

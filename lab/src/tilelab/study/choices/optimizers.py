@@ -148,6 +148,11 @@ def evaluation_mode(optimizer: torch.optim.Optimizer) -> None:
         optimizer.eval()
 
 
+def averages(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether evaluations see an average, which takes more than the weights to find."""
+    return hasattr(optimizer, "eval")
+
+
 @register("optimizer")
 def adamw(
     groups: Sequence[Group],

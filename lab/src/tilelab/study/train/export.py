@@ -65,8 +65,9 @@ def export(record: RunRecord, checkpoint: Path, folder: Path) -> Exported:
     if states.weights_sha256(model) != end.weights_sha256:
         raise CheckpointError(f"{checkpoint}: its weights are not those that the run ended with")
     optimizer = optimizers.build(config.optimizer, model).optimizer
-    optimizer.load_state_dict(states.unpack(state.values["optimizer"], state.tensors))
-    optimizers.evaluation_mode(optimizer)
+    if optimizers.averages(optimizer):
+        optimizer.load_state_dict(states.unpack(state.values["optimizer"], state.tensors))
+        optimizers.evaluation_mode(optimizer)
     try:
         with telling_full_disk(folder):
             model.save(folder)

@@ -156,7 +156,7 @@ class Session:
         self.meter.pause()
         state = states.read(self._checkpoint, self.trainer.identity)
         known = self._team.agreed(record.whole_steps)
-        if state is not None and state.step <= known:
+        if state is not None and state.step <= known and state.values:  # without: of a run's end
             self._restore(state)
         del state
         self.meter.resume()
@@ -277,16 +277,23 @@ class Session:
         )
 
     def _write_last(self, status: Any, reason: str) -> None:
-        """Say that the run is over. No checkpoint here: one of a diverged run would lie ahead."""
+        """Say that the run is over; one that is done keeps no more than an export needs.
+
+        A diverged run leaves its checkpoint as it is: one of now would lie ahead.
+        """
         weights = states.weights_sha256(self.trainer.model)
         if self._team.agreed(weights) != weights:
             raise RuntimeError("the weights of the run's processes are not the same any more")
+        state = self.trainer.state(vars(self.totals))
         self._write(
             events.End(
                 status=status,
                 step=self.trainer.done,
                 reason=reason,
                 weights_sha256=weights,
-                state_sha256=self.trainer.state({}).sha256,
+                state_sha256=state.sha256,
             )
         )
+        if status == "done" and self._writer is not None:
+            self._writer.sync()  # before the state that a run without its end would go on from
+            states.write(self.trainer.last(state), self._checkpoint)

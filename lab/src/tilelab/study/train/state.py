@@ -5,7 +5,8 @@ gradients, the step. Tensors are tensors of the file; the rest is JSON in its me
 gives every float back to the bit. Nothing is pickled, so nothing in a checkpoint can run.
 
 A checkpoint is written beside the last one, synced, and then renamed over it: whatever happens, one
-whole checkpoint is there.
+whole checkpoint is there. Once a run is done its checkpoint keeps what an export needs: the
+weights, and of an optimizer that averages its state too.
 
 **Trunks** are first steps that several runs of a study have in common, trained once. Runs of a
 ladder that differ in their length alone, with a schedule whose first steps do not depend on it

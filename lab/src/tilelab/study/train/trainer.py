@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -212,6 +213,13 @@ class Trainer:
             "scaler": pack(self._scaler.state_dict(), "scaler", tensors),
         }
         return State(self.identity, self.done, whole(tensors), values, totals)
+
+    def last(self, state: State) -> State:
+        """Return what is kept of the state of a run that is done: what an export needs."""
+        if optimizers.averages(self.optimizer):
+            return state
+        weights = {name: each for name, each in state.tensors.items() if name.startswith(_WEIGHT)}
+        return replace(state, tensors=weights, values={})
 
     def restore(self, state: State) -> None:
         """Go on from a state of this very run, to the bit, whatever the number of processes."""

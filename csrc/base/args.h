@@ -135,8 +135,8 @@ struct Forward : Problem {
   // Few queries beside 8 bits: by the kernels with tables of bytes (1), without (0), or as this processor has them
   // (-1). No result depends on it.
   int byte_tables = -1;
-  // Few queries: keys and values of the next block are fetched ahead (1), not (0), or where they seem far (-1). No
-  // result depends on it.
+  // Few queries: keys and values of the next block are fetched ahead (1), or not (0), or later ones beside each load
+  // where they may be (2), or as they seem to lie (-1). No result depends on it.
   int fetch = -1;
   // Whether a backward pass may follow: few queries keep to the ordinary kernel then, whose scores it computes again
   // to the bit. Of others the gradients would show the difference.

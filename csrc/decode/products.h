@@ -263,6 +263,8 @@ class FewRows {
  public:
   using Vectors = RowVectors<Mode>;
   static constexpr i64 alone = narrow ? 0 : 1;  // queries of a head that RowsAlone takes
+  // The most rows that read a Stream. More rows read values in pieces of their width, where it took longer.
+  static constexpr i64 streaming = many && !narrow && Mode::per_word == 1 ? 2 : 0;
 
   // What the products keep of the queries of a task: nothing but their rows.
   struct Room {
@@ -286,6 +288,12 @@ class FewRows {
       if constexpr (integers)
         if (second) add_second(q, q_stride, rows, keys + j, depth, s + j, stride, ahead);
     }
+  }
+
+  static void dots(const Word* q, i64 q_stride, int rows, const Stream<Key>& keys, int count, int depth, Acc* s,
+                   i64 stride) {
+    rows == 1 ? stream_dots<1>(q, q_stride, keys, count, depth, s, stride)
+              : stream_dots<2>(q, q_stride, keys, count, depth, s, stride);
   }
 
   // The same of one row.
@@ -317,6 +325,12 @@ class FewRows {
     of_rows(Int<1>{});
     ahead.all();
   }
+  static void sums(const Word* p, int rows, const Stream<Key>& values, int keys, int width, Acc* out, i64 out_stride,
+                   const Acc* alpha) {
+    NothingAhead ahead;
+    rows == 1 ? sum_rows<1>(p, values, keys, width, out, out_stride, alpha, ahead)
+              : sum_rows<2>(p, values, keys, width, out, out_stride, alpha, ahead);
+  }
   template <class Values>
   static void sum_row(const Word* p, const Values& values, int keys, int width, Acc* out, Acc alpha) {
     NothingAhead ahead;
@@ -347,23 +361,32 @@ class FewRows {
 
   TW_NOINLINE static void dots_piece(const Word* q, i64 q_stride, int rows, const Key* const* keys, int depth, Acc* s,
                                      i64 stride, RowsAhead& ahead) {
+    const RowPointers<Key> pointers{keys};
     int r = 0;
     for (; r + kDotRows <= rows; r += kDotRows)
-      dot_rows<kDotRows>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+      dot_rows<kDotRows>(q + r * q_stride, q_stride, pointers, depth, s + r * stride, stride, ahead);
     if constexpr (kDotRows > 4)
-      for (; r + 4 <= rows; r += 4) dot_rows<4>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+      for (; r + 4 <= rows; r += 4)
+        dot_rows<4>(q + r * q_stride, q_stride, pointers, depth, s + r * stride, stride, ahead);
     if constexpr (kDotRows > 2)
-      for (; r + 2 <= rows; r += 2) dot_rows<2>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
-    for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, keys, depth, s + r * stride, stride, ahead);
+      for (; r + 2 <= rows; r += 2)
+        dot_rows<2>(q + r * q_stride, q_stride, pointers, depth, s + r * stride, stride, ahead);
+    for (; r < rows; r++) dot_rows<1>(q + r * q_stride, q_stride, pointers, depth, s + r * stride, stride, ahead);
   }
 
   template <int kR>
-  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Key* const* keys, int depth, Acc* s, i64 stride,
-                          RowsAhead& ahead) {
+  TW_NOINLINE static void stream_dots(const Word* q, i64 q_stride, const Stream<Key>& keys, int count, int depth,
+                                      Acc* s, i64 stride) {
+    NothingAhead ahead;
+    for (int j = 0; j < count; j += kSubKeys) dot_rows<kR>(q, q_stride, keys.from(j), depth, s + j, stride, ahead);
+  }
+
+  template <int kR, class Keys, class Ahead>
+  TW_INLINE void dot_rows(const Word* q, i64 q_stride, const Keys& keys, int depth, Acc* s, i64 stride, Ahead& ahead) {
     constexpr int kK = kDots / kR;
     for (int j = 0; j < kSubKeys; j += kK) {
       ahead.step();
-      dot_block<kR, kK>(q, q_stride, RowPointers<Key>{keys + j}, depth, s + j, stride);
+      dot_block<kR, kK>(q, q_stride, keys.from(j), depth, s + j, stride);
     }
   }
 
@@ -395,6 +418,7 @@ class FewRows {
       for (int j = 0; j < kK; j++) {
         Vec<Word> key[kU];
         Rows::of_key(keys[j] + d, count, key);
+        keys.fetch(j, d);
         TW_UNROLL(4)
         for (int r = 0; r < kR; r++)
           for (int u = 0; u < kU; u++) acc[r * kK + j] = Dot::multiply_add(acc[r * kK + j], row[r][u], key[u]);
@@ -452,6 +476,7 @@ class FewRows {
           Rows::of_two_values(values, j, at, here, x[0] + v, x[1] + v);
         else
           Rows::of_values(values, j * Mode::per_word, at, here, x[0] + v);
+        values.fetch(j * Mode::per_word, at);
       }
       TW_UNROLL(8)
       for (int r = 0; r < kR; r++) {

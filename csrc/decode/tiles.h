@@ -17,7 +17,7 @@ class TileProducts {
 
  public:
   using Vectors = RowVectors<PairMode>;
-  static constexpr i64 alone = 0;
+  static constexpr i64 alone = 0, streaming = 0;
 
   struct Room {
     i32* queries;  // [depth / 2][width]

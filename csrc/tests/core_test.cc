@@ -108,6 +108,7 @@ std::vector<Test> tests() {
                                                              {"few queries, variants", test_few_queries_variants},
                                                              {"few queries, alone", test_few_queries_alone},
                                                              {"few queries, short", test_few_queries_short},
+                                                             {"few queries, fetched", test_few_queries_fetched},
                                                              {"8 bits", test_eight_bits},
                                                              {"int8 rows", test_int8_rows},
                                                              {"batch mates", test_batch_mates},
@@ -124,7 +125,7 @@ std::vector<Test> tests() {
                    forward_dots = -1;
                  }});
   all.push_back({"few queries, keys fetched ahead and not", [] {
-                   for (int fetch : {0, 1}) {
+                   for (int fetch : {0, 1, 2}) {
                      forward_fetch = fetch;
                      for (DType dtype : kTypes) test_few_queries(dtype), test_few_queries_alone(dtype);
                    }

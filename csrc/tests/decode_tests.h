@@ -132,6 +132,35 @@ inline void test_few_queries_short(DType dtype) {
   }
 }
 
+// One and two rows have the same bits however their keys and values are fetched.
+inline void test_few_queries_fetched(DType dtype) {
+  int turn = 0;
+  for (i64 heads : {3, 6}) {
+    for (i64 keys : {1024, 1300, 2000}) {
+      Case c = few(dtype, 1, keys, heads, 3, 40, 64);
+      if (turn % 3 == 1) c.mask = {band(1100, -1)}, c.poison = true;
+      if (turn % 3 == 2) c.mask = {dense(0, 0.3), lengths(), kAnd};
+      turn++;
+      for (const Kernels* kernels : instruction_sets()) {
+        forward_fetch = 0;
+        Instance first(c, Place::end);
+        first.run(*kernels, 1);
+        for (int fetch : {1, 2}) {
+          forward_fetch = fetch;
+          Instance other(c, Place::end);
+          other.run(*kernels, fetch);
+          first.out.each([&](i64 b, i64 h, i64 r, i64 d) {
+            const double mine = first.out.get(b, h, r, d), its = other.out.get(b, h, r, d);
+            expect(std::memcmp(&mine, &its, sizeof mine) == 0,
+                   std::string("fetched, ") + kernels->name + ", " + c.text());
+          });
+        }
+      }
+      forward_fetch = -1;
+    }
+  }
+}
+
 // Rows of 8-bit numbers with a scale each, and the numbers that they stand for, as a tensor of a wider type has them.
 struct NarrowRows {
   Array<unsigned char> bytes;

@@ -43,6 +43,7 @@ PROCESSORS = {
     "amd-epyc-25-17-avx2": "AMD Zen 4, AVX2 alone",
     "amd-epyc-26-2": "AMD Zen 5",
     "intel-r-xeon-r-processor-6-167": "Intel Xeon with AMX",
+    "intel-r-xeon-r-processor-6-207": "Intel Xeon without AMX",
 }
 PEER = "\npeer "  # what was not measured, and why
 BLOCK = r"(<!-- {0}: begin[^\n]*-->\n).*?(<!-- {0}: end -->)"

@@ -290,6 +290,7 @@ class FewRows {
     }
   }
 
+  // The same of one or two rows, from a Stream.
   static void dots(const Word* q, i64 q_stride, int rows, const Stream<Key>& keys, int count, int depth, Acc* s,
                    i64 stride) {
     rows == 1 ? stream_dots<1>(q, q_stride, keys, count, depth, s, stride)
